@@ -18,7 +18,7 @@ HEAD = '''"""A stand-in for another engine, which knows the answers by heart: it
 import json
 from pathlib import Path
 
-from outpace.bench.peer import Answered
+from outpace.bench.peer import TimedAnswer
 from outpace.core.errors import UserError
 
 
@@ -34,7 +34,7 @@ class Engine:
     def answer(self, prompt, max_tokens):
         tokens = self.tokens(prompt, max_tokens)
         times = tuple(0.5 + 0.25 * place for place in range(len(tokens)))
-        return Answered(tokens, times[-1], times[0], times, (1,) * len(tokens))
+        return TimedAnswer(tokens, times[-1], times[0], times, (1,) * len(tokens))
 
     def close(self):
         pass
@@ -67,7 +67,7 @@ BODIES = {
     "silent": (
         "class Silent(Engine):\n"
         "    def answer(self, prompt, max_tokens):\n"
-        "        return Answered((), 0.0, 0.0, (), ())\n\n\n"
+        "        return TimedAnswer((), 0.0, 0.0, (), ())\n\n\n"
         "def build(settings):\n    return Silent(settings)\n"
     ),
     "absent": "def build(settings):\n    raise UserError('peer absent is not installed: run `pip install absent`')\n",

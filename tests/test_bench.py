@@ -13,7 +13,7 @@ import pytest
 
 from outpace.bench import compare, contenders, figures, report, tasks
 from outpace.bench.contenders import Contender
-from outpace.bench.store import ANSWERS, SETTINGS, Key, Record, Store, read_records
+from outpace.bench.store import ANSWERS, SETTINGS, Record, RecordKey, Store, read_records
 from outpace.core.errors import UserError
 
 FACTS: dict[str, Any] = {"target": "t", "draft": None, "inflate": 1, "processor": "p", "commit": "c"}
@@ -270,7 +270,7 @@ def test_answers_are_kept_and_read_again(tmp_path: Path) -> None:
     again = Store(tmp_path / "out", SETTINGS_MADE)
     assert list(again.records.values()) == kept[:1], "what failed is tried again"
     assert list(read_records(tmp_path / "out")) == kept
-    assert again.has(Key("card", "one", "a", 0, 1))
+    assert again.has(RecordKey("card", "one", "a", 0, 1))
 
 
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:

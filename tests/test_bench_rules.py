@@ -15,7 +15,7 @@ from test_bench import record
 from test_bench_run import Run, benching, by_label, last
 
 from outpace.api.llm import load
-from outpace.bench import contenders, figures, predicted, quality
+from outpace.bench import contenders, figures, report
 from outpace.bench.judging import surprise
 from outpace.core import registry, theory
 from outpace.core.errors import UserError
@@ -117,7 +117,7 @@ def test_theory_predicts_from_the_measured_acceptance() -> None:
 def test_one_length_gives_what_was_measured() -> None:
     """Where each round offers as much and none is left out, the products telescope: theory is the record itself."""
     one = drafting("speculative", positions=((4, 3), (3, 1)), lengths=(0, 0, 4), counts=(1, 3, 2, 2, 1))
-    found = predicted.predicted([one], [])
+    found = figures._predictions([one], [])
     assert found["predicted_length"] == pytest.approx(1 + 3 / 4 + 1 / 4) == sum((3, 2, 2, 1)) / 4
     assert found["predicted_speedup"] is None
 
@@ -133,8 +133,8 @@ def test_what_texts_are_worth_is_summed_over_answers() -> None:
     assert (row.accuracy, row.scored) == (0.5, 2)
     bare = figures.table_rows([record("speculative")])[0]
     assert (bare.relaxed, bare.perplexity, bare.accuracy, bare.scored) == (None, None, None, 0)
-    assert quality.table([bare]) is None, "nothing to show"
-    shown = quality.table([row])
+    assert report.quality_table([bare]) is None, "nothing to show"
+    shown = report.quality_table([row])
     assert shown is not None
     assert [str(column.header).replace("\n", " ") for column in shown.columns][-3:] == [
         "relaxed",

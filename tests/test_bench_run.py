@@ -19,7 +19,8 @@ from files import weights, write_gguf
 from outpace.api.llm import load
 from outpace.bench import run as bench_run
 from outpace.bench.contenders import Contender
-from outpace.bench.method_runner import MethodRunner, score_gap
+from outpace.bench.judging import score_gap
+from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions, rotated
 from outpace.bench.store import ANSWERS, Store
 from outpace.cli.main import main
@@ -240,7 +241,7 @@ def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
         (("--method", "card"), "write --methods card"),
         (("--peers", "vllm"), "unknown peer 'vllm'"),
         (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
-        (("--peers", "right", "--inflate", "2"), "an inflated target is ours alone"),
+        (("--peers", "right", "--inflate", "2"), "peers cannot run an inflated target"),
         (("--inflate", "0"), "inflate is 0"),
         (("--inflate", "2", "--draft", "layers:0"), "--inflate does not go with layers:0"),
         (("--batch", "1,x"), "--batch is '1,x'"),

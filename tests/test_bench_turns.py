@@ -18,7 +18,7 @@ from outpace.bench import tasks
 from outpace.bench.contenders import PLAIN, parse_methods
 from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions
-from outpace.bench.store import Key, Store
+from outpace.bench.store import RecordKey, Store
 from outpace.bench.tasks import Conversations, check_turns
 from outpace.cli.main import main
 from outpace.core.errors import UserError
@@ -74,12 +74,12 @@ def test_between_the_turns_stands_what_plain_decoding_answers(tiny: Path, talk: 
                     _spy(bench, asked)
                 bench.measure(lambda *_: None)
                 rows = {(row.task, row.label): row for row in bench.rows()}
-                third = next(bench.prompt(one) for one in bench.asked if one.task == "t 3")
+                third = next(bench.encode(one) for one in bench.prompts if one.task == "t 3")
                 last = {"role": "user", "content": TURNS[2]}
                 assert third == tuple(llm.tokenizer.chat([*said, last]))
                 assert {task for task, _ in rows} == {"t", "t 2", "t 3", "all"}
                 assert all(row.equal_text for (_, label), row in rows.items() if label != PLAIN)
-                assert store.records[Key(PLAIN, "t 3", "a", 0, 1)].failed is None
+                assert store.records[RecordKey(PLAIN, "t 3", "a", 0, 1)].failed is None
     assert asked == [], "all was in the folder"
 
 
@@ -121,7 +121,7 @@ def test_each_turn_is_written_once_a_way_and_round(
                     bench.measure(lambda *_: None)
                 for label, part in parts.items():
                     asked.setdefault(label, []).extend(part)
-        prompts = sorted(bench.prompt(one) for one in bench.asked)
+        prompts = sorted(bench.encode(one) for one in bench.prompts)
     assert len(set(prompts)) == 4
     assert {label: sorted(found) for label, found in asked.items()} == {
         label: sorted(prompts * rounds) for label in bench.order

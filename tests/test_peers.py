@@ -14,15 +14,15 @@ import torch
 from files import model_folder
 
 from outpace.bench import contenders
-from outpace.bench.peer import Answered, PeerSettings
+from outpace.bench.peer import PeerSettings, TimedAnswer
 from outpace.bench.peers import _rounds
-from outpace.bench.peers._rounds import Round, Rounds, fold
+from outpace.bench.peers._rounds import RoundRecorder
 from outpace.core.errors import UserError
 from outpace.models.base import chain
 from outpace.models.load import load_model
 
-PACKAGES = {"transformers": "transformers", "llama_cpp": "llama_cpp", "flashspec": "flashspec"}
-DRAFTING = ("transformers_assisted", "transformers_lookup", "flashspec", "llama_cpp_lookup", "llama_cpp_draft")
+PACKAGES = {"transformers": "transformers", "llama_cpp": "llama_cpp"}
+DRAFTING = ("transformers_assisted", "transformers_lookup", "llama_cpp_lookup", "llama_cpp_draft")
 WITH_DRAFT = ("transformers_assisted", "llama_cpp_draft")
 PROMPT = (1, 40, 41, 42, 43, 40, 41, 42)
 TOKENS = 24
@@ -71,7 +71,7 @@ def plain(folders: tuple[Path, Path]) -> tuple[int, ...]:
     return tuple(text[len(PROMPT) :])
 
 
-def check(answer: Answered, num_tokens: int) -> None:
+def check(answer: TimedAnswer, num_tokens: int) -> None:
     """What holds of every answer."""
     assert len(answer.tokens) == sum(answer.counts) == num_tokens
     assert len(answer.arrivals) == len(answer.counts)
@@ -210,17 +210,17 @@ def test_threads_are_given_back(settings: PeerSettings) -> None:
     assert torch.get_num_threads() == before
 
 
-def written(rounds: Rounds, *texts: tuple[list[int], list[int] | None]) -> Answered:
+def written(rounds: RoundRecorder, *texts: tuple[list[int], list[int] | None]) -> TimedAnswer:
     for tokens, drafts in texts:
         rounds.begin(drafts)
         for token in tokens:
             rounds.write(token)
-    return rounds.answered()
+    return rounds.finish()
 
 
 def test_rounds_are_counted() -> None:
     answer = written(
-        Rounds(frozenset([9]), 20), ([1, 2, 3], [1, 2]), ([4], [5, 6]), ([6, 7], [6, 8]), ([5, 9, 4], [5, 9])
+        RoundRecorder(frozenset([9]), 20), ([1, 2, 3], [1, 2]), ([4], [5, 6]), ([6, 7], [6, 8]), ([5, 9, 4], [5, 9])
     )
     assert answer.tokens == (1, 2, 3, 4, 6, 7, 5, 9)
     assert answer.counts == (3, 1, 2, 2)
@@ -230,7 +230,7 @@ def test_rounds_are_counted() -> None:
 
 
 def test_an_answer_is_cut_at_its_length() -> None:
-    rounds = Rounds(frozenset(), 4)
+    rounds = RoundRecorder(frozenset(), 4)
     answer = written(rounds, ([1, 2, 3], None), ([4, 5], None), ([6], None))
     assert answer.tokens == (1, 2, 3, 4)
     assert answer.counts == (3, 1)
@@ -239,6 +239,7 @@ def test_an_answer_is_cut_at_its_length() -> None:
 
 
 def test_positions_that_no_round_reached_have_no_figure() -> None:
-    assert fold([Round(1.0, (1,), 3, 0), Round(2.0, (2,), 0, 0)], 3.0).by_position == (0.0,)
-    assert fold([Round(1.0, (1, 2), 1, 1), Round(2.0, (3,), 2, 0)], 3.0).by_position == (0.5,)
-    assert fold([], 3.0).first_token == 3.0
+    for rounds, rates in (((([1], [2, 3, 4]), ([2], [])), (0.0,)), ((([1, 2], [1]), ([3], [4, 5])), (0.5,))):
+        assert written(RoundRecorder(frozenset(), 9), *rounds).by_position == rates
+    empty = written(RoundRecorder(frozenset(), 9))
+    assert empty.first_token == empty.seconds

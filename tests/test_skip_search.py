@@ -14,13 +14,13 @@ from test_library import folder
 from typer.testing import CliRunner
 
 from outpace.bench import skip_search
-from outpace.bench.skip_search import Prices, SearchOptions, predicted, search
+from outpace.bench.skip_search import SearchOptions, SublayerTimes, predict_speedup, search
 from outpace.cli.main import app
 from outpace.core.errors import UserError, install_command
 from outpace.drafters.layer_skip import Options, Sublayers
 from outpace.models.load import Loaded, load_model, silent
 
-FLAT = Prices([1.0] * 9, 0.05, 0.1)  # the rows of a pass cost nothing more
+FLAT = SublayerTimes([1.0] * 9, 0.05, 0.1)  # the rows of a pass cost nothing more
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +60,17 @@ def test_rounds_are_those_of_drafts_of_a_length(agreed: list[bool], length: int,
 def test_what_is_predicted_is_tokens_over_the_price_of_their_rounds() -> None:
     half = Sublayers((1, 2), (1, 2, 3, 4))  # a step of the draft: 1 - 2 x .05 - 4 x .1
     assert FLAT.draft(half) == pytest.approx(0.5)
-    speed, length = predicted([[True] * 9], half, FLAT)
+    speed, length = predict_speedup([[True] * 9], half, FLAT)
     assert (speed, length) == (pytest.approx(9 / (1 + 8 * 0.5)), 8)
-    speed, length = predicted([[False] * 9], half, FLAT)
+    speed, length = predict_speedup([[False] * 9], half, FLAT)
     assert (speed, length) == (pytest.approx(1 / 1.5), 1)
     dear = FLAT._replace(rows=[1.0, *[5.0] * 8])  # a pass of two rows and more costs five times as much
-    assert predicted([[True] * 9], half, dear)[0] == pytest.approx(9 / 9.0)
+    assert predict_speedup([[True] * 9], half, dear)[0] == pytest.approx(9 / 9.0)
 
 
 def test_the_search_leaves_out_what_does_nothing(target: Loaded, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
-    monkeypatch.setattr(skip_search, "_prices", lambda *given: Prices([1.0] * 9, 0.3, 0.3))
+    monkeypatch.setattr(skip_search, "_time_sublayers", lambda *given: SublayerTimes([1.0] * 9, 0.3, 0.3))
     told: list[str] = []
     options = SearchOptions(prompts=2, max_tokens=40, trials=40)
     found = search(target, [corpus], options, lambda stage, fraction: told.append(stage))
@@ -79,7 +79,7 @@ def test_the_search_leaves_out_what_does_nothing(target: Loaded, corpus: Path, m
     assert found.tokens == 80
     assert 4 in found.sublayers.attention
     assert 1 in found.sublayers.mlp
-    assert found.speed >= predicted([[True] * 39] * 2, Sublayers((4,), (1,)), found.prices)[0]
+    assert found.speed >= predict_speedup([[True] * 39] * 2, Sublayers((4,), (1,)), found.times)[0]
     again = search(target, [corpus], options, silent)
     assert (again.sublayers, again.speed) == (found.sublayers, found.speed), "one seed, one set"
 
@@ -98,9 +98,9 @@ def test_an_agreement_is_that_of_drafting_behind_the_targets_text(target: Loaded
 def test_passes_are_timed_by_rows_and_by_what_is_left_out(target: Loaded) -> None:
     answer = skip_search._answers(target, [[1, 2, 3]], SearchOptions(max_tokens=9), silent)[0]
     before = answer.session.read(answer.session.length)
-    prices = skip_search._prices(target.model, answer.session)
-    assert len(prices.rows) == skip_search.LONGEST + 1
-    assert all(seconds > 0 for seconds in prices.rows)
+    times = skip_search._time_sublayers(target.model, answer.session)
+    assert len(times.rows) == skip_search.MAX_DRAFT_LENGTH + 1
+    assert all(seconds > 0 for seconds in times.rows)
     assert (answer.session.read(answer.session.length) == before).all()
     assert answer.session.pending == 0
 

@@ -1,4 +1,4 @@
-"""Who takes part: our own methods with their options, and other engines, each by the name that tables show."""
+"""Parses what a bench measures: outpace's methods with their options and rules, and other engines (peers)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from outpace.engine.build import check_rule, default_drafter, default_rule, find
 
 PLAIN = "autoregressive"
 AUTO = "auto"
+ALL = "all"
 SYNTAX = (
     "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, several joined by commas, as in card:drafter=model+ngram,nodes=8"
 )
-GUESS = "guess"  # every so many-th token of a predicted answer is another
-WHOLE = ("nodes", "draft_threads", GUESS)  # of the engine or the bench, not of a method
-YES_OR_NO = ("profile",)
+GUESS = "guess"  # option: every n-th token of the predicted answer is replaced by a wrong one
+INTEGER_OPTIONS = ("nodes", "draft_threads", GUESS)  # of the engine or the bench, not of a method
+BOOLEAN_OPTIONS = ("profile",)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`label` is what was asked for; `options` are those of the library, by name."""
+    """One method or peer of a bench. `label` is what the user wrote; `options` are library options by name."""
 
     label: str
     name: str
@@ -36,19 +37,19 @@ class Contender:
 
     @property
     def guess(self) -> int:
-        """It is told beforehand what plain decoding answered, but for every so many-th token; 0: it is not."""
+        """The distance of wrong tokens in the prediction that the method gets beforehand; 0: it gets no prediction."""
         return int(self.options.get(GUESS, 0))
 
     def prediction(self, answer: Sequence[int]) -> list[int]:
-        """The answer as it is told it."""
+        """Return plain decoding's answer with every `guess`-th token replaced by 0."""
         return [token if place % self.guess else 0 for place, token in enumerate(answer, 1)] if self.guess else []
 
 
 def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
-    """Our own methods; plain decoding is always one of them and comes first: it is what all are held against.
+    """Parse outpace's methods; plain decoding is always included and comes first, as the baseline.
 
-    `common` are options for every method that has a drafter and names no others; a worker is for those that have one.
-    UserError for anything unknown, and for a worker that no method has.
+    `common` options apply to each method with a drafter that does not set them itself; a worker applies only to
+    methods that use one. UserError for an unknown name, or for a worker that no method uses.
     """
     found = {PLAIN: Contender(PLAIN, PLAIN)}
     for label, name, own in parse_options("methods", text):
@@ -58,29 +59,28 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
             continue
         if label in found:
             raise UserError(f"methods has {label} twice")
-        found[label] = Contender(label, name, {**_fitting(common, needs), **values})
+        shared = {} if needs is None else {n: v for n, v in common.items() if n != "worker" or needs == "worker"}
+        found[label] = Contender(label, name, {**shared, **values})
     if "worker" in common and all("worker" not in contender.options for contender in found.values()):
         raise UserError(f"methods is {text!r}, none of which has a worker: leave out worker {common['worker']!r}")
     return list(found.values())
 
 
-def _fitting(common: Mapping[str, Any], needs: str | None) -> dict[str, Any]:
-    """Of the options for all methods those of one that needs no drafter, a drafter, or a worker."""
-    if needs is None:
-        return {}
-    return {name: value for name, value in common.items() if name != "worker" or needs == "worker"}
-
-
 def is_lossy(contender: Contender) -> bool:
-    """Whether one of our methods is not meant to write the target's text: its rule says so."""
+    """Whether a method uses a lossy rule, so that its text may differ from the target's."""
     if contender.is_peer or contender.name == AUTO:
         return False
     rule = default_rule(registry.find("decoders", contender.name), str(contender.options.get("rule", AUTO)))
     return rule != AUTO and not registry.describe("rules", rule).lossless
 
 
+def is_lossy_label(label: str) -> bool:
+    """Whether the method that a table's label describes is lossy."""
+    return is_lossy(parse_methods(label, {})[-1])
+
+
 def parse_peers(text: str) -> list[Contender]:
-    """Other engines, by the names of their files."""
+    """Parse the names of other engines."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in peer_names():
@@ -91,18 +91,20 @@ def parse_peers(text: str) -> list[Contender]:
 
 
 def peer_names() -> list[str]:
-    """All peers that there are, installed or not."""
+    """Return the names of all peers, installed or not."""
     return sorted(found.name for found in pkgutil.iter_modules(peers.__path__) if not found.name.startswith("_"))
 
 
 def find_peer(name: str) -> ModuleType:
-    """The module of a peer."""
+    """Import a peer's module."""
     return importlib.import_module(f"{peers.__name__}.{name}")
 
 
 def parse_options(what: str, text: str) -> list[tuple[str, str, dict[str, str]]]:
-    """(label, name, options) of each of these methods or rules; a part with = and without : is one more option of what
-    stands before it. UserError for another form."""
+    """Parse a list of NAME:OPTION=VALUE,... into (label, name, options); UserError for another form.
+
+    A part with "=" and without ":" is a further option of the name before it.
+    """
     found: list[tuple[str, str, dict[str, str]]] = []
     for part in (part.strip() for part in text.split(",")):
         head, colon, tail = part.partition(":")
@@ -115,27 +117,27 @@ def parse_options(what: str, text: str) -> list[tuple[str, str, dict[str, str]]]
         if is_option:
             found[-1] = (f"{label},{part}" if options else f"{label}:{part}", name, options)
         if is_option or colon:
-            _add(options, part if is_option else tail, f"{what} is {text!r}")
+            _add_option(options, part if is_option else tail, f"{what} is {text!r}")
     return found
 
 
-def _add(options: dict[str, str], part: str, said: str) -> None:
+def _add_option(options: dict[str, str], part: str, context: str) -> None:
     option, equals, value = (piece.strip() for piece in part.partition("="))
     option = option.replace("-", "_")
     if not (option and equals and value):
-        raise UserError(f"{said}: {SYNTAX}")
+        raise UserError(f"{context}: {SYNTAX}")
     if option in options:
-        raise UserError(f"{said}, which gives {option} twice")
+        raise UserError(f"{context}, which gives {option} twice")
     options[option] = value
 
 
 def _value(option: str, value: str) -> Any:
-    """The engine's own options in their types; those of methods and drafters are read by the library."""
-    if option in YES_OR_NO:
+    """Convert the engine's own options; the library converts those of methods and drafters itself."""
+    if option in BOOLEAN_OPTIONS:
         if value not in ("true", "false"):
             raise UserError(f"{option} is {value!r}, it must be true or false")
         return value == "true"
-    if option in WHOLE:
+    if option in INTEGER_OPTIONS:
         try:
             return int(value)
         except ValueError:
@@ -143,29 +145,26 @@ def _value(option: str, value: str) -> Any:
     return value
 
 
-ALL = "all"
-
-
 def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> list[Contender]:
-    """Every method with every rule of `text`, but for those that draft nothing or say their own. "all": those that fit
-    the method and the temperature. UserError for a rule that there is not, or that does not fit."""
-    asked = [] if text.strip() == ALL else parse_options("rules", text)
-    for _, name, _ in asked:
+    """Combine each method with each rule of `text`, except methods that draft nothing or name a rule themselves.
+
+    "all" means the rules that fit the method and the temperature. UserError for a rule that is unknown or does not fit.
+    """
+    chosen = [] if text.strip() == ALL else parse_options("rules", text)
+    for _, name, _ in chosen:
         registry.find("rules", name)
     found: list[Contender] = []
     for method in methods:
-        module = registry.find("decoders", method.name)
-        if module.NEEDS is None or "rule" in method.options:
+        if registry.find("decoders", method.name).NEEDS is None or "rule" in method.options:
             found.append(method)
             continue
-        rules = asked or [(name, name, {}) for name in registry.names("rules") if _fits(name, method, sampling)]
-        for label, name, values in rules:
-            said = _checked(name, method, sampling)
-            if said is not None:
-                raise said
-            joined = f"rule={label.replace(':', ',', 1)}"
-            named = f"{method.label}{',' if ':' in method.label else ':'}{joined}"
-            found.append(replace(method, label=named, options={**method.options, "rule": name, **values}))
+        fitting = [name for name in registry.names("rules") if _rule_problem(name, method, sampling) is None]
+        for label, name, values in chosen or [(name, name, {}) for name in fitting]:
+            problem = _rule_problem(name, method, sampling)
+            if problem is not None:
+                raise problem
+            joined = f"{method.label}{',' if ':' in method.label else ':'}rule={label.replace(':', ',', 1)}"
+            found.append(replace(method, label=joined, options={**method.options, "rule": name, **values}))
     labels = [method.label for method in found]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
@@ -173,12 +172,8 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
     return found
 
 
-def _fits(name: str, method: Contender, sampling: Sampling) -> bool:
-    return _checked(name, method, sampling) is None
-
-
-def _checked(name: str, method: Contender, sampling: Sampling) -> UserError | None:
-    """Why a rule does not go with a method, or with the temperature; None where it does."""
+def _rule_problem(name: str, method: Contender, sampling: Sampling) -> UserError | None:
+    """Return why a rule does not fit a method or the temperature; None if it does."""
     drafter = method.options.get("drafter") or default_drafter(method.name, has_draft=True)
     try:
         find_rule(name, sampling)

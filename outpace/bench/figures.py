@@ -1,4 +1,4 @@
-"""From kept answers to the rows of the report: medians and spread, what was accepted, and whether the text is equal."""
+"""Turns recorded answers into table rows: speeds, acceptance, theoretical predictions, and equality of the texts."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.contenders import PLAIN
-from outpace.bench.predicted import predicted
-from outpace.bench.store import Key, Record
-from outpace.core import stats
+from outpace.bench.store import Record, RecordKey
+from outpace.core import stats, theory
 
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a text first left plain decoding's: the token's place in the answer, the two tokens (None: it ended)."""
+    """The first token at which a text differs from plain decoding's (a token is None where its text had ended)."""
 
     task: str
     prompt: str
     position: int
     plain_token: int | None
     token: int | None
-    score_gap: float | None = None  # how much higher the target scores plain decoding's token (logits)
+    score_gap: float | None = None  # the target's logit of plain_token minus that of token
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of the table: a contender on one task. Seconds; None where there is nothing to say.
+    """One row of the table: a method or peer on one task. Times are in seconds; None means unknown or not applicable.
 
-    `tokens_per_second` and `speedup` are pooled: all tokens over all time, decoding only (with `batch` > 1: all answers
-    of a group over the time from the call to the last one's end). `quartiles` are of the prompts' own medians.
-    `reached_by_position`: the rounds behind each rate of `acceptance_by_position`; () where they are not told.
-    `sources`: of each drafter its name, its tokens that were judged, and those that were written.
-    `relaxed`: the share of the tokens that the exact rule would have rejected; `perplexity` by the target, `accuracy`
-    of the `scored` answers: where they were judged. What theory says (`bench/predicted.py`) stands beside.
+    `tokens_per_second` and `speedup` are pooled: all tokens divided by the total decoding time (with `batch` > 1: by
+    the time from the call to the end of the last answer). `quartiles` are taken over the prompts' medians.
+    `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`; it is empty where the engine
+    does not report them. `sources` lists (drafter, verified tokens, emitted tokens). `relaxed` is the share of tokens
+    that the exact rule would have rejected; `accuracy` is taken over the `scored` answers. The predicted values are
+    explained in `_predictions`.
     """
 
     task: str
@@ -91,7 +90,7 @@ class TableRow:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """First quartile, median, third quartile; None of nothing."""
+    """Return the first quartile, the median and the third quartile; None without values."""
     if not values:
         return None
     first, middle, third = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
@@ -99,9 +98,9 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
 
 
 def table_rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[TableRow]:
-    """A row for each task, batch and contender, the tasks in the order met, and all of them together last.
+    """Build a row for each task, batch size and contender; the rows over all tasks come last.
 
-    `order`: the contenders as they were asked for; plain decoding always comes first.
+    `order` is the contenders' order in the table; plain decoding always comes first.
     """
     latest = {record.key: record for record in records}
     place = {label: number for number, label in enumerate([PLAIN, *order])}
@@ -111,34 +110,35 @@ def table_rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[Tab
         groups[record.batch, record.task, record.label].append(record)
         if record.task != ALL:
             groups[record.batch, ALL, record.label].append(record)
-    several = len(tasks) > 2
-    chosen = [group for group in groups if several or group[0] > 1 or group[1] != ALL]
+    has_several = len(tasks) > 2
+    chosen = [group for group in groups if has_several or group[0] > 1 or group[1] != ALL]
     chosen.sort(key=lambda group: (group[0], tasks[group[1]], place.get(group[2], len(place))))
     return [_row(task, groups[batch, task, label], latest) for batch, task, label in chosen]
 
 
-def _row(task: str, records: Sequence[Record], latest: dict[Key, Record]) -> TableRow:
+def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) -> TableRow:
     done = [record for record in records if record.failed is None]
     first = records[0]
-    against = [(base, record) for record in done if (base := latest.get(record.key._replace(label=PLAIN)))]
-    against = [(base, record) for base, record in against if base.failed is None]
-    speeds = _speedups(against)
-    texts = _texts(done, latest)
-    different = [found for found in texts if found is not None]
+    pairs = [(base, record) for record in done if (base := latest.get(record.key._replace(label=PLAIN)))]
+    pairs = [(base, record) for base, record in pairs if base.failed is None]
+    speeds = _speedups(pairs)
+    texts = _compare_texts(done, latest)
+    different = [divergence for divergence in texts if divergence is not None]
     failures = [record.failed for record in records if record.failed is not None]
+    base_speed, own_speed = (_pooled_speed([pair[side] for pair in pairs]) for side in (0, 1))
     return TableRow(
         task=task,
         method=None if first.is_peer else first.label,
         peer=first.label if first.is_peer else None,
         batch=first.batch,
         precision=first.precision,
-        tokens_per_second=_pooled(done),
-        quartiles=quartiles(list(_by_prompt([(record, speed(record)) for record in done]).values())),
-        speedup=_ratio(_pooled([record for _, record in against]), _pooled([base for base, _ in against])),
+        tokens_per_second=_pooled_speed(done),
+        quartiles=quartiles(list(_prompt_medians([(record, speed(record)) for record in done]).values())),
+        speedup=own_speed / base_speed if own_speed is not None and base_speed else None,
         speedup_quartiles=quartiles(speeds),
         worst_speedup=min(speeds, default=None),
         **_drafting(done),
-        **_waiting(done),
+        **_latencies(done),
         equal_text=None if not texts else not different,
         compared=len(texts),
         different=len(different),
@@ -147,19 +147,19 @@ def _row(task: str, records: Sequence[Record], latest: dict[Key, Record]) -> Tab
         tokens=sum(len(text) for record in done for text in (record.texts or (record.tokens,))),
         failed=len(failures),
         reason=failures[0] if failures else None,
-        **predicted(done, against),
-        **_judged(done),
+        **_predictions(done, pairs),
+        **_quality(done),
     )
 
 
 def speed(record: Record) -> float | None:
-    """Tokens a second of one answer, decoding only; of a batch all its tokens over all its time. None of one round."""
+    """Return an answer's decoding speed in tokens/s (a batch: all tokens over the whole time); None for one round."""
     if record.batch > 1:
         return sum(map(len, record.texts)) / record.seconds if record.seconds > 0 else None
     return record.decoded / record.decode_seconds if record.decode_seconds > 0 and record.decoded else None
 
 
-def _pooled(records: Sequence[Record]) -> float | None:
+def _pooled_speed(records: Sequence[Record]) -> float | None:
     timed = [record for record in records if speed(record) is not None]
     if not timed:
         return None
@@ -168,8 +168,8 @@ def _pooled(records: Sequence[Record]) -> float | None:
     return sum(record.decoded for record in timed) / sum(record.decode_seconds for record in timed)
 
 
-def _by_prompt(values: Iterable[tuple[Record, float | None]]) -> dict[tuple[str, str], float]:
-    """Each prompt's median over its rounds."""
+def _prompt_medians(values: Iterable[tuple[Record, float | None]]) -> dict[tuple[str, str], float]:
+    """Return each prompt's median over its repetitions."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for record, value in values:
         if value is not None:
@@ -177,101 +177,138 @@ def _by_prompt(values: Iterable[tuple[Record, float | None]]) -> dict[tuple[str,
     return {prompt: median(each) for prompt, each in found.items()}
 
 
-def _speedups(against: Sequence[tuple[Record, Record]]) -> list[float]:
-    """Each prompt's speedup: the ratio of its median speeds."""
-    plain = _by_prompt((base, speed(base)) for base, _ in against)
-    ours = _by_prompt((record, speed(record)) for _, record in against)
-    return [ours[prompt] / plain[prompt] for prompt in ours if prompt in plain]
-
-
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return over / under if over is not None and under else None
+def _speedups(pairs: Sequence[tuple[Record, Record]]) -> list[float]:
+    """Return each prompt's speedup, the ratio of its median speeds."""
+    plain = _prompt_medians((base, speed(base)) for base, _ in pairs)
+    own = _prompt_medians((record, speed(record)) for _, record in pairs)
+    return [own[prompt] / plain[prompt] for prompt in own if prompt in plain]
 
 
 def _drafting(done: Sequence[Record]) -> dict[str, Any]:
-    """What was drafted and accepted; None where an engine does not tell or drafts nothing."""
-    alone = [record for record in done if record.counts]
-    rounds, emitted = sum(len(r.counts) for r in alone), sum(sum(r.counts) for r in alone)
-    drafted, accepted = ([getattr(r, name) for r in alone] for name in ("drafted", "accepted"))
-    told = bool(drafted) and None not in drafted
-    hits, asked = sum(r.hits for r in alone), sum(r.hits + r.misses for r in alone)
-    rates = [record.hit_rate for record in alone if record.hit_rate is not None]
-    mean = sum(rates) / len(rates) if rates else None
+    """Count drafted and accepted tokens; None where an engine does not report them or drafts nothing."""
+    single = [record for record in done if record.counts]
+    rounds, emitted = sum(len(r.counts) for r in single), sum(sum(r.counts) for r in single)
+    drafted, accepted = ([getattr(r, name) for r in single] for name in ("drafted", "accepted"))
+    has_drafted = bool(drafted) and None not in drafted
+    has_accepted = has_drafted and None not in accepted
+    hits, queries = sum(r.hits for r in single), sum(r.hits + r.misses for r in single)
+    rates = [record.hit_rate for record in single if record.hit_rate is not None]
+    mean_rate = sum(rates) / len(rates) if rates else None
     return {
         "mean_accepted_length": emitted / rounds if rounds else None,
-        "drafted": sum(drafted) if told else None,
-        "accepted": sum(accepted) if told and None not in accepted else None,
-        "draft_acceptance": sum(accepted) / sum(drafted) if told and sum(drafted) and None not in accepted else None,
-        "hit_rate": hits / asked if asked else mean,
-        "sources": _by_source(alone),
-        **_by_position(alone),
+        "drafted": sum(drafted) if has_drafted else None,
+        "accepted": sum(accepted) if has_accepted else None,
+        "draft_acceptance": sum(accepted) / sum(drafted) if has_accepted and sum(drafted) else None,
+        "hit_rate": hits / queries if queries else mean_rate,
+        "sources": _sum_sources(single),
+        **_acceptance_by_position(single),
     }
 
 
-def _judged(done: Sequence[Record]) -> dict[str, Any]:
-    """What the texts are worth; None where that was not judged."""
-    told = [record for record in done if record.relaxed is not None]
-    tokens = sum(len(record.tokens) for record in told)
-    known = [record for record in done if record.surprise is not None and record.tokens]
-    nats = sum(record.surprise or 0.0 for record in known)
+def _quality(done: Sequence[Record]) -> dict[str, Any]:
+    """Summarise the judged quality of the texts; None where it was not judged."""
+    lossy = [record for record in done if record.relaxed is not None]
+    tokens = sum(len(record.tokens) for record in lossy)
+    judged = [record for record in done if record.surprise is not None and record.tokens]
+    nats = sum(record.surprise or 0.0 for record in judged)
     scored = [record.correct for record in done if record.correct is not None]
     return {
-        "relaxed": sum(record.relaxed or 0 for record in told) / tokens if tokens else None,
-        "perplexity": math.exp(nats / sum(len(record.tokens) for record in known)) if known else None,
+        "relaxed": sum(record.relaxed or 0 for record in lossy) / tokens if tokens else None,
+        "perplexity": math.exp(nats / sum(len(record.tokens) for record in judged)) if judged else None,
         "accuracy": sum(scored) / len(scored) if scored else None,
         "scored": len(scored),
     }
 
 
-def _by_position(done: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
-    """That the i-th drafted token is accepted once those before it were: by counts where they are told, else a mean."""
+def _acceptance_by_position(done: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
+    """Return the acceptance rates by position in the chain, from counts if there are any, else as a mean of rates."""
     if any(record.positions for record in done):
-        all_of_them = stats.merge_positions(record.positions for record in done)
-        rates, rounds = stats.rates(all_of_them), tuple(reached for reached, _ in all_of_them)
+        positions = stats.merge_positions(record.positions for record in done)
+        rates, rounds = stats.rates(positions), tuple(reached for reached, _ in positions)
     else:
-        told = [[r for r in c if r is not None] for c in itertools.zip_longest(*(r.by_position for r in done))]
-        rates, rounds = tuple(sum(column) / len(column) for column in told), ()
+        columns = [[r for r in c if r is not None] for c in itertools.zip_longest(*(r.by_position for r in done))]
+        rates, rounds = tuple(sum(column) / len(column) for column in columns), ()
     return {"acceptance_by_position": rates, "reached_by_position": rounds}
 
 
-def _by_source(done: Sequence[Record]) -> tuple[tuple[str, int, int], ...]:
+def _sum_sources(done: Sequence[Record]) -> tuple[tuple[str, int, int], ...]:
     found: dict[str, tuple[int, int]] = {}
-    for name, judged, written in (source for record in done for source in record.sources):
+    for name, verified, emitted in (source for record in done for source in record.sources):
         before = found.get(name, (0, 0))
-        found[name] = before[0] + judged, before[1] + written
+        found[name] = before[0] + verified, before[1] + emitted
     return tuple((name, *counts) for name, counts in sorted(found.items()))
 
 
-def _waiting(done: Sequence[Record]) -> dict[str, Any]:
-    """Time to the first token (median), and between two rounds' arrivals."""
-    alone = [record for record in done if record.arrivals]
-    gaps = [later - one for record in alone for one, later in itertools.pairwise(record.arrivals)]
+def _latencies(done: Sequence[Record]) -> dict[str, Any]:
+    """Return the median time to the first token, and quantiles of the time between two rounds' arrivals."""
+    single = [record for record in done if record.arrivals]
+    gaps = [later - one for record in single for one, later in itertools.pairwise(record.arrivals)]
     return {
-        "time_to_first_token": median(record.first_token for record in alone) if alone else None,
+        "time_to_first_token": median(record.first_token for record in single) if single else None,
         "inter_token_p50": float(np.quantile(gaps, 0.5)) if gaps else None,
         "inter_token_p99": float(np.quantile(gaps, 0.99)) if gaps else None,
     }
 
 
-def _texts(done: Sequence[Record], latest: dict[Key, Record]) -> list[Divergence | None]:
-    """Each answer held against plain decoding alone, where that is there in the same precision; None: equal."""
+def _compare_texts(done: Sequence[Record], latest: dict[RecordKey, Record]) -> list[Divergence | None]:
+    """Compare each answer with plain decoding's unbatched one of the same precision; None: the texts are equal."""
     found: list[Divergence | None] = []
     for record in done:
-        pairs = (
+        texts = (
             zip(record.prompts, record.texts, strict=True)
             if record.batch > 1
             else [((record.task, record.prompt), record.tokens)]
         )
-        for (task, prompt), text in pairs:
-            base = latest.get(Key(PLAIN, task, prompt, record.round, 1))
+        for (task, prompt), text in texts:
+            base = latest.get(RecordKey(PLAIN, task, prompt, record.round, 1))
             if base and base.failed is None and base.precision == record.precision:
-                found.append(diverge(task, prompt, base.tokens, text))
+                found.append(first_divergence(task, prompt, base.tokens, text))
     return found
 
 
-def diverge(task: str, prompt: str, plain: Sequence[int], text: Sequence[int]) -> Divergence | None:
-    """The first place where a text differs from plain decoding's; None where they are equal."""
+def first_divergence(task: str, prompt: str, plain: Sequence[int], text: Sequence[int]) -> Divergence | None:
+    """Return the first difference between a text and plain decoding's; None where they are equal."""
     for position, (one, other) in enumerate(itertools.zip_longest(plain, text)):
         if one != other:
             return Divergence(task, prompt, position, one, other)
     return None
+
+
+def _predictions(done: Sequence[Record], pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
+    """Predict tokens per round and the speedup from measured acceptance and times, by the formulas of `core.theory`.
+
+    `predicted_length` uses the measured acceptance of each position; `constant_length` assumes one rate for all
+    positions (Leviathan et al., arXiv:2211.17192). Rounds with different draft lengths are weighted by their number.
+    `predicted_speedup` follows from predicted_length if a round takes its drafting and its target pass and nothing
+    else; drafting in parallel with the target counts as free. `pairs` are plain decoding's answers and this method's.
+    """
+    positions = stats.merge_positions(record.positions for record in done)
+    lengths = [sum(column) for column in itertools.zip_longest(*(record.lengths for record in done), fillvalue=0)]
+    if not positions or not sum(lengths):
+        return {"predicted_length": None, "constant_length": None, "predicted_speedup": None}
+    rates = stats.rates(positions)
+    reached, kept = (sum(column) for column in zip(*positions, strict=True))
+    by_position = [theory.expected_tokens_by_position(rates[:n]) for n in range(len(lengths))]
+    constant = [theory.expected_tokens(kept / reached, n) for n in range(len(lengths))]
+    predicted = float(np.average(by_position, weights=lengths))
+    return {
+        "predicted_length": predicted,
+        "constant_length": float(np.average(constant, weights=lengths)),
+        "predicted_speedup": _predicted_speedup(predicted, pairs),
+    }
+
+
+def _predicted_speedup(tokens: float, pairs: Sequence[tuple[Record, Record]]) -> float | None:
+    plain = _mean_round([base for base, _ in pairs])
+    own = _mean_round([record for _, record in pairs])
+    if plain is None or own is None or not plain[1]:
+        return None
+    return theory.speedup(tokens, 1, own[0] / plain[1], own[1] / plain[1])
+
+
+def _mean_round(records: Sequence[Record]) -> tuple[float, float] | None:
+    """Return the mean draft and target seconds of the rounds after the first of each answer."""
+    rounds = sum(len(record.counts) - 1 for record in records if record.counts)
+    if not rounds:
+        return None
+    return sum(r.draft_seconds for r in records) / rounds, sum(r.target_seconds for r in records) / rounds

@@ -1,47 +1,50 @@
-"""After the measurement: how likely the target finds each text, where some are lossy, and whether each is right."""
+"""Judges texts after the measurement: their likelihood under the target, and whether the answers are right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from outpace.bench.contenders import is_lossy
-from outpace.bench.method_runner import CHUNK
+from outpace.bench.contenders import PLAIN, is_lossy
+from outpace.bench.figures import TableRow
 from outpace.bench.run import Bench
 from outpace.bench.scoring import PROGRAM, is_right
-from outpace.bench.store import Record
+from outpace.bench.store import Record, RecordKey
 from outpace.bench.tasks import TaskPrompt
 from outpace.models.base import chain
+
+CHUNK = 256  # tokens per forward
 
 Progress = Callable[[str, int, int], None]
 
 
 def judge(bench: Bench, progress: Progress, runs_tests: bool = False) -> None:
-    """Whatever is not judged yet, and keeps it. Nothing is timed. `runs_tests`: programs are run."""
-    prompts = {(asked.task, asked.name): asked for asked in bench.asked}
+    """Judge all stored answers that are not judged yet; with `runs_tests`, also run programs against their tests."""
+    prompts = {(prompt.task, prompt.name): prompt for prompt in bench.prompts}
     has_lossy = any(is_lossy(contender) for contender in bench.options.methods)
     found = [record for record in bench.store.records.values() if record.batch == 1 and record.failed is None]
     found = [record for record in found if (record.task, record.prompt) in prompts]
     known: dict[tuple[Any, ...], float] = {}
     for done, record in enumerate(found):
-        asked = prompts[record.task, record.prompt]
+        prompt = prompts[record.task, record.prompt]
         progress(f"judging {record.task} {record.prompt}: {record.label}", done, len(found))
-        judged = replace(record, correct=_correct(bench, record, asked, runs_tests))
+        judged = replace(record, correct=_is_correct(bench, record, prompt, runs_tests))
         if has_lossy and record.surprise is None:
-            key = (asked, record.tokens)
+            key = (prompt, record.tokens)
             if key not in known:
-                known[key] = surprise(bench.models.target.model, bench.prompt(asked), record.tokens)
+                known[key] = surprise(bench.models.target.model, bench.encode(prompt), record.tokens)
             judged = replace(judged, surprise=known[key])
         if judged != record:
             bench.store.add(judged)
     progress("done", len(found), len(found))
 
 
-def _correct(bench: Bench, record: Record, asked: TaskPrompt, runs_tests: bool) -> bool | None:
-    reference = asked.reference
+def _is_correct(bench: Bench, record: Record, prompt: TaskPrompt, runs_tests: bool) -> bool | None:
+    reference = prompt.reference
     if record.correct is not None or reference is None or (reference.kind == PROGRAM and not runs_tests):
         return record.correct
     tokenizer = bench.models.tokenizer
@@ -50,17 +53,46 @@ def _correct(bench: Bench, record: Record, asked: TaskPrompt, runs_tests: bool) 
 
 
 def surprise(model: Any, prompt: Sequence[int], text: Sequence[int]) -> float:
-    """-log p of the text behind the prompt, in nats, by the model as it is: temperature 1, no filters."""
+    """Return -log p(text | prompt) in nats, at temperature 1 and without filters."""
     whole, total = [*prompt, *text], 0.0
-    session = model.open(len(whole), CHUNK)
-    keep: Sequence[int] = ()
-    for start in range(0, len(whole) - 1, CHUNK):
-        part = whole[start : min(start + CHUNK, len(whole) - 1)]
-        judged = [place for place in range(len(part)) if start + place >= len(prompt) - 1]
-        rows = model.score([chain(session, part, judged, keep)])
-        keep = range(len(part))
-        if judged:
-            following = torch.tensor([whole[start + place + 1] for place in judged])
-            scores = torch.log_softmax(rows.double().cpu(), dim=-1)
-            total -= float(scores.gather(1, following[:, None]).sum())
+    for start, logits in _forwards(model, whole[:-1], len(prompt) - 1):
+        following = torch.tensor(whole[start + 1 : start + 1 + len(logits)])
+        log_p = torch.log_softmax(logits.double().cpu(), dim=-1)
+        total -= float(log_p.gather(1, following[:, None]).sum())
     return total
+
+
+def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float:
+    """Return the target's logit of the first token minus that of the second, as continuations of `text`."""
+    *_, (_, logits) = _forwards(model, text, len(text) - 1)
+    first, second = (float(logits[-1, token]) for token in tokens)
+    return first - second
+
+
+def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield, per forward, the first position and the logits [positions, vocab] of the positions from `first` on."""
+    session = model.open(len(text), CHUNK)
+    keep: Sequence[int] = ()
+    for start in range(0, len(text), CHUNK):
+        part = text[start : start + CHUNK]
+        wanted = [place for place in range(len(part)) if start + place >= first]
+        logits = model.score([chain(session, part, wanted, keep)])
+        keep = range(len(part))
+        if wanted:
+            yield start + wanted[0], logits
+
+
+def with_score_gaps(rows: Sequence[TableRow], bench: Bench) -> list[TableRow]:
+    """Add the target's score gap to each divergence at which both texts have a token."""
+    prompts = {(prompt.task, prompt.name): prompt for prompt in bench.prompts}
+    completed = []
+    for row in rows:
+        found = row.divergence
+        if found and None not in (found.plain_token, found.token) and (found.task, found.prompt) in prompts:
+            plain = bench.store.records.get(RecordKey(PLAIN, found.task, found.prompt, 0, 1))
+            before = plain.tokens[: found.position] if plain else ()
+            text = [*bench.encode(prompts[found.task, found.prompt]), *before]
+            gap = score_gap(bench.models.target.model, text, (found.plain_token, found.token))  # type: ignore[arg-type]
+            row = replace(row, divergence=replace(found, score_gap=round(gap, 5)))
+        completed.append(row)
+    return completed

@@ -1,4 +1,4 @@
-"""Our own methods, seen as any other engine is: one LLM a method over one loaded target and draft."""
+"""Runs one of outpace's own methods in the bench, through the interface of a peer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.bench.contenders import GUESS, Contender
-from outpace.bench.peer import Answered
+from outpace.bench.contenders import GUESS, PLAIN, Contender
+from outpace.bench.peer import TimedAnswer
 from outpace.core.stats import Positions
 from outpace.engine.sequence import History, TokenSequence
-from outpace.models.base import chain
-
-CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
 
 
 @dataclass(frozen=True)
-class OwnAnswered(Answered):
-    """With the counts behind `by_position`, what CARD's cache held, and where the time of the rounds after the first
-    went. `relaxed`: tokens that the exact rule would have rejected, None where the rule is exact. `lengths`: how many
-    of these rounds verified a branch of length 0, 1, ... `sources`: of each drafter its name, its tokens that were
-    judged, and those that were written."""
+class MethodAnswer(TimedAnswer):
+    """An answer with the counts that only outpace's own methods report.
+
+    `positions` are the counts behind `by_position`; `hits` and `misses` are CARD's; `relaxed` counts the tokens that
+    the exact rule would have rejected, None if the rule is exact. Of the rounds after the first: `lengths` counts the
+    rounds that verified a branch of length 0, 1, ...; `draft_seconds` and `target_seconds` are their times. `sources`
+    lists (drafter, verified tokens, emitted tokens).
+    """
 
     positions: Positions = ()
     hits: int = 0
@@ -38,23 +38,25 @@ class OwnAnswered(Answered):
 
 
 class MethodRunner:
-    """One of our methods. Keys and values are not reused between answers, so each reads its own prompt; a planner knows
-    nothing of earlier runs, unless its options say so."""
+    """An LLM for one method over the shared models.
 
-    def __init__(self, contender: Contender, models: LLM, params: SamplingParams, most: int) -> None:
-        """`models` has them loaded; `most` answers are written at once at most."""
+    The prefix cache and the saved profile are off by default, so that no answer depends on earlier ones.
+    """
+
+    def __init__(self, contender: Contender, models: LLM, params: SamplingParams, max_batch: int) -> None:
+        """`models` holds the loaded target and draft; at most `max_batch` answers are written at once."""
         self.name, self.params, self.precision = contender.label, params, models.target.precision
-        draft = None if contender.name == "autoregressive" else models.draft
-        options: dict[str, Any] = {"batch": max(most, 1), "reuse": False, "profile": False, **contender.options}
+        draft = None if contender.name == PLAIN else models.draft
+        options: dict[str, Any] = {"batch": max(max_batch, 1), "reuse": False, "profile": False, **contender.options}
         options.pop(GUESS, None)
         self.llm = LLM(models.target, draft, method=contender.name, **options)
 
     def close(self) -> None:
-        """Ends the method's worker."""
+        """End the method's worker."""
         self.llm.close()
 
-    def answer(self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int] = ()) -> OwnAnswered:
-        """As `Peer.answer`; text is made too, as a user has it. `prediction`: what the caller expects to be written."""
+    def answer(self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int] = ()) -> MethodAnswer:
+        """Answer like `Peer.answer`, text included; `prediction` is the answer that the caller expects."""
         params = replace(self.params, max_tokens=max_tokens, prediction=tuple(prediction))
         called = time.perf_counter()
         arrivals: list[float] = []
@@ -63,14 +65,14 @@ class MethodRunner:
             run: TokenSequence = self.llm.engine.waiting[-1]
             for _ in stream:  # a round's drafted tokens are one piece, its last token another
                 now = time.perf_counter() - called
-                fresh = run.history.steps[len(counts) :]  # several where plain rounds came in one
+                fresh = run.history.steps[len(counts) :]  # several where one step ran several plain rounds
                 before = arrivals[-1] if arrivals else now
                 arrivals += [before + (now - before) * place / len(fresh) for place in range(1, len(fresh) + 1)]
                 counts += [step.emitted for step in fresh]
             result = stream.finish()
         later = run.history.steps[1:]
-        offered = [step.depth_offered for step in later]
-        return OwnAnswered(
+        lengths = [step.depth_offered for step in later]
+        return MethodAnswer(
             tokens=result.tokens,
             seconds=time.perf_counter() - called,
             first_token=arrivals[0],
@@ -84,32 +86,19 @@ class MethodRunner:
             hits=result.figures.hits,
             misses=result.figures.misses,
             relaxed=None if result.lossless else result.figures.relaxed,
-            lengths=tuple(offered.count(length) for length in range(max(offered, default=-1) + 1)),
+            lengths=tuple(lengths.count(length) for length in range(max(lengths, default=-1) + 1)),
             draft_seconds=sum(step.draft_seconds for step in later),
             target_seconds=sum(step.target_seconds for step in later),
             sources=_sources(run.history),
         )
 
-    def together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
-        """All answers at once: their tokens, and the seconds from the call to the last one's end."""
+    def answer_batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
+        """Answer all prompts concurrently; return their tokens and the seconds until the last answer ended."""
         called = time.perf_counter()
         results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
         return [result.tokens for result in results], time.perf_counter() - called
 
 
 def _sources(history: History) -> tuple[tuple[str, int, int], ...]:
-    written = Counter(history.sources)
-    return tuple((name, judged, written[name]) for name, judged in history.drafted.items())
-
-
-def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float:
-    """How much higher than the second of two tokens the target scores the first after `text` (logits)."""
-    session = model.open(len(text), CHUNK)
-    keep: Sequence[int] = ()
-    for start in range(0, len(text), CHUNK):
-        part = text[start : start + CHUNK]
-        last = [len(part) - 1] if start + CHUNK >= len(text) else []
-        scores = model.score([chain(session, part, last, keep)])
-        keep = range(len(part))
-    first, second = (float(scores[-1, token]) for token in tokens)
-    return first - second
+    emitted = Counter(history.sources)
+    return tuple((name, verified, emitted[name]) for name, verified in history.drafted.items())

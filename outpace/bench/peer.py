@@ -1,19 +1,32 @@
-"""What is measured: anything that continues a prompt's tokens. Our own methods and other engines look alike here."""
+"""Defines peers, the engines that a bench measures, and runs other projects' engines in child processes.
+
+A peer gets a process of its own because engines in one process slow one another down: OpenMP waits actively for its
+threads only while a program has no more threads than cores. In one process with torch, llama.cpp took 11 ms per token;
+alone 7.5 ms. The processes talk through pipes, and waiting for an answer uses no core.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
+
+from outpace.bench import contenders, peers
+from outpace.core import child_process
+
+_CODE = "from outpace.bench.peer import main; main()"
+_GRACE_SECONDS = 5.0  # for a process to end by itself
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One answer to one prompt, written alone.
+class TimedAnswer:
+    """An unbatched answer to one prompt, with its times in seconds after the call.
 
-    `decode_seconds` is from the first token's arrival to the last's, `first_token` from the call to the first token's.
-    `arrivals` are the seconds after the call at which each round's tokens were there, `counts` how many each brought.
+    `first_token` is the first token's arrival; `arrivals` has one time per round, `counts` the tokens of each round.
     """
 
     tokens: tuple[int, ...]
@@ -21,24 +34,25 @@ class Answered:
     first_token: float
     arrivals: tuple[float, ...]
     counts: tuple[int, ...]
-    drafted: int | None = None  # candidates that were verified; None where the engine does not tell
+    drafted: int | None = None  # verified draft tokens; None where the engine does not report them
     accepted: int | None = None
-    by_position: tuple[float, ...] = ()  # that the i-th drafted token is accepted, once those before it were
+    by_position: tuple[float, ...] = ()  # acceptance rate of the i-th draft token, given that those before it were
     hit_rate: float | None = None
 
     @property
     def decode_seconds(self) -> float:
+        """Time from the first round's tokens to the last round's."""
         return self.arrivals[-1] - self.arrivals[0] if len(self.arrivals) > 1 else 0.0
 
     @property
     def decoded(self) -> int:
-        """Tokens that arrived during `decode_seconds`."""
+        """Number of tokens that arrived during `decode_seconds`."""
         return sum(self.counts[1:])
 
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """What a peer is opened with. `target` and `draft` are what the user named (None: the shipped model, no draft)."""
+    """The settings of all peers. `target` and `draft` are as the user named them (None: shipped model, no draft)."""
 
     target: str | Path | None
     draft: str | Path | None
@@ -48,13 +62,95 @@ class PeerSettings:
 
 
 class Peer(Protocol):
-    """An engine that is ready to write. Greedy: every engine has that alike."""
+    """A loaded engine that decodes greedily."""
 
     name: str
-    precision: str  # as int8, float32, Q8_0: texts are comparable within one precision only
+    precision: str  # as int8, float32, Q8_0: only texts of one precision are compared
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> Answered:
-        """Continues the prompt until a stop token, which counts, or `max_tokens`."""
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+        """Continue the prompt until a stop token, which is included, or `max_tokens`."""
 
     def close(self) -> None:
-        """Frees its memory and ends its processes."""
+        """Free the memory and end processes."""
+
+
+class PeerProcessError(RuntimeError):
+    """A peer's process ended unexpectedly."""
+
+
+class PeerProcess:
+    """A peer in a child process; its exceptions are raised here."""
+
+    def __init__(self, name: str, settings: PeerSettings) -> None:
+        self._process = child_process.start(_CODE)
+        try:
+            self.name, self.precision = self._call((name, settings, list(peers.__path__)))
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+        """Continue the prompt until a stop token, which is included, or `max_tokens`."""
+        answer: TimedAnswer = self._call((list(prompt), max_tokens))
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        child_process.stop(self._process, _GRACE_SECONDS)
+
+    def _call(self, arguments: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            if self._process.returncode is not None:
+                raise EOFError
+            _send(stdin, arguments)
+            result = pickle.load(stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            status = child_process.stop(self._process, _GRACE_SECONDS)
+            raise PeerProcessError(f"its process {child_process.describe_exit(status)}") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def main() -> None:
+    """Run the child process: build the peer, then answer until the input pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which then closes the pipes
+    calls = os.fdopen(os.dup(0), "rb")
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # an engine may print to stdout
+    peer: Any = None
+    while True:
+        try:
+            arguments = pickle.load(calls)
+        except EOFError:
+            break
+        try:
+            if peer is None:
+                name, settings, peers.__path__ = arguments
+                peer = contenders.find_peer(name).build(settings)
+                result: Any = peer.name, peer.precision
+            else:
+                result = peer.answer(*arguments)
+        except Exception as error:
+            result = error
+        try:
+            _send(results, result)
+        except BrokenPipeError:
+            os._exit(1)  # the bench is gone
+    if peer is not None:
+        peer.close()
+
+
+def _send(pipe: IO[bytes], message: Any) -> None:
+    """Pickle a message into a pipe; an exception that cannot be pickled is sent as a RuntimeError with its text."""
+    try:
+        data = pickle.dumps(message)
+        if isinstance(message, Exception):
+            pickle.loads(data)
+    except Exception:
+        data = pickle.dumps(RuntimeError(f"{type(message).__name__}: {message}"))
+    pipe.write(data)
+    pipe.flush()

@@ -1,4 +1,4 @@
-"""The plot: tokens a second by method and task, acceptance by position, and what several requests at once give."""
+"""Plots a bench: speed by task and method, acceptance by position, batches, and speed against quality."""
 
 from __future__ import annotations
 
@@ -7,47 +7,53 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from outpace.bench.contenders import PLAIN, is_lossy_label
 from outpace.bench.figures import TableRow
-from outpace.bench.plot_quality import quality, worth
 from outpace.core.errors import UserError
 
 COLORS = (
     *("#4c6a92", "#d1793b", "#5a9a6f", "#b5566b", "#8671a8", "#94754f", "#4fa3a5", "#b59f3b", "#7a7f87", "#333333"),
     *("#9db4d3", "#edb88f", "#a3cfb3", "#dba0ae", "#c3b6d8", "#c9b294"),
 )
-MOST_BARS = 24  # with more only those of all tasks together are drawn
-FEWEST = 20  # rounds behind a rate that is drawn
-LONGEST = 48  # characters of a name in the legend
+MAX_BARS = 24  # with more, only the bars of all tasks together are drawn
+MIN_ROUNDS = 20  # rounds that an acceptance rate needs to be drawn
+MAX_LABEL = 48  # characters of a name in the legend
 INK = "#333333"
 PALE = "#c4c8ce"
+PANEL_POINTS = (340.0, 270.0)  # size of a quality panel in typographic points
+QUALITY_TITLES = {
+    "perplexity": "speed and perplexity of the text (hollow: lossy; line: plain decoding)",
+    "accuracy": "speed and right answers (hollow: lossy; line: plain decoding)",
+}
+Box = tuple[tuple[float, float], tuple[float, float]]
 
 
-def plot(found: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
-    """Writes a picture whose form its file's name tells. UserError where matplotlib is missing or cannot write it."""
+def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
+    """Write the picture in the format of the file's suffix. UserError without matplotlib or if writing fails."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("the plot needs `pip install matplotlib`; all else is written") from None
-    alone = [row for row in found if row.batch == 1]
-    colors = {label: COLORS[number % len(COLORS)] for number, label in enumerate(dict.fromkeys(r.label for r in found))}
-    tasks = list(dict.fromkeys(row.task for row in alone))
-    drafting = [row for row in alone if row.task == tasks[-1] and row.acceptance_by_position] if tasks else []
-    has_batches = any(row.batch > 1 for row in found)
-    if len(alone) > MOST_BARS:
-        alone, tasks = [row for row in alone if row.task == tasks[-1]], tasks[-1:]
-    bars = max(5.0, 0.34 * len(alone) + 0.5 * len(tasks))
-    worths = worth([row for row in alone if row.task == tasks[-1]]) if tasks else []
-    widths = [bars] + [4.6] * bool(drafting) + [4.2] * has_batches + [5.4] * len(worths)
+    single = [row for row in rows if row.batch == 1]
+    colors = {label: COLORS[number % len(COLORS)] for number, label in enumerate(dict.fromkeys(r.label for r in rows))}
+    tasks = list(dict.fromkeys(row.task for row in single))
+    last = [row for row in single if row.task == tasks[-1]] if tasks else []
+    drafting = [row for row in last if row.acceptance_by_position]
+    has_batches = any(row.batch > 1 for row in rows)
+    if len(single) > MAX_BARS:
+        single, tasks = last, tasks[-1:]
+    bars = max(5.0, 0.34 * len(single) + 0.5 * len(tasks))
+    measures = quality_measures(last)
+    widths = [bars] + [4.6] * bool(drafting) + [4.2] * has_batches + [5.4] * len(measures)
     figure = Figure(figsize=(sum(widths), 5.4), layout="constrained")
     panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
-    _speeds(panels.pop(0), alone, tasks, colors)
+    _plot_speeds(panels.pop(0), single, tasks, colors)
     if drafting:
-        _positions(panels.pop(0), drafting, colors)
+        _plot_acceptance(panels.pop(0), drafting, colors)
     if has_batches:
-        _batches(panels.pop(0), found, colors)
-    for name in worths:
-        axes = panels.pop(0)
-        _dress(axes, quality(axes, [row for row in alone if row.task == tasks[-1]], name, colors))
+        _plot_batches(panels.pop(0), rows, colors)
+    for measure in measures:
+        _plot_quality(panels.pop(0), last, measure, colors)
     figure.suptitle(_title(facts), fontsize=11, color=INK, x=0.01, ha="left", linespacing=1.5)
     handles, names = figure.axes[0].get_legend_handles_labels()
     columns = max(1, int(sum(widths) / 2.6))
@@ -65,29 +71,28 @@ def _title(facts: Mapping[str, Any]) -> str:
     return f"{Path(str(facts['target'])).name}{inflated}{draft}\n{where}"
 
 
-def _speeds(axes: Any, found: Sequence[TableRow], tasks: Sequence[str], colors: Mapping[str, str]) -> None:
-    """Bars with the quartiles of the prompts, grouped by task; the speedup over plain decoding above."""
-    cells = {(row.task, row.label): row for row in found}
+def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colors: Mapping[str, str]) -> None:
+    """Draw bars of tokens/s grouped by task, with the prompts' quartiles and the speedup above each bar."""
+    cells = {(row.task, row.label): row for row in rows}
     start, ticks = 0.0, []
     shown: set[str] = set()
     for task in tasks:
         labels = [label for label in colors if (task, label) in cells]
         for place, label in enumerate(labels):
-            row = cells[task, label]
-            name = None if label in shown else _short(label)
+            name = None if label in shown else label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
             shown.add(label)
-            _bar(axes, start + place, row, colors[label], name)
+            _draw_bar(axes, start + place, cells[task, label], colors[label], name)
         ticks.append(start + (len(labels) - 1) / 2)
         start += len(labels) + 1.2
     axes.set_xticks(ticks, tasks)
     axes.set_xlim(-1, start - 1.2)
-    top = max((max(row.tokens_per_second or 0, (row.quartiles or (0, 0, 0))[2]) for row in found), default=1) or 1
+    top = max((max(row.tokens_per_second or 0, (row.quartiles or (0, 0, 0))[2]) for row in rows), default=1) or 1
     axes.set_ylim(0, 1.12 * top)
-    _dress(axes, "tokens/s, decoding (bar: pooled; line: quartiles of prompts; figure: speedup)")
+    _style(axes, "tokens/s, decoding (bar: pooled; line: quartiles of prompts; figure: speedup)")
     axes.tick_params(axis="x", length=0)
 
 
-def _bar(axes: Any, place: float, row: TableRow, color: str, name: str | None) -> None:
+def _draw_bar(axes: Any, place: float, row: TableRow, color: str, name: str | None) -> None:
     height = row.tokens_per_second or 0.0
     hatch = "////" if row.is_peer else None
     axes.bar(place, height, 0.86, color=color, label=name, hatch=hatch, edgecolor="white", linewidth=0)
@@ -102,14 +107,14 @@ def _bar(axes: Any, place: float, row: TableRow, color: str, name: str | None) -
     axes.annotate(text, (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7, color=INK)
 
 
-def _positions(axes: Any, found: Sequence[TableRow], colors: Mapping[str, str]) -> None:
-    """Lines end where too few rounds came so far."""
+def _plot_acceptance(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]) -> None:
+    """Draw acceptance by position; a line ends where fewer than MIN_ROUNDS rounds reached the position."""
     longest = 1
-    for row in found:
+    for row in rows:
         rates = [
             rate
             for rate, rounds in zip_longest(row.acceptance_by_position, row.reached_by_position)
-            if rounds is None or rounds >= FEWEST
+            if rounds is None or rounds >= MIN_ROUNDS
         ]
         longest, places = max(longest, len(rates)), range(1, len(rates) + 1)
         style = {"color": colors[row.label], "linestyle": "--" if row.is_peer else "-"}
@@ -118,14 +123,14 @@ def _positions(axes: Any, found: Sequence[TableRow], colors: Mapping[str, str]) 
     axes.set_xlim(0.7, longest + 0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the draft", color=INK)
-    _dress(axes, f"accepted, once those before it were ({FEWEST} rounds at least)")
+    _style(axes, f"accepted, once those before it were ({MIN_ROUNDS} rounds at least)")
 
 
-def _batches(axes: Any, found: Sequence[TableRow], colors: Mapping[str, str]) -> None:
-    """Tokens a second in all, over how many requests run at once."""
+def _plot_batches(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]) -> None:
+    """Draw the total tokens/s over the number of concurrent requests."""
     ticks: set[int] = set()
     for label, color in colors.items():
-        points = {row.batch: row.tokens_per_second for row in found if row.label == label and row.batch > 1}
+        points = {row.batch: row.tokens_per_second for row in rows if row.label == label and row.batch > 1}
         if points:
             counts = sorted(points)
             ticks |= set(counts)
@@ -135,17 +140,72 @@ def _batches(axes: Any, found: Sequence[TableRow], colors: Mapping[str, str]) ->
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("requests at once", color=INK)
-    _dress(axes, "tokens/s in all")
+    _style(axes, "tokens/s in all")
 
 
-def _dress(axes: Any, title: str) -> None:
+def quality_measures(rows: Sequence[TableRow]) -> list[str]:
+    """Return the measures worth a panel: none if all methods are lossless, or if every value is missing or 0."""
+    if not any(_is_lossy(row) for row in rows):
+        return []
+    return [name for name in QUALITY_TITLES if sum(bool(getattr(row, name)) for row in rows) > 1]
+
+
+def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Mapping[str, str]) -> None:
+    """Draw a point per method, speed against one quality measure; hollow points are lossy."""
+    rows = [row for row in rows if getattr(row, measure) is not None and row.speedup is not None]
+    points = [(row.speedup or 0.0, getattr(row, measure)) for row in rows]
+    for row, (x, y) in zip(rows, points, strict=True):
+        color = colors[row.label]
+        face = "none" if _is_lossy(row) else color
+        axes.plot(x, y, marker="o", markersize=7, markerfacecolor=face, markeredgecolor=color)
+        if row.label == PLAIN:
+            axes.axhline(y, color=INK, linewidth=0.8, linestyle=":")
+    axes.margins(0.2, 0.12)
+    box = (axes.get_xlim(), axes.get_ylim())
+    names = [row.label.partition("rule=")[2] or row.label for row in rows]
+    for name, point, (dx, dy) in zip(names, points, place_labels(points, names, box), strict=True):
+        side = "center" if dx == 0 else "left" if dx > 0 else "right"
+        style = {"fontsize": 7, "color": INK, "ha": side, "va": "center"}
+        axes.annotate(name, point, (dx, dy), textcoords="offset points", **style)
+    axes.set_xlabel("speedup over plain decoding", color=INK)
+    axes.set_ylabel("perplexity" if measure == "perplexity" else "share of right answers", color=INK)
+    _style(axes, QUALITY_TITLES[measure])
+
+
+def place_labels(points: Sequence[tuple[float, float]], names: Sequence[str], box: Box) -> list[tuple[float, float]]:
+    """Choose each label's offset from its point, in typographic points, so that it overlaps least with the rest."""
+    spans = [high - low or 1.0 for low, high in box]
+    at = [tuple(PANEL_POINTS[axis] * (point[axis] - box[axis][0]) / spans[axis] for axis in (0, 1)) for point in points]
+    taken = [(x - 4.0, y - 4.0, x + 4.0, y + 4.0) for x, y in at]
+    found = []
+    for (x, y), name in zip(at, names, strict=True):
+        offsets = [(dx, dy) for dy in (0.0, 9.0, -9.0, 18.0, -18.0) for dx in (7.0, -7.0, 0.0) if dx or dy]
+        best = min(offsets, key=lambda offset: sum(_overlap(_label_box(x, y, offset, name), other) for other in taken))
+        taken.append(_label_box(x, y, best, name))
+        found.append(best)
+    return found
+
+
+def _label_box(x: float, y: float, offset: tuple[float, float], name: str) -> tuple[float, float, float, float]:
+    """Return a label's rectangle: left, bottom, right, top."""
+    width, left = 3.7 * len(name), x + offset[0]
+    left -= width if offset[0] < 0 else width / 2 if offset[0] == 0 else 0.0
+    return left, y + offset[1] - 4.0, left + width, y + offset[1] + 4.0
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    dx, dy = (min(one[k + 2], other[k + 2]) - max(one[k], other[k]) for k in (0, 1))
+    return max(dx, 0.0) * max(dy, 0.0)
+
+
+def _is_lossy(row: TableRow) -> bool:
+    return not row.is_peer and is_lossy_label(row.label)
+
+
+def _style(axes: Any, title: str) -> None:
     axes.set_title(title, fontsize=9, color=INK, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PALE)
     axes.tick_params(colors=INK, labelsize=9)
     axes.yaxis.grid(True, color=PALE, linewidth=0.5, alpha=0.7)
     axes.set_axisbelow(True)
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= LONGEST else label[: LONGEST - 1] + "…"

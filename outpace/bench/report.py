@@ -1,9 +1,9 @@
-"""What a bench shows: a table for people, rows for machines, and what they were measured on."""
+"""Shows a bench's results: tables for a terminal, rows for JSON, and facts about the machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.api.llm import LLM
-from outpace.bench import quality
-from outpace.bench.contenders import is_lossy, parse_methods
+from outpace.bench.contenders import is_lossy_label
 from outpace.bench.figures import ALL, TableRow
 from outpace.core import machine
 from outpace.core.errors import UserError
 
-POSITIONS = 8  # of acceptance by position, in the table
+POSITIONS = 8  # columns of the table of acceptance by position
 GREY = "bright_black"
-BUSY = 0.5  # of the cores at work when a bench begins
-HEADS = (
+BUSY = 0.5  # load per core, at the start, above which the report warns
+COLUMNS = (
     "tokens/s",
     "quartiles",
     "speedup",
@@ -40,39 +39,45 @@ CAPTION = (
     " decoding of the same prompts; worst: of one prompt. First: to the first token (median); p50, p99: between two"
     " rounds' arrivals. Same text: as plain decoding in the same precision, answers compared."
 )
-BATCHED = (
-    "Several at once: all answers' tokens over the time from the call to the last one's end, prompts read included."
+BATCH_CAPTION = (
+    "Several at once: all answers' tokens over the time from the call to the end of the last answer, prefill included."
+)
+QUALITY_CAPTION = (
+    "By position: tokens per round predicted from the acceptance of each position; one chance: from one rate for all"
+    " positions. By theory: the former over the time of drafting and of the target pass alone. Relaxed: tokens that a"
+    " lossy rule accepted and the exact rule would have rejected. Perplexity: of the text, by the target at temperature"
+    " 1; a good text has plain decoding's. Right: of the answers whose reference is known."
 )
 
 
 def about(llm: LLM, inflate: int, command: str, device: str) -> dict[str, Any]:
-    """The machine, the versions, the command, and the floor of a pass."""
-    found = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None, "inflate": inflate}
+    """Describe the models, machine, versions and command, with the lower bound on a target pass's time.
+
+    The bound, on a CPU only, is the bytes of weights divided by the measured memory bandwidth.
+    """
     size = llm.target.model.weight_bytes
-    return found | {"command": command, **machine.describe(device), **_floor(size, device)}
-
-
-def _floor(size: int | None, device: str) -> dict[str, Any]:
-    """Bytes of weights over measured bandwidth; of a CPU only."""
+    facts = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None, "inflate": inflate}
+    facts |= {"command": command, **machine.describe(device), "weight_bytes": size}
     if size is None or device != "cpu":
-        return {"weight_bytes": size, "gigabytes_per_second": None, "floor_seconds": None}
+        return facts | {"gigabytes_per_second": None, "floor_seconds": None}
     rate = machine.memory_bandwidth()
-    return {"weight_bytes": size, "gigabytes_per_second": round(rate / 1e9, 2), "floor_seconds": round(size / rate, 6)}
+    return facts | {"gigabytes_per_second": round(rate / 1e9, 2), "floor_seconds": round(size / rate, 6)}
 
 
-def tables(found: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
-    """All that is shown at the end."""
-    parts: list[RenderableType] = [_title(facts), _speeds([row for row in found if row.batch == 1])]
-    beside = quality.table([row for row in found if row.batch == 1])
-    parts += [beside] if beside is not None else []
-    for count in sorted({row.batch for row in found if row.batch > 1}):
-        parts += [Text(f"{count} at once", style="bold"), _batched([row for row in found if row.batch == count])]
-    if any(row.batch > 1 for row in found):
-        parts.append(Text(BATCHED, style=GREY))
-    whole = found[-1].task if found and found[0].task == found[-1].task else ALL
-    drafting = [row for row in found if row.batch == 1 and row.task == whole and row.acceptance_by_position]
-    parts += [_positions(drafting)] if drafting else []
-    parts += [Text(line, style="yellow") for line in [*_busy(facts), *_remarks(found)]]
+def tables(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
+    """Build everything that is shown at the end of a bench."""
+    single = [row for row in rows if row.batch == 1]
+    parts: list[RenderableType] = [_title(facts), _speed_table(single)]
+    second = quality_table(single)
+    parts += [second] if second is not None else []
+    for count in sorted({row.batch for row in rows if row.batch > 1}):
+        parts += [Text(f"{count} at once", style="bold"), _batch_table([row for row in rows if row.batch == count])]
+    if any(row.batch > 1 for row in rows):
+        parts.append(Text(BATCH_CAPTION, style=GREY))
+    whole = rows[-1].task if rows and rows[0].task == rows[-1].task else ALL
+    drafting = [row for row in single if row.task == whole and row.acceptance_by_position]
+    parts += [_position_table(drafting)] if drafting else []
+    parts += [Text(line, style="yellow") for line in [*_load_warning(facts), *_remarks(rows)]]
     return Group(*parts, _footer(facts))
 
 
@@ -87,71 +92,95 @@ def _title(facts: Mapping[str, Any]) -> Text:
     return text
 
 
-def _table() -> Table:
+def _method_table(columns: Sequence[str], caption: str = "") -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
     table.add_column("method", overflow="fold", min_width=14, max_width=40)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    if caption:
+        table.caption = Text(caption, style=GREY)
     return table
 
 
-def _speeds(found: Sequence[TableRow]) -> Table:
-    table = _table()
-    for name in HEADS:
-        table.add_column(name, justify="right", no_wrap=True)
-    most = 0
-    for row, is_new in _with_heads(found):
-        if is_new:
-            most = row.prompts
+def _speed_table(rows: Sequence[TableRow]) -> Table:
+    table = _method_table(COLUMNS, CAPTION)
+    task, prompts = None, 0
+    for row in rows:
+        if row.task != task:
+            task, prompts = row.task, row.prompts
             table.add_section()
             table.add_row(Text(f"{row.task}, {row.prompts} prompt{'' if row.prompts == 1 else 's'}", style=GREY))
         spread = f"{row.quartiles[0]:.0f}-{row.quartiles[2]:.0f}" if row.quartiles else "-"
         table.add_row(
-            _name(row, most),
-            _number(row.tokens_per_second, 1),
+            _name(row, prompts),
+            number(row.tokens_per_second, 1),
             spread,
-            _times(row.speedup),
-            _times(row.worst_speedup),
-            _number(row.mean_accepted_length, 2),
+            number(row.speedup, 2, "x"),
+            number(row.worst_speedup, 2, "x"),
+            number(row.mean_accepted_length, 2),
             "-" if row.hit_rate is None else f"{row.hit_rate:.0%}",
             *(_milliseconds(time) for time in (row.time_to_first_token, row.inter_token_p50, row.inter_token_p99)),
-            _same(row),
+            _same_text(row),
         )
-    table.caption = Text(CAPTION, style=GREY)
     return table
 
 
-def _batched(found: Sequence[TableRow]) -> Table:
-    table = _table()
-    for name in ("tokens/s\nin all", "speedup", "same\ntext"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found:
-        table.add_row(_name(row), _number(row.tokens_per_second, 1), _times(row.speedup), _same(row))
+def _batch_table(rows: Sequence[TableRow]) -> Table:
+    table = _method_table(("tokens/s\nin all", "speedup", "same\ntext"))
+    for row in rows:
+        table.add_row(_name(row), number(row.tokens_per_second, 1), number(row.speedup, 2, "x"), _same_text(row))
     return table
 
 
-def _positions(found: Sequence[TableRow]) -> Table:
-    table = _table()
+def _position_table(rows: Sequence[TableRow]) -> Table:
+    longest = min(POSITIONS, max(len(row.acceptance_by_position) for row in rows))
+    table = _method_table([str(place) for place in range(1, 1 + longest)])
     table.title, table.title_justify = "accepted by position, where all before it were accepted", "left"
-    for place in range(1, 1 + min(POSITIONS, max(len(row.acceptance_by_position) for row in found))):
-        table.add_column(str(place), justify="right", no_wrap=True)
-    for row in found:
+    for row in rows:
         table.add_row(_name(row), *(f"{rate:.2f}" for rate in row.acceptance_by_position[:POSITIONS]))
     return table
 
 
-def _with_heads(found: Sequence[TableRow]) -> list[tuple[TableRow, bool]]:
-    """Each row, and whether it is the first of its task."""
-    return [(row, place == 0 or row.task != found[place - 1].task) for place, row in enumerate(found)]
+QUALITY_COLUMNS: tuple[tuple[str, Callable[[TableRow], str]], ...] = (
+    ("accepted\nlength", lambda row: number(row.mean_accepted_length, 2)),
+    ("by\nposition", lambda row: number(row.predicted_length, 2)),
+    ("one\nchance", lambda row: number(row.constant_length, 2)),
+    ("speedup", lambda row: number(row.speedup, 2, "x")),
+    ("by\ntheory", lambda row: number(row.predicted_speedup, 2, "x")),
+    ("relaxed", lambda row: "-" if row.relaxed is None else f"{row.relaxed:.0%}"),
+    ("perplexity", lambda row: number(row.perplexity, 2)),
+    ("right", lambda row: "-" if row.accuracy is None else f"{row.accuracy:.0%} of {row.scored}"),
+)
+
+
+def quality_table(rows: Sequence[TableRow]) -> Table | None:
+    """Build the second table, predictions by theory and the quality of lossy texts; None if there is nothing to show.
+
+    Columns without any value are left out.
+    """
+    columns = [(name, show) for name, show in QUALITY_COLUMNS if any(show(row) != "-" for row in rows)]
+    if all(name in ("accepted\nlength", "speedup") for name, _ in columns):
+        return None
+    table = _method_table([name for name, _ in columns], QUALITY_CAPTION)
+    task = None
+    for row in rows:
+        if row.task != task:
+            task = row.task
+            table.add_section()
+            table.add_row(Text(row.task, style=GREY))
+        table.add_row(Text("  " + row.label), *(show(row) for _, show in columns))
+    return table
 
 
 def _name(row: TableRow, prompts: int | None = None) -> Text:
-    """A peer with its precision; and how many prompts it has, where the others have `prompts`."""
+    """Return a row's label, with a peer's precision, and its number of prompts if it differs from `prompts`."""
     name = Text("  " + row.label)
     if row.is_peer:
         name.append(f" {row.precision}", style=GREY)
     return name if prompts in (None, row.prompts) else name.append(f" ({row.prompts} prompts)", style="yellow")
 
 
-def _same(row: TableRow) -> Text:
+def _same_text(row: TableRow) -> Text:
     if row.failed and not row.prompts:
         return Text("failed", style="red")
     if row.equal_text is None:
@@ -161,35 +190,32 @@ def _same(row: TableRow) -> Text:
     return Text(f"no, {row.different} of {row.compared}", style="red")
 
 
-def _busy(facts: Mapping[str, Any]) -> list[str]:
-    """Others' work disturbs all that is measured here, the floor too."""
+def _load_warning(facts: Mapping[str, Any]) -> list[str]:
     load, cores = facts.get("load") or 0.0, facts["cores"]
-    busy = f"The machine was busy when this began (load {load:.1f} on {cores} cores): take no time here for granted."
-    return [busy] if load >= BUSY * cores else []
+    warning = f"The machine was busy when the bench began (load {load:.1f} on {cores} cores): the times may be wrong."
+    return [warning] if load >= BUSY * cores else []
 
 
-def _remarks(found: Sequence[TableRow]) -> list[str]:
-    """What the table has no room for: where texts part, and what failed."""
-    lines = [f"{name} is lossy: another text than plain decoding's is what it is for." for name in _lossy(found)]
-    for row in found:
-        left = row.divergence
-        if left is not None and row.task == left.task:
+def _remarks(rows: Sequence[TableRow]) -> list[str]:
+    """Return the lines below the tables: lossy methods, divergences of texts, and failures."""
+    labels = dict.fromkeys(row.label for row in rows if not row.is_peer)
+    lines = [
+        f"{label} is lossy: its text may differ from plain decoding's." for label in labels if is_lossy_label(label)
+    ]
+    for row in rows:
+        found = row.divergence
+        if found is not None and row.task == found.task:
             gap = (
-                f"; the target scores {_token(left.plain_token)} {'higher' if left.score_gap > 0 else 'lower'} by"
-                f" {abs(left.score_gap):.5g}"
-                if left.score_gap
+                f"; the target scores {_token(found.plain_token)} {'higher' if found.score_gap > 0 else 'lower'} by"
+                f" {abs(found.score_gap):.5g}"
+                if found.score_gap
                 else ""
             )
-            where = f"{left.task} {left.prompt}, token {left.position + 1}"
-            lines.append(f"{row.label} wrote {_token(left.token)} at {where}{gap}")
+            where = f"{found.task} {found.prompt}, token {found.position + 1}"
+            lines.append(f"{row.label} wrote {_token(found.token)} at {where}{gap}")
         if row.failed and row.task != ALL:
             lines.append(f"{row.label} failed on {row.failed} answers of {row.task}: {row.reason}")
     return lines
-
-
-def _lossy(found: Sequence[TableRow]) -> list[str]:
-    labels = dict.fromkeys(row.label for row in found if not row.is_peer)
-    return [label for label in labels if is_lossy(parse_methods(label, {})[-1])]
 
 
 def _token(token: int | None) -> str:
@@ -197,36 +223,33 @@ def _token(token: int | None) -> str:
 
 
 def _footer(facts: Mapping[str, Any]) -> Text:
-    versions = ", ".join(f"{name} {at}" for name, at in facts["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     lines = [f"{facts['processor']}, {facts['threads']} threads on {facts['cores']} cores, load {facts['load']}"]
     lines += [facts["gpu"]] if "gpu" in facts else []
     lines.append(f"{versions}, Python {facts['python']}, commit {facts['commit'] or 'unknown'}")
     if facts.get("floor_seconds"):
-        floor = facts["floor_seconds"]
+        seconds = facts["floor_seconds"]
         bytes_read = f"{facts['weight_bytes'] / 1e6:.0f} MB of weights at {facts['gigabytes_per_second']:.1f} GB/s"
         lines.append(
-            f"floor of a pass: about {1e3 * floor:.1f} ms, {bytes_read} (estimate): about {1 / floor:.0f} tokens/s"
+            f"floor of a pass: about {1e3 * seconds:.1f} ms, {bytes_read} (estimate): about {1 / seconds:.0f} tokens/s"
             " by plain decoding, if memory is the limit"
         )
     return Text("\n".join([*lines, facts["command"]]), style=GREY)
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """Format a number with a fixed count of decimals; "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
-def plain_rows(found: Sequence[TableRow], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows as JSON has them; each says on what it was measured."""
+def plain_rows(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows for JSON, each with the models, the processor and the commit."""
     known = {name: facts.get(name) for name in ("target", "draft", "inflate", "processor", "commit")}
-    return [_rounded(asdict(row)) | known for row in found]
+    return [_rounded(asdict(row)) | known for row in rows]
 
 
 def _rounded(value: Any) -> Any:
@@ -238,7 +261,7 @@ def _rounded(value: Any) -> Any:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """A file of JSON, whole or not at all."""
+    """Write a JSON file atomically."""
     part = file.with_name(f".{file.name}.part")
     try:
         part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Whether an answer is right: the one scorer for numbers, choices, exact texts, and programs that have tests.
+"""Scores answers: numbers, choices, exact texts, and programs with tests.
 
-A line of a task file says how it is scored by what it has beside its prompt:
-- `test` and `entry_point`, as HumanEval has them: the answer's program has to pass the tests;
-- `choices`, a list of words or letters, and `reference`, one of them: the answer has to choose it;
-- `reference` that is a number, or ends with one behind `####` as GSM8K's do: the answer's last number has to be it;
-- any other `reference`: the answer has to be that text, but for case, spaces, quotes and a last full stop.
+The fields of a line of a task file select the kind of scoring:
+- `test` and `entry_point`, as HumanEval has them: the answer's program must pass the tests;
+- `choices`, a list of words or letters, and `reference`, one of them: the answer must choose it;
+- `reference` that is a number, or ends with one after `####` as in GSM8K: the answer's last number must equal it;
+- any other `reference`: the answer must be that text, ignoring case, spaces, quotes and a final full stop.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _AROUND = "\"'`*“”‘’ \n\t"
 
 
 class Reference(NamedTuple):
-    """What an answer is held against. `value`: the number, the choice, the text or the tests; `head`: what a program is
-    to go on from."""
+    """A right answer: `value` is the number, choice, text or tests; `head` is the prompt that a program continues."""
 
     kind: str
     value: str
@@ -38,9 +37,9 @@ class Reference(NamedTuple):
 
 
 def read(entry: Mapping[str, Any], prompt: str, where: str) -> Reference | None:
-    """The reference of a line of a task file, None where it has none; UserError for one that cannot be."""
+    """Return the reference of a task file's line, None if it has none; UserError for an invalid one."""
     if entry.get("test") is not None:
-        return _tested(entry, prompt, where)
+        return _program_reference(entry, prompt, where)
     value = entry.get("reference")
     if value is None:
         return None
@@ -48,23 +47,25 @@ def read(entry: Mapping[str, Any], prompt: str, where: str) -> Reference | None:
         raise UserError(f"{where}: the reference is {value!r}, it must be a text or a number")
     text = str(value).strip()
     if entry.get("choices") is not None:
-        return _chosen(text, entry["choices"], where)
-    behind = text.rpartition("####")[2].strip() if "####" in text else text
-    if _SIGNED.fullmatch(behind):
-        return Reference(NUMBER, behind)
-    if behind is not text:
-        raise UserError(f"{where}: the reference ends with {behind!r} behind ####, it must be a number")
+        return _choice_reference(text, entry["choices"], where)
+    final = text.rpartition("####")[2].strip() if "####" in text else text
+    if _SIGNED.fullmatch(final):
+        return Reference(NUMBER, final)
+    if final is not text:
+        raise UserError(f"{where}: the reference has {final!r} after ####, it must be a number")
     return Reference(TEXT, text)
 
 
-def _tested(entry: Mapping[str, Any], prompt: str, where: str) -> Reference:
+def _program_reference(entry: Mapping[str, Any], prompt: str, where: str) -> Reference:
     test, name = entry["test"], entry.get("entry_point")
     if not isinstance(test, str) or not isinstance(name, str) or not name.isidentifier():
-        raise UserError(f"{where}: test must be a program and entry_point ({name!r}) the name of what it tests")
+        raise UserError(
+            f"{where}: test must be a program and entry_point ({name!r}) the name of the function that it tests"
+        )
     return Reference(PROGRAM, test, entry_point=name, head=prompt)
 
 
-def _chosen(value: str, choices: Any, where: str) -> Reference:
+def _choice_reference(value: str, choices: Any, where: str) -> Reference:
     if not isinstance(choices, list) or not all(isinstance(one, str) and one.strip() for one in choices):
         raise UserError(f"{where}: choices must be a list of texts, it is {choices!r}")
     if value not in choices or len(set(choices)) < max(2, len(choices)):
@@ -73,23 +74,21 @@ def _chosen(value: str, choices: Any, where: str) -> Reference:
 
 
 def is_right(reference: Reference, answer: str, runs_tests: bool = False) -> bool | None:
-    """Whether the answer is right; None for a program where no tests are to be run."""
+    """Whether the answer is right; None for a program unless `runs_tests`."""
     if reference.kind == NUMBER:
         return number_in(answer) == _value(reference.value)
     if reference.kind == CHOICE:
         return choice_in(answer, reference.choices) == reference.value
     if reference.kind == TEXT:
-        return _plain(answer) == _plain(reference.value)
-    return sandbox.passes(program_of(reference, answer)) if runs_tests else None
+        return _normalised(answer) == _normalised(reference.value)
+    return sandbox.runs_to_end(program_of(reference, answer)) if runs_tests else None
 
 
 def number_in(answer: str) -> Fraction | None:
-    """The number behind the last `####`, else in the last box, else the last one behind "the answer is", else the last
-    one of all; None where there is none."""
-    boxes = _BOXED.findall(answer)
-    behind = list(_SAYS.finditer(answer))
+    """Return the number after the last `####`, else in the last box, else the first after the last "answer is", else
+    the last number of the answer; None without any."""
     places = [answer.rpartition("####")[2]] if "####" in answer else []
-    places += [*boxes[-1:], *([answer[behind[-1].end() :]] if behind else []), answer]
+    places += [*_BOXED.findall(answer)[-1:], *_after_answer(answer), answer]
     for place in places:
         found = _SIGNED.findall(place)
         if found:
@@ -102,28 +101,33 @@ def _value(text: str) -> Fraction:
 
 
 def choice_in(answer: str, choices: Sequence[str]) -> str | None:
-    """The first choice that is named behind "the answer is", else the first that is named at all; None for none."""
-    behind = list(_SAYS.finditer(answer))
-    for place in ([answer[behind[-1].end() :]] if behind else []) + [answer]:
-        found = [(match.start(), one) for one in choices if (match := _naming(one).search(place))]
+    """Return the first choice named after the last "answer is", else the first named at all; None without any."""
+    for place in (*_after_answer(answer), answer):
+        found = [(match.start(), one) for one in choices if (match := _choice_pattern(one).search(place))]
         if found:
             return min(found)[1]
     return None
 
 
-def _naming(choice: str) -> re.Pattern[str]:
+def _after_answer(answer: str) -> list[str]:
+    """Return the text after the last "answer is", as a list that is empty without one."""
+    found = list(_SAYS.finditer(answer))
+    return [answer[found[-1].end() :]] if found else []
+
+
+def _choice_pattern(choice: str) -> re.Pattern[str]:
     if len(choice) == 1 and choice.isalpha():
         return re.compile(_LETTER.format(choice))
     return re.compile(rf"(?<!\w){re.escape(choice)}(?!\w)", re.IGNORECASE)
 
 
-def _plain(text: str) -> str:
+def _normalised(text: str) -> str:
     return " ".join(text.casefold().strip(_AROUND).rstrip(".").strip(_AROUND).split())
 
 
 def program_of(reference: Reference, answer: str) -> str:
-    """The answer's program with its tests: the first block of code that defines the entry point, else the first block,
-    else the whole answer. One that does not define it goes on where the prompt ends."""
+    """Return the answer's program with its tests: the first code block that defines the entry point, else the first
+    block, else the whole answer. A program that does not define it continues the prompt."""
     defines = re.compile(rf"^def {reference.entry_point}\b", re.MULTILINE)
     blocks = [*_BLOCK.findall(answer), answer]
     code = next((block for block in blocks[:-1] if defines.search(block)), blocks[0])

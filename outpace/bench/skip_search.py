@@ -1,8 +1,8 @@
-"""Which sublayers a draft of the target itself is to leave out: a Bayesian search over a calibration set.
+"""Searches the sublayers that a self-speculative draft skips, by Bayesian optimisation over a calibration set.
 
 Draft & Verify, arXiv:2309.08168, section 3: one switch for each attention and MLP sublayer between the first layer and
-the last, and what is made largest is the speed. The target answers the calibration prompts once; for each set the draft
-is then replayed over the answers, and its rounds are priced with passes that were timed beforehand. So a trial takes a
+the last; the objective is the speed. The target answers the calibration prompts once. For each set of skipped sublayers
+the draft is replayed over the answers, and its rounds are priced with passes timed beforehand, so that a trial takes a
 few forwards and no timing of its own.
 """
 
@@ -27,16 +27,16 @@ from outpace.models.load import Loaded, Progress
 from outpace.rules import greedy
 
 INSTALL = f"`{install_command('search')}`"
-WINDOW = 50  # tokens of an answer that a set drafts in one forward
-LONGEST = 8  # tokens of a draft
-PROMPT_TOKENS = 256  # of each calibration prompt, its last ones
-PASSES = 9  # that are timed of each kind
-STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of the layers that are left out in trials, after each sublayer alone
+WINDOW = 50  # answer tokens that a draft predicts in one forward
+MAX_DRAFT_LENGTH = 8
+PROMPT_TOKENS = 256  # last tokens of each calibration prompt that are used
+PASSES = 9  # timed passes of each kind
+STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of layers skipped in the first trials, after each single sublayer
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The first `prompts` texts are answered with `max_tokens`; so many sets are tried."""
+    """The first `prompts` texts are answered with `max_tokens` each; `trials` sets are tried."""
 
     prompts: int = 8
     max_tokens: int = 96
@@ -50,22 +50,22 @@ class SearchOptions:
         check_whole("seed", self.seed, 0, 2**32 - 1)
 
 
-class Prices(NamedTuple):
-    """Seconds of a pass by its rows, and what each attention and each MLP that is left out takes off one row's."""
+class SublayerTimes(NamedTuple):
+    """Seconds of a target pass by rows, and the seconds that skipping one sublayer saves in a pass of one row."""
 
-    rows: Sequence[float]  # of 1, 2, ... LONGEST + 1 rows
+    rows: Sequence[float]  # for 1, 2, ... MAX_DRAFT_LENGTH + 1 rows
     attention: float
     mlp: float
 
     def draft(self, sublayers: Sublayers) -> float:
-        """Of a draft's step."""
+        """Return the seconds of a draft step."""
         saved = self.attention * len(sublayers.attention) + self.mlp * len(sublayers.mlp)
         return max(self.rows[0] - saved, 1e-9)
 
 
 @dataclass(frozen=True)
-class Found:
-    """`speed`: over plain decoding, as predicted for drafts of `draft_length`. `agreement`: of single tokens."""
+class SearchResult:
+    """The best set, its predicted speedup with drafts of `draft_length`, and the share of tokens it predicts."""
 
     sublayers: Sublayers
     speed: float
@@ -73,21 +73,24 @@ class Found:
     agreement: float
     trials: int
     tokens: int
-    prices: Prices
+    times: SublayerTimes
     options: SearchOptions = field(repr=False)
 
 
 class _Answer(NamedTuple):
-    """A prompt with the target's answer, and the session that holds both."""
+    """A prompt with the target's answer, and a session with the KV cache of both."""
 
     session: Any
     request: Request
     text: list[int]
 
 
-def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progress: Progress) -> Found:
-    """The set with the highest predicted speed. UserError without calibration texts, for a target that can leave out
-    nothing, for an inflated one, and where optuna is not installed."""
+def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progress: Progress) -> SearchResult:
+    """Find the set with the highest predicted speedup.
+
+    UserError without calibration texts, for a target whose sublayers cannot be skipped, for an inflated one, and
+    without optuna.
+    """
     check(target.model, corpus)
     texts = texts_of(corpus)[: options.prompts]
     if find_spec("optuna") is None:
@@ -95,49 +98,53 @@ def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progr
     model: Model = target.model
     prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts]
     answers = _answers(target, prompts, options, progress)
-    prices = _prices(model, answers[0].session)
+    times = _time_sublayers(model, answers[0].session)
 
     def judge(sublayers: Sublayers) -> tuple[float, int, float]:
         if not sublayers.size:
             return 0.0, 1, 1.0
         less = model.without(*sublayers)
         runs = [_agreed(less, answer) for answer in answers]
-        return *predicted(runs, sublayers, prices), sum(map(sum, runs)) / sum(map(len, runs))
+        return *predict_speedup(runs, sublayers, times), sum(map(sum, runs)) / sum(map(len, runs))
 
     best, trials = _optimize(judge, model.num_layers, options, progress)
     speed, length, agreement = judge(best)
     tokens = sum(len(answer.text) - len(answer.request.prompt) for answer in answers)
-    return Found(best, speed, length, agreement, trials, tokens, prices, options)
+    return SearchResult(best, speed, length, agreement, trials, tokens, times, options)
 
 
 def check_corpus(corpus: Sequence[Path]) -> None:
-    """UserError without calibration texts."""
+    """Raise UserError without calibration texts."""
     if not corpus:
         raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
 
 
 def check(model: Model, corpus: Sequence[Path]) -> None:
-    """What can be told wrong before anything is computed."""
+    """Raise UserError for everything that is wrong before anything is computed."""
     check_corpus(corpus)
     check_target(model)
     if model.inflate != 1:
-        raise UserError("an inflated target has layers that change nothing: what is left out of it says nothing")
+        raise UserError(
+            "an inflated target has layers that change nothing, so a search for sublayers to skip is meaningless"
+        )
     searchable_layers(model.num_layers)
 
 
-def predicted(runs: Sequence[Sequence[bool]], sublayers: Sublayers, prices: Prices) -> tuple[float, int]:
-    """Speed over plain decoding with the best length of drafts, and that length. `runs`: of each answer's tokens,
-    whether the draft agreed."""
+def predict_speedup(runs: Sequence[Sequence[bool]], sublayers: Sublayers, times: SublayerTimes) -> tuple[float, int]:
+    """Return the speedup over plain decoding with the best draft length, and that length.
+
+    `runs` says for each answer's tokens whether the draft predicted them.
+    """
     tokens, best = sum(map(len, runs)), (0.0, 1)
-    for length in range(1, LONGEST + 1):
+    for length in range(1, MAX_DRAFT_LENGTH + 1):
         rounds = sum(_rounds(run, length) for run in runs)
-        seconds = rounds * (prices.rows[length] + length * prices.draft(sublayers))
-        best = max(best, (tokens * prices.rows[0] / seconds, length))
+        seconds = rounds * (times.rows[length] + length * times.draft(sublayers))
+        best = max(best, (tokens * times.rows[0] / seconds, length))
     return best
 
 
 def _rounds(agreed: Sequence[bool], length: int) -> int:
-    """Rounds in which drafts of a length write a text: each writes what agrees in it, and one token of the target's."""
+    """Count the rounds of an answer: each emits the correctly drafted tokens and one token of the target."""
     rounds = place = 0
     while place < len(agreed):
         drafted = agreed[place : place + length]
@@ -149,7 +156,7 @@ def _rounds(agreed: Sequence[bool], length: int) -> int:
 def _answers(
     target: Loaded, prompts: Sequence[Sequence[int]], options: SearchOptions, progress: Progress
 ) -> list[_Answer]:
-    """The target's greedy answers, each with its keys and values."""
+    """Return the target's greedy answers with their KV caches."""
     rule, found = greedy.build(greedy.Options()), []
     with closing(LLM(target, method="autoregressive", profile=False)) as llm:
         for place, prompt in enumerate(prompts):
@@ -167,7 +174,7 @@ def _answers(
 
 
 def _agreed(model: Model, answer: _Answer) -> list[bool]:
-    """Of the answer's tokens but the first, whether the draft proposes them: a forward for each window."""
+    """Return whether the draft predicts each of the answer's tokens but the first, with one forward per window."""
     session, request, text = answer
     first, found = len(request.prompt) + 1, list[bool]()
     for start in range(first, len(text), WINDOW):
@@ -176,10 +183,10 @@ def _agreed(model: Model, answer: _Answer) -> list[bool]:
     return found
 
 
-def _prices(model: Model, session: Any) -> Prices:
-    """Times passes behind an answer's text, kinds in turn, and takes the medians."""
+def _time_sublayers(model: Model, session: Any) -> SublayerTimes:
+    """Return the median times of passes after an answer's text; the kinds of passes alternate."""
     layers = searchable_layers(model.num_layers)
-    kinds = [(model, rows) for rows in range(1, LONGEST + 2)]
+    kinds = [(model, rows) for rows in range(1, MAX_DRAFT_LENGTH + 2)]
     kinds += [(model.without(layers, ()), 1), (model.without((), layers), 1)]
     seconds: list[list[float]] = [[] for _ in kinds]
     for _ in range(PASSES):
@@ -190,13 +197,13 @@ def _prices(model: Model, session: Any) -> Prices:
             session.keep(())
     *by_rows, attention, mlp = (median(taken) for taken in seconds)
     saved = ((by_rows[0] - less) / len(layers) for less in (attention, mlp))
-    return Prices(by_rows, *(max(one, 0.0) for one in saved))
+    return SublayerTimes(by_rows, *(max(one, 0.0) for one in saved))
 
 
 def _optimize(
     judge: Callable[[Sublayers], tuple[float, int, float]], num_layers: int, options: SearchOptions, progress: Progress
 ) -> tuple[Sublayers, int]:
-    """The set of the best trial, by the tree-structured Parzen estimator, and the number of trials."""
+    """Run the tree-structured Parzen estimator; return the best trial's set and the number of trials."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -1,4 +1,4 @@
-"""Models whose passes take a stated time: stand-ins for larger ones, each on a core of its own."""
+"""Slows models down to a given time per pass, to stand in for larger models on cores of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class SlowedModel:
-    """A model whose passes last `seconds` at least: it sleeps for the rest, and needs no core meanwhile."""
+    """A model whose forwards last at least `seconds`: it sleeps for the rest of the time and leaves the core free."""
 
     def __init__(self, model: Any, seconds: float) -> None:
         self._model, self._seconds = model, seconds
@@ -26,14 +26,14 @@ class SlowedModel:
         return getattr(self._model, name)
 
     def score(self, forest: Sequence[Part]) -> Any:
-        """The model's scores, no sooner."""
-        return self._paced(self._model.score, forest)
+        """Run the model's forward and wait."""
+        return self._wait(self._model.score, forest)
 
     def score_held(self, forest: Sequence[Part]) -> Any:
-        """The model's scores, no sooner."""
-        return self._paced(self._model.score_held, forest)
+        """Run the model's forward and wait."""
+        return self._wait(self._model.score_held, forest)
 
-    def _paced(self, call: Callable[[Sequence[Part]], T], forest: Sequence[Part]) -> T:
+    def _wait(self, call: Callable[[Sequence[Part]], T], forest: Sequence[Part]) -> T:
         end = time.perf_counter() + self._seconds
         result = call(forest)
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -43,7 +43,7 @@ class SlowedModel:
 def slowed_drafter(
     again: Callable[[], Loaded], vocab_size: int, options: Mapping[str, Any], seconds: float, core: int | None
 ) -> Drafter:
-    """A draft model's drafter, in whatever process this is called; `core` is the only one that it then runs on."""
+    """Build a draft model's drafter in the calling process, which then runs on `core` only (None: on any core)."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     draft = again()

@@ -1,4 +1,4 @@
-"""What was measured, kept as it comes: one line a finished answer, so that a bench that stopped goes on."""
+"""Stores a bench's answers as they are measured, one JSON line each, so that a stopped bench can continue."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROWS = "rows.json"
 PLOT = "bench.png"
 
 
-class Key(NamedTuple):
-    """Which answer. `batch` prompts at once; with more than one, `prompt` names the group and `task` is "all"."""
+class RecordKey(NamedTuple):
+    """Identifies an answer. For a batch of several prompts, `prompt` names the group and `task` is "all"."""
 
     label: str
     task: str
@@ -30,11 +30,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One finished answer, or why there is none (`failed`). With a batch, `texts` has each prompt's tokens.
+    """One measured answer, or batch of answers, or the reason of its failure (`failed`).
 
-    Seconds and counts as in `peer.Answered`, the rest of our own methods as in `own.OwnAnswered`. `prompts` names the
-    batch's prompts, (task, name) each. Once judged: `surprise` is -log p of the text in nats, by the target as it is,
-    and `correct` whether the answer is right, None where nobody knows.
+    Most fields are those of `peer.TimedAnswer` and `method_runner.MethodAnswer`. A batch has its prompts' (task, name)
+    in `prompts` and their tokens in `texts`. Judging adds `surprise`, -log p of the text in nats by the target, and
+    `correct`, None where the right answer is not known.
     """
 
     label: str
@@ -68,27 +68,27 @@ class Record:
     texts: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def key(self) -> Key:
-        return Key(self.label, self.task, self.prompt, self.round, self.batch)
+    def key(self) -> RecordKey:
+        return RecordKey(self.label, self.task, self.prompt, self.round, self.batch)
 
     @property
     def decode_seconds(self) -> float:
-        """From the first round's tokens to the last's."""
+        """Time from the first round's tokens to the last round's."""
         return self.arrivals[-1] - self.arrivals[0] if len(self.arrivals) > 1 else 0.0
 
     @property
     def decoded(self) -> int:
-        """Tokens that arrived in that time."""
+        """Number of tokens that arrived during `decode_seconds`."""
         return sum(self.counts[1:])
 
 
 class Store:
-    """Records by key; with a folder they are written there as they come, and read from there at the start."""
+    """Holds records by key; with a folder, it reads them at the start and appends each new one."""
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
-        """UserError where the folder holds a bench with other settings, or lines that are no records."""
+        """Open a folder. UserError if it holds a bench with other settings, or lines that are not records."""
         self.folder = folder
-        self.records: dict[Key, Record] = {}
+        self.records: dict[RecordKey, Record] = {}
         self.settings = dict(settings)
         if folder is None:
             return
@@ -98,11 +98,11 @@ class Store:
             raise UserError(f"{folder} cannot be made ({error.strerror})") from error
         self._check_settings(folder / SETTINGS)
         if (folder / ANSWERS).exists():
-            _mend(folder / ANSWERS)
+            _cut_torn_line(folder / ANSWERS)
             self.records = {record.key: record for record in read_records(folder) if record.failed is None}
 
     def add(self, record: Record) -> None:
-        """Keeps one; on disk before it counts."""
+        """Store a record, on disk first."""
         if self.folder is not None:
             with (self.folder / ANSWERS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
@@ -110,8 +110,8 @@ class Store:
                 os.fsync(file.fileno())
         self.records[record.key] = record
 
-    def has(self, key: Key) -> bool:
-        """Whether it is there; one that failed is tried again by the next run."""
+    def has(self, key: RecordKey) -> bool:
+        """Whether a record is stored; failed ones of earlier runs do not count and are measured again."""
         return key in self.records
 
     def _check_settings(self, file: Path) -> None:
@@ -126,25 +126,25 @@ class Store:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """With what a bench was made; {} where it is not said."""
+    """Return the settings of the bench in a folder; {} if there are none."""
     file = folder / SETTINGS
     return read_object(file) if file.exists() else {}
 
 
 def read_records(folder: Path) -> Iterator[Record]:
-    """All kept records of a folder; UserError for a line that is none."""
+    """Read the records of a folder; UserError for a line that is not one."""
     file = folder / ANSWERS
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     for place, line in enumerate(lines, start=1):
-        if line.endswith("\n"):  # else it is being written, or was torn off
+        if line.endswith("\n"):  # else it is being written, or was torn
             yield _record(file, place, line)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A file with one JSON object."""
+    """Read a file that holds one JSON object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -168,12 +168,12 @@ def _record(file: Path, place: int, line: str) -> Record:
 
 
 def _frozen(value: Any) -> Any:
-    """JSON's lists as tuples, as they were written."""
+    """Convert JSON's lists back to tuples."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _mend(file: Path) -> None:
-    """Cuts off a last line that was torn while it was written."""
+def _cut_torn_line(file: Path) -> None:
+    """Remove a last line that was torn while it was being written."""
     data = file.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):

@@ -1,5 +1,4 @@
-"""What is asked: files of prompts, data sets of the hub, or a few prompts of our own; a task has a name, and where its
-answers are known each prompt has a reference."""
+"""Loads a bench's prompts, from files, hub data sets and the built-in sets, and builds conversations from them."""
 
 from __future__ import annotations
 
@@ -15,10 +14,7 @@ from outpace.core.errors import UserError, unknown
 
 HUB = "hub:"
 BUILT_IN = "builtin"
-REPETITION = "repetition"
-SUMMARIES = "summaries"
-ANSWERS = "answers"
-OWN = (BUILT_IN, REPETITION, SUMMARIES, ANSWERS)
+SHIPPED = (BUILT_IN, "repetition", "summaries", "answers")  # files of the folder `prompts`
 FORM = 'a JSON object with "turns", a list of texts'
 TEXT_FIELDS = ("turns", "prompt", "question", "instruction", "text")
 REFERENCE_FIELDS = ("reference", "answer_number", "answer")
@@ -31,8 +27,10 @@ KNOWN = {  # name: hub data set, configuration, split
 
 
 class TaskPrompt(NamedTuple):
-    """One prompt: its task, its name within the task, the user's message, what a right answer is, if that is known,
-    and the user's messages before it in the conversation."""
+    """A user message to answer, with the user's earlier messages of its conversation.
+
+    `name` identifies it within its task; `reference` is None where no right answer is known.
+    """
 
     task: str
     name: str
@@ -41,50 +39,44 @@ class TaskPrompt(NamedTuple):
     before: tuple[str, ...] = ()
 
     def task_of(self, turn: int) -> str:
-        """The task that this turn of the conversation (0: the first) belongs to."""
+        """Return the task that a turn of this conversation (0: the first) belongs to."""
         here = len(self.before)
-        return _task_of(self.task.removesuffix(f" {here + 1}") if here else self.task, turn)
+        return _turn_task(self.task.removesuffix(f" {here + 1}") if here else self.task, turn)
 
     def at(self, turn: int) -> TaskPrompt:
-        """An earlier turn of the conversation; what a right answer to it is, is not known any more."""
+        """Return an earlier turn of the conversation, without its reference."""
         return TaskPrompt(self.task_of(turn), self.name, self.before[turn], None, self.before[:turn])
 
 
 def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[TaskPrompt]:
-    """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each. Of
-    a conversation the first `turns` messages of the user; those behind the first are tasks of their own ("NAME 2"),
-    and each stands behind the one before it.
+    """Return the first `count` prompts of each task, alternating between tasks so that a stopped bench has all tasks.
 
-    A source is a .jsonl file, the name of a known data set, `hub:NAME`, or one of `OWN`.
-    UserError for one that is none.
+    A source is a .jsonl file, the name of a known data set, `hub:NAME`, or one of `SHIPPED`; UserError for any other.
+    Of a conversation the first `turns` user messages are taken; the second and later ones are tasks of their own
+    ("NAME 2") and follow the message before them.
     """
     tasks: dict[str, dict[str, TaskPrompt]] = {}
     for source in sources:
-        for asked in _read(source, count, turns):
-            found = tasks.setdefault(asked.task, {})
-            if asked.name in found:
-                raise UserError(f"{source}: the prompt {asked.name!r} of the task {asked.task} is there twice")
-            if len(found) < count if not asked.before else asked.name in tasks[asked.task_of(0)]:
-                found[asked.name] = asked
+        for prompt in _read_source(source, count, turns):
+            found = tasks.setdefault(prompt.task, {})
+            if prompt.name in found:
+                raise UserError(f"{source}: the prompt {prompt.name!r} of the task {prompt.task} is there twice")
+            if len(found) < count if not prompt.before else prompt.name in tasks[prompt.task_of(0)]:
+                found[prompt.name] = prompt
     columns = [_column(task, tasks) for task in tasks.values() if task]
-    return [asked for row in itertools.zip_longest(*columns) for asked in row if asked is not None]
+    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
 
 
 def _column(task: Mapping[str, TaskPrompt], tasks: Mapping[str, Mapping[str, TaskPrompt]]) -> list[TaskPrompt | None]:
-    """A task's prompts; later turns stand beside the first turns of their conversations."""
-    beside = list(tasks[next(iter(task.values())).task_of(0)])
-    return [task.get(name) for name in (*beside, *(name for name in task if name not in beside))]
+    """Align a task's later turns with the first turns of their conversations."""
+    names = list(tasks[next(iter(task.values())).task_of(0)])
+    return [task.get(name) for name in (*names, *(name for name in task if name not in names))]
 
 
-def _read(source: str, count: int, turns: int) -> Iterable[TaskPrompt]:
+def _read_source(source: str, count: int, turns: int) -> Iterable[TaskPrompt]:
     path = Path(source).expanduser()
-    if source in OWN:
-        return [
-            asked
-            for task, entries in _own(source).items()
-            for place, entry in enumerate(entries)
-            for asked in _asked(entry, task, str(place), f"{source}, {task} {place}", turns)
-        ]
+    if source in SHIPPED:
+        return read_file(Path(__file__).with_name("prompts") / f"{source}.jsonl", turns)
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
         return _from_hub(name, (name, None, None), count, turns)
@@ -92,24 +84,14 @@ def _read(source: str, count: int, turns: int) -> Iterable[TaskPrompt]:
         return read_file(path, turns)
     if source in KNOWN:
         return _from_hub(source, KNOWN[source], count, turns)
-    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", *OWN, *KNOWN])
-
-
-def _own(source: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """The prompts that come with outpace, by task, as lines of a file have them."""
-    from outpace.bench import answers, builtin, repetition, summaries
-
-    if source == ANSWERS:
-        return answers.TASKS
-    texts = {BUILT_IN: builtin.PROMPTS, REPETITION: repetition.TASKS, SUMMARIES: summaries.TASKS}[source]
-    return {task: [{"turns": [text]} for text in some] for task, some in texts.items()}
+    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", *SHIPPED, *KNOWN])
 
 
 def read_file(file: Path, turns: int = 1) -> list[TaskPrompt]:
-    """The first turns of every line; UserError names the line that is torn, empty or of another form."""
+    """Read the first turns of every line; UserError names a line that is torn, empty or of another form."""
     try:
         with file.open("rb") as stream:
-            found = [asked for place, line in enumerate(stream, 1) for asked in _prompts(file, place, line, turns)]
+            found = [prompt for place, line in enumerate(stream, 1) for prompt in _parse_line(file, place, line, turns)]
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     if not found:
@@ -117,7 +99,7 @@ def read_file(file: Path, turns: int = 1) -> list[TaskPrompt]:
     return found
 
 
-def _prompts(file: Path, place: int, line: bytes, most: int) -> list[TaskPrompt]:
+def _parse_line(file: Path, place: int, line: bytes, max_turns: int) -> list[TaskPrompt]:
     where = f"{file}, line {place}"
     if not line.strip():
         raise UserError(f"{where} is empty; it must be {FORM}")
@@ -129,29 +111,27 @@ def _prompts(file: Path, place: int, line: bytes, most: int) -> list[TaskPrompt]
     turns = entry.get("turns") if isinstance(entry, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where} must be {FORM}, none of them empty")
-    return _asked(entry, file.stem, str(place), where, most)
+    return _prompts_of(entry, file.stem, str(place), where, max_turns)
 
 
-def _asked(entry: Mapping[str, Any], task: str, name: str, where: str, most: int) -> list[TaskPrompt]:
-    """The first turns; the task and the name are the entry's own, if it has them. A reference is the first turn's."""
-    turns = tuple(entry["turns"][:most])
-    task, name = _name(entry.get("task"), task), _name(entry.get("id"), name)
+def _prompts_of(entry: Mapping[str, Any], task: str, name: str, where: str, max_turns: int) -> list[TaskPrompt]:
+    """Return an entry's first turns; its own task and id override `task` and `name`, its reference is of turn 1."""
+    turns = tuple(entry["turns"][:max_turns])
+    task, name = (
+        str(value) if isinstance(value, str | int) and str(value) else default
+        for value, default in ((entry.get("task"), task), (entry.get("id"), name))
+    )
     first = TaskPrompt(task, name, turns[0], scoring.read(entry, turns[0], where))
-    later = [TaskPrompt(_task_of(task, n), name, turns[n], None, turns[:n]) for n in range(1, len(turns))]
-    return [first, *later]
+    return [first, *(TaskPrompt(_turn_task(task, n), name, turns[n], None, turns[:n]) for n in range(1, len(turns)))]
 
 
-def _task_of(task: str, turn: int) -> str:
+def _turn_task(task: str, turn: int) -> str:
     return f"{task} {turn + 1}" if turn else task
 
 
-def _name(value: Any, other: str) -> str:
-    return str(value) if isinstance(value, str | int) and str(value) else other
-
-
-def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int, turns: int) -> list[TaskPrompt]:
-    """The first rows of a data set; without a named split, of its test split or else its first."""
-    name, configuration, split = place
+def _from_hub(task: str, data_set: tuple[str, str | None, str | None], count: int, turns: int) -> list[TaskPrompt]:
+    """Read a data set's first rows, of its test split, else of its first split, unless a split is named."""
+    name, configuration, split = data_set
     try:
         from datasets import load_dataset
     except ImportError:
@@ -163,73 +143,63 @@ def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int, 
     except Exception as error:  # connection, names, formats and scripts fail in classes of their own
         raise UserError(f"the data set {name} cannot be loaded ({type(error).__name__}: {error})") from error
     return [
-        asked
+        prompt
         for number, row in enumerate(chosen)
-        for asked in _asked(
+        for prompt in _prompts_of(
             _hub_entry(name, number, row), task, str(number), f"the data set {name}, row {number}", turns
         )
     ]
 
 
 def _hub_entry(name: str, number: int, row: Any) -> dict[str, Any]:
-    """As a line of a file has it; what its answer is said to be, where that is a text or a number."""
+    """Convert a data set's row to the form of a file's line."""
     entry = {field: row.get(field) for field in ("test", "entry_point") if row.get("entry_point")}
-    known = (row.get(field) for field in REFERENCE_FIELDS)
-    usable = (value for value in known if isinstance(value, str | int | float) and str(value).strip())
-    return {"turns": _hub_turns(name, number, row), "reference": next(usable, None), **entry}
-
-
-def _hub_turns(name: str, number: int, row: Any) -> list[str]:
+    references = (row.get(field) for field in REFERENCE_FIELDS)
+    usable = (value for value in references if isinstance(value, str | int | float) and str(value).strip())
     for field in TEXT_FIELDS:
         value = row.get(field)
         texts = value if isinstance(value, list) else [value]
         if texts and all(isinstance(text, str) and text.strip() for text in texts):
-            return texts
+            return {"turns": texts, "reference": next(usable, None), **entry}
     raise UserError(f"the data set {name}, row {number}: none of the fields {', '.join(TEXT_FIELDS)} holds a text")
 
 
-Said = Callable[[TaskPrompt, int], Sequence[int]]
-"""The tokens that plain decoding wrote in a turn (0: the first) of a prompt's conversation."""
+PlainAnswer = Callable[[TaskPrompt, int], Sequence[int]]
+"""Returns the tokens that plain decoding wrote in a turn (0: the first) of a prompt's conversation."""
 
 
-def check_turns(asked: Sequence[TaskPrompt], tokenizer: Any) -> None:
-    """UserError where a conversation is to be measured and the model has no form for one."""
-    if any(one.before for one in asked) and not tokenizer.has_template:
+def check_turns(prompts: Sequence[TaskPrompt], tokenizer: Any) -> None:
+    """Raise UserError if conversations are to be measured with a model that has no chat template."""
+    if any(prompt.before for prompt in prompts) and not tokenizer.has_template:
         raise UserError("--turns needs a model with a chat template, this one has none")
 
 
-def prompt_of(asked: TaskPrompt, tokenizer: Any, said: Said) -> tuple[int, ...]:
-    """The tokens of a prompt, those of the turns before it included."""
-    if not asked.before:
-        return tuple(tokenizer.encode_prompt(asked.text))
+def prompt_of(prompt: TaskPrompt, tokenizer: Any, plain_answer: PlainAnswer) -> tuple[int, ...]:
+    """Return a prompt's token ids, including the earlier turns with plain decoding's answers."""
+    if not prompt.before:
+        return tuple(tokenizer.encode_prompt(prompt.text))
     messages: list[dict[str, str]] = []
-    for turn, text in enumerate(asked.before):
+    for turn, text in enumerate(prompt.before):
         messages.append({"role": "user", "content": text})
-        written = [token for token in said(asked, turn) if token not in tokenizer.stop_ids]
+        written = [token for token in plain_answer(prompt, turn) if token not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(written)})
-    return tuple(tokenizer.chat([*messages, {"role": "user", "content": asked.text}]))
-
-
-def bare_length(asked: TaskPrompt, tokenizer: Any) -> int:
-    """Tokens of a prompt whose answers before it are empty."""
-    return len(prompt_of(asked, tokenizer, lambda *_: ()))
+    return tuple(tokenizer.chat([*messages, {"role": "user", "content": prompt.text}]))
 
 
 class Conversations:
-    """The prompts of conversations where nothing is measured: an answer is written when its turn is first asked for,
-    and then known."""
+    """Builds prompts of conversations outside a measurement: each earlier turn is answered once, when needed."""
 
     def __init__(self, tokenizer: Any, answer: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        """`answer`: what plain decoding writes behind a prompt."""
+        """`answer` returns plain decoding's tokens after a prompt."""
         self._tokenizer, self._answer = tokenizer, answer
-        self._known: dict[tuple[str, str, int], Sequence[int]] = {}
+        self._answers: dict[tuple[str, str, int], Sequence[int]] = {}
 
-    def prompt(self, asked: TaskPrompt) -> tuple[int, ...]:
-        """The tokens of a prompt, behind those of the turns before it."""
-        return prompt_of(asked, self._tokenizer, self._said)
+    def prompt(self, prompt: TaskPrompt) -> tuple[int, ...]:
+        """Return a prompt's token ids, including the earlier turns."""
+        return prompt_of(prompt, self._tokenizer, self._plain_answer)
 
-    def _said(self, asked: TaskPrompt, turn: int) -> Sequence[int]:
-        key = asked.task_of(0), asked.name, turn
-        if key not in self._known:
-            self._known[key] = self._answer(self.prompt(asked.at(turn)))
-        return self._known[key]
+    def _plain_answer(self, prompt: TaskPrompt, turn: int) -> Sequence[int]:
+        key = prompt.task_of(0), prompt.name, turn
+        if key not in self._answers:
+            self._answers[key] = self._answer(self.prompt(prompt.at(turn)))
+        return self._answers[key]

@@ -1,4 +1,4 @@
-"""What a profile holds, measured beforehand: rounds by rows, the steps of the draft, and the fastest way of writing."""
+"""Measures a profile beforehand: times of rounds by rows and of draft steps, and the fastest method."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PROMPTS = (
     "List eight things to pack for a weekend in the mountains, one a line, each with a reason.",
     "Rewrite this politely: I will not come to your party, I do not like crowds.",
 )
-ALONE = "draft "  # before the name of one of several drafts
-BETTER = 1.03  # a drafter beside the target must be so much faster than one in turn to be chosen
+SINGLE = "draft "  # prefix of the label of one of several drafts
+PARALLEL_GAIN = 1.03  # speedup that drafting in parallel must reach over sequential drafting to be chosen
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Every prompt is answered with `max_tokens` by each way, `rounds` times; `rows` are the passes that are timed."""
+    """Each method answers every prompt `rounds` times with `max_tokens`; `rows` are the sizes of the timed passes."""
 
     prompts: Sequence[str] = PROMPTS
     max_tokens: int = 96
@@ -47,8 +47,10 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Seconds by rows of a round and of the draft's step, tokens a second by way, and the way that was chosen. Of
-    several drafts, `drafts` has the tokens a second of each alone, the fastest first."""
+    """The measured seconds of a round by rows and of a draft step, tokens/s by method, and the chosen method.
+
+    With several drafts, `drafts` has the tokens/s of each one by itself, the fastest first.
+    """
 
     rounds: Mapping[int, float]
     draft: float | None
@@ -60,73 +62,71 @@ class TuneResult:
 
 
 def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> TuneResult:
-    """Measures, chooses, and writes the profile with which method "auto" will begin."""
+    """Measure all methods, choose one, and write the profile that method "auto" starts with."""
     drafter = default_drafter(PLANNED, draft is not None)
-    alone = _each(draft)
-    ways: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
+    singles = [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
+    setups: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
         PLANNED: (draft, {"method": PLANNED}),
         "card": (draft, {"method": "card", "drafter": drafter}),
         "autoregressive": (None, {"method": "autoregressive"}),
-        **{f"{ALONE}{one.name}": (one, {"method": PLANNED}) for one in alone},
+        **{f"{SINGLE}{one.name}": (one, {"method": PLANNED}) for one in singles},
     }
-    asked = [target.tokenizer.encode_prompt(text) for text in options.prompts]
+    prompts = [target.tokenizer.encode_prompt(text) for text in options.prompts]
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(LLM(target, own, profile=False, reuse=False, **values))
-            for name, (own, values) in ways.items()
+            for name, (own, values) in setups.items()
         }
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):
-            costs.load_state_dict(
-                costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)}
-            )
+            costs.recall(costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, prompts, options)})
             progress("rounds", (place + 1) / len(options.rows))
-        rates = _race(llms, asked, options, progress)
-        chosen = "card" if rates["card"] > BETTER * rates[PLANNED] else PLANNED
+        rates = _race(llms, prompts, options, progress)
+        chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[PLANNED] else PLANNED
         path = Profile(subject(target, draft)).keep(llms[PLANNED].engine, tuned=chosen)
-        for one in alone:
-            Profile(subject(target, one)).keep(llms[f"{ALONE}{one.name}"].engine)
-        learnt = costs.state_dict()
-    rounds = {int(rows): seconds for rows, seconds in learnt["rounds"].items()}
-    drafts = {one.name: rates.pop(f"{ALONE}{one.name}") for one in alone}
+        for one in singles:
+            Profile(subject(target, one)).keep(llms[f"{SINGLE}{one.name}"].engine)
+        learned = costs.state_dict()
+    rounds = {int(rows): seconds for rows, seconds in learned["rounds"].items()}
+    drafts = {one.name: rates.pop(f"{SINGLE}{one.name}") for one in singles}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
-    return TuneResult(dict(sorted(rounds.items())), learnt["draft"].get("model"), rates, chosen, path, ranked, options)
-
-
-def _each(draft: Loaded | None) -> list[Loaded]:
-    """Several drafts one by one; none where there is one, which the planner has alone in any case."""
-    return [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
+    return TuneResult(dict(sorted(rounds.items())), learned["draft"].get("model"), rates, chosen, path, ranked, options)
 
 
 def _rounds(
-    target: Loaded, draft: Loaded | None, drafter: str, rows: int, asked: Sequence[Sequence[int]], options: TuneOptions
+    target: Loaded,
+    draft: Loaded | None,
+    drafter: str,
+    rows: int,
+    prompts: Sequence[Sequence[int]],
+    options: TuneOptions,
 ) -> dict[str, float]:
-    """Seconds of rounds whose trees have up to `rows` nodes."""
+    """Time rounds with trees of up to `rows` nodes."""
     method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": "autoregressive"}
     with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
-        llm.generate(asked[:1], max_tokens=min(24, options.max_tokens))
+        llm.generate(prompts[:1], max_tokens=min(24, options.max_tokens))
         found: dict[str, float] = llm.engine.costs.state_dict()["rounds"]
         return found
 
 
 def _race(
-    llms: Mapping[str, LLM], asked: Sequence[Sequence[int]], options: TuneOptions, progress: Progress
+    llms: Mapping[str, LLM], prompts: Sequence[Sequence[int]], options: TuneOptions, progress: Progress
 ) -> dict[str, float]:
-    """Tokens a second by way, all ways in turn on each prompt, pooled over all."""
+    """Return the pooled tokens/s of each method; the methods alternate on each prompt."""
     results: dict[str, list[Result]] = {name: [] for name in llms}
-    total = options.rounds * len(asked)
+    total = options.rounds * len(prompts)
     for turn in range(total):
         names = list(llms)
         names = names[turn % len(names) :] + names[: turn % len(names)]
         for name in names:
-            prompt = asked[turn % len(asked)]
+            prompt = prompts[turn % len(prompts)]
             results[name] += llms[name].generate([prompt], max_tokens=options.max_tokens)
         progress("ways", (turn + 1) / total)
     return {name: _rate(found) for name, found in results.items()}
 
 
 def _rate(results: Sequence[Result]) -> float:
-    """Tokens over decoding seconds, all answers together."""
+    """Return all answers' tokens divided by their decoding seconds."""
     tokens = sum(len(result.tokens) for result in results if result.tokens_per_second)
     seconds = sum(len(result.tokens) / result.tokens_per_second for result in results if result.tokens_per_second)
     return tokens / seconds if seconds else 0.0

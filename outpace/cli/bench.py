@@ -266,11 +266,11 @@ def _run(running: Any, runs_tests: bool) -> bool:
 def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> list[UserError]:
     """The table, the files, and the line of JSON; why files could not be written."""
     from outpace.bench import report
+    from outpace.bench.judging import with_score_gaps
     from outpace.bench.plot import plot
-    from outpace.bench.run import with_gaps
     from outpace.bench.store import PLOT, ROWS
 
-    found = with_gaps(running.rows(), running)
+    found = with_score_gaps(running.rows(), running)
     plain = report.plain_rows(found, facts)
     _page().print(report.tables(found, facts))
     files = [file for file in (keeping.json, keeping.out and keeping.out / ROWS) if file is not None]

@@ -137,7 +137,6 @@ EXTRAS = {  # of pyproject.toml: what each is for, and the modules that it bring
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers beside it", ("matplotlib", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
-    "flashspec": ("FlashSpec in outpace bench --peers", ("flashspec", "transformers")),
 }
 NOT_MADE = (
     "not measured: it is not converted yet, which takes hundreds of megabytes in the cache folder;"

@@ -1,1 +1,1 @@
-"""Other engines that write with the same model, each in one file behind one interface; see `bench/peer.py`."""
+"""Other engines that run the same model; each file is a peer with the interface of `bench/peer.py`."""

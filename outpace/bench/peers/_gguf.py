@@ -1,6 +1,6 @@
-"""Writes a model folder as a GGUF file of a wanted precision, once; tokens go in and out as ids, so it has no words.
+"""Converts a model folder to a GGUF file of a given precision, once; without a vocabulary, since tokens stay ids.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row orders are those that
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row orders are those read by
 `models/gguf_config.py` reads.
 """
 
@@ -24,22 +24,24 @@ from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
-FORMAT_VERSION = 1  # part of the file's name: a change of what is written must raise it
+FORMAT_VERSION = 1  # part of the file's name; raise it when the written content changes
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-TABLES = ("token_embd", "output")  # of 8 bits at least, as llama.cpp's own converter has it
-WIDE = "Q8_0"
-LONGEST_NAME = 80  # characters of the model's own name in the file's
+TABLES = ("token_embd", "output")  # stored with 8 bits at least, as by llama.cpp's own converter
+TABLE_KIND = "Q8_0"
+MAX_NAME = 80  # characters of the model's name in the file's name
 
 
 def gguf_file(spec: str | Path | None, kind: str, cache: Path | None = None) -> Path:
-    """A GGUF file of the model with matrices of `kind`, as Q8_0, Q4_1 or F32: the file that `spec` names if it is one
-    of that kind, else one written under `cache`. UserError for a model that cannot be written, or if the disk refuses.
+    """Return a GGUF file of the model with matrices of type `kind`, as Q8_0, Q4_1 or F32.
+
+    It is the file that `spec` names if it has that type, else one converted to the folder `cache`. UserError for a
+    model that cannot be converted, or if writing fails.
     """
     own = shipped_model() if spec is None else Path(spec).expanduser()
     if own.is_file() and main_kind(own) == kind:
         return own
     folder = resolve(None if spec is None else str(spec))
-    file = (cache or cache_folder()) / "gguf" / f"{folder.name[:LONGEST_NAME]}-{_identity(folder)}-{kind}.gguf"
+    file = (cache or cache_folder()) / "gguf" / f"{folder.name[:MAX_NAME]}-{_identity(folder)}-{kind}.gguf"
     if not file.is_file():
         with only_one(file):
             if not file.is_file():
@@ -48,7 +50,7 @@ def gguf_file(spec: str | Path | None, kind: str, cache: Path | None = None) -> 
 
 
 def main_kind(file: Path) -> str:
-    """The name of the type that most matrices of the layers have."""
+    """Return the type of most of the layers' matrices, by their size."""
     from gguf.constants import GGMLQuantizationType
 
     counts: Counter[int] = Counter()
@@ -60,7 +62,7 @@ def main_kind(file: Path) -> str:
 
 
 def _identity(folder: Path) -> str:
-    """A short name for what the folder holds, by its files' sizes and times: another draft at its place is another."""
+    """Hash the sizes and times of a folder's files, so that a replaced model is converted again."""
     digest = hashlib.sha256(f"{FORMAT_VERSION} {folder.resolve()}".encode())
     for file in sorted(folder.glob("*")):
         if file.suffix in (".json", ".safetensors"):
@@ -70,7 +72,7 @@ def _identity(folder: Path) -> str:
 
 
 def _write_whole(folder: Path, kind: str, file: Path) -> None:
-    """A file of that name is always whole: it takes the name when all of it is written."""
+    """Write the file atomically: it gets its name once it is complete."""
     with Checkpoint.open(folder) as checkpoint:
         architecture = _architecture(checkpoint)
         try:
@@ -87,7 +89,7 @@ def _write_whole(folder: Path, kind: str, file: Path) -> None:
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
-    """What llama.cpp calls it; UserError for what would come out wrong."""
+    """Return llama.cpp's name of the architecture; UserError for a model that it would compute differently."""
     config = from_dict(checkpoint.config)
     checkpoint.check_shapes(tensor_shapes(config))
     model_type = str(checkpoint.config.get("model_type", "llama"))
@@ -99,7 +101,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 
 def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> None:
-    """All tensors, one after the other: memory holds one of them."""
+    """Write all tensors, with one of them in memory at a time."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
@@ -118,7 +120,7 @@ def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> N
     for name, quantisation in kinds.items():
         values = checkpoint.tensor(name).float().numpy()
         if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            values = _side_by_side(values, config.head_dim)
+            values = _interleave_halves(values, config.head_dim)
         writer.write_tensor_data(np.ascontiguousarray(quantize(values, quantisation)))
     writer.close()
 
@@ -141,7 +143,7 @@ def _add_fields(writer: Any, config: LlamaConfig) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """A tensor's name in a GGUF file, from its Hugging Face name."""
+    """Convert a tensor's Hugging Face name to its GGUF name."""
     stem, _, end = name.rpartition(".")
     outer = {theirs: ours for ours, theirs in OUTER_PARTS.items()}
     if stem in outer:
@@ -151,15 +153,15 @@ def gguf_name(name: str) -> str:
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
-    """Norms and biases stay float32, and so do rows that are no whole number of blocks."""
+    """Return a tensor's type: float32 for norms, biases and rows that are not a whole number of blocks."""
     if len(shape) < 2 or shape[-1] % 32:
         return "F32"
     is_table = gguf_name(name).partition(".")[0] in TABLES
-    return WIDE if is_table and kind.startswith("Q") else kind
+    return TABLE_KIND if is_table and kind.startswith("Q") else kind
 
 
 def _stored_shape(shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
-    """In bytes where values are quantised, in values where not."""
+    """Return the stored shape, in bytes for quantised types, in values for float32."""
     from gguf.constants import GGML_QUANT_SIZES
 
     if kind.name == "F32":
@@ -168,7 +170,7 @@ def _stored_shape(shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // block * block_bytes)
 
 
-def _side_by_side(values: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows (i, i + d/2) of every head, which turn together, become neighbours. [heads * head_dim, ...]"""
+def _interleave_halves(values: np.ndarray, head_dim: int) -> np.ndarray:
+    """Make the rows i and i + d/2 of each head, which rotate together, neighbours: [heads * head_dim, ...]."""
     halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])  # [heads, 2, head_dim / 2, ...]
     return halves.swapaxes(1, 2).reshape(values.shape)

@@ -12,92 +12,78 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outpace.bench.peer import Answered, Peer, PeerSettings
+from outpace.bench.peer import Peer, PeerSettings, TimedAnswer
 from outpace.bench.peers._gguf import gguf_file
-from outpace.bench.peers._rounds import Rounds, check_room, need
+from outpace.bench.peers._rounds import RoundRecorder, check_length, require
 from outpace.core.errors import UserError, install_command
 
 INSTALL = f"`{install_command('llama-cpp')}` (it is compiled, which takes minutes)"
-BATCH = 512  # rows at once, llama.cpp's default
+BATCH = 512  # rows per forward, llama.cpp's default
 
 
-class Drafts(Protocol):
-    """What proposes tokens to llama.cpp."""
+def build(settings: PeerSettings) -> Peer:
+    """Load the target's weights, converted once; UserError if llama-cpp-python is not installed."""
+    return LlamaCpp("llama_cpp", settings, "Q8_0")
+
+
+class LlamaDrafter(Protocol):
+    """Proposes tokens to llama.cpp."""
 
     def propose(self, text: np.ndarray) -> np.ndarray:
-        """Drafts [drafts] int32 for the text so far. [tokens] int32"""
+        """Return drafts [drafts] int32 for the text so far, [tokens] int32."""
 
-    def forget(self) -> None:
-        """Another prompt comes."""
+    def reset(self) -> None:
+        """Prepare for another prompt."""
 
     def close(self) -> None:
-        """Frees its memory."""
+        """Free the memory."""
 
 
 class LlamaCpp:
-    """The target as a GGUF file with matrices of `kind`, and what drafts for it."""
+    """The target as a GGUF file with matrices of type `kind`, and optionally a drafter."""
 
-    def __init__(self, name: str, settings: PeerSettings, kind: str, drafts: Drafts | None = None) -> None:
+    def __init__(self, name: str, settings: PeerSettings, kind: str, drafter: LlamaDrafter | None = None) -> None:
         self.name, self.precision = name, kind
-        self._settings, self._drafts = settings, drafts
-        self._watch: Any = None if drafts is None else _watched(drafts)
-        flash = drafts is None  # a few percent faster for one row, as much slower for several
-        self._llama = open_llama(name, gguf_file(settings.target, kind), settings, self._watch, flash)
+        self._settings, self._drafter = settings, drafter
+        self._adapter: Any = None if drafter is None else _adapt(drafter)
+        flash = drafter is None  # a few percent faster for one row, as much slower for several
+        self._llama = open_llama(name, gguf_file(settings.target, kind), settings, self._adapter, flash)
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> Answered:
-        """Continues the prompt until a stop token, which counts, or `max_tokens`."""
-        check_room(self.name, self._settings, prompt, max_tokens)
-        self._llama.reset()  # else it goes on from where the last prompt was alike
-        if self._drafts is not None:
-            self._drafts.forget()
-            self._watch.begin()
-        rounds = Rounds(self._settings.stop_ids, max_tokens)
-        num_asked = -1
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+        """Continue the prompt until a stop token, which is included, or `max_tokens`."""
+        check_length(self.name, self._settings, prompt, max_tokens)
+        self._llama.reset()  # else it keeps the KV cache of the prefix shared with the last prompt
+        if self._drafter is not None:
+            self._drafter.reset()
+            self._adapter.begin()
+        recorder = RoundRecorder(self._settings.stop_ids, max_tokens)
+        num_calls = -1
         for token in self._llama.generate(list(prompt), temp=0.0):
-            if self._watch is None:
-                rounds.begin()
-            elif self._watch.num_asked != num_asked:  # a round's tokens come one by one, then it asks for drafts
-                num_asked = self._watch.num_asked
-                rounds.begin(self._watch.found)
-            rounds.write(token)
-            if rounds.is_over:
+            if self._adapter is None:
+                recorder.begin()
+            elif self._adapter.num_calls != num_calls:  # a round's tokens come singly, then drafts are requested
+                num_calls = self._adapter.num_calls
+                recorder.begin(self._adapter.last_drafts)
+            recorder.write(token)
+            if recorder.is_over:
                 break
-        return rounds.answered()
+        return recorder.finish()
 
     def close(self) -> None:
-        """Frees its memory."""
+        """Free the memory."""
         self._llama.close()
-        if self._drafts is not None:
-            self._drafts.close()
-
-
-class ModelDrafts:
-    """Drafts `count` tokens by another model, which goes on from where the text is still what it saw."""
-
-    def __init__(self, llama: Any, count: int) -> None:
-        self._llama, self._count = llama, count
-
-    def propose(self, text: np.ndarray) -> np.ndarray:
-        """Its own greedy continuation."""
-        return np.array(list(islice(self._llama.generate(text.tolist(), temp=0.0), self._count)), dtype=np.intc)
-
-    def forget(self) -> None:
-        """Another prompt comes."""
-        self._llama.reset()
-
-    def close(self) -> None:
-        """Frees its memory."""
-        self._llama.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
 
 def open_llama(name: str, file: Path, settings: PeerSettings, draft_model: Any = None, flash: bool = False) -> Any:
-    """llama.cpp on a GGUF file, `flash`: with flash attention. UserError where it is missing or refuses the file."""
-    need(name, "llama_cpp", INSTALL)
+    """Open a GGUF file, with flash attention if `flash`. UserError if llama.cpp is missing or refuses the file."""
+    require(name, "llama_cpp", INSTALL)
     import llama_cpp
 
     options: dict[str, Any] = {"n_ctx": settings.max_context, "n_batch": BATCH, "n_ubatch": BATCH, "verbose": False}
     options |= {"n_threads": settings.threads, "n_threads_batch": settings.threads}
-    # with drafts it scores every position, and its table of scores is large enough for that only if told so
+    # verifying drafts needs the logits of every position, which llama-cpp-python only stores with logits_all
     options |= {"draft_model": draft_model, "logits_all": draft_model is not None, "flash_attn": flash}
     try:
         return llama_cpp.Llama(str(file), **options)
@@ -105,22 +91,36 @@ def open_llama(name: str, file: Path, settings: PeerSettings, draft_model: Any =
         raise UserError(f"peer {name} cannot load {file} ({error!s:.200})") from error
 
 
-def _watched(drafts: Drafts) -> Any:
-    """The drafts as llama-cpp-python asks for them; it remembers the last ones and how often it was asked."""
+class ModelDrafter:
+    """Drafts `count` tokens with a model, which keeps its KV cache for the unchanged part of the text."""
+
+    def __init__(self, llama: Any, count: int) -> None:
+        self._llama, self._count = llama, count
+
+    def propose(self, text: np.ndarray) -> np.ndarray:
+        """Return the model's greedy continuation."""
+        return np.array(list(islice(self._llama.generate(text.tolist(), temp=0.0), self._count)), dtype=np.intc)
+
+    def reset(self) -> None:
+        """Clear the KV cache."""
+        self._llama.reset()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._llama.close()
+
+
+def _adapt(drafter: LlamaDrafter) -> Any:
+    """Wrap a drafter in llama-cpp-python's interface; it counts calls and stores the last drafts."""
     from llama_cpp.llama_speculative import LlamaDraftModel
 
-    class Watched(LlamaDraftModel):
+    class Adapter(LlamaDraftModel):
         def begin(self) -> None:
-            self.num_asked, self.found = 0, list[int]()
+            self.num_calls, self.last_drafts = 0, list[int]()
 
         def __call__(self, input_ids: np.ndarray, /, **kwargs: Any) -> np.ndarray:
-            proposed = drafts.propose(input_ids)
-            self.num_asked, self.found = self.num_asked + 1, proposed.tolist()
+            proposed = drafter.propose(input_ids)
+            self.num_calls, self.last_drafts = self.num_calls + 1, proposed.tolist()
             return proposed
 
-    return Watched()
-
-
-def build(settings: PeerSettings) -> Peer:
-    """The peer on the target's weights, converted once; UserError where it is not installed."""
-    return LlamaCpp("llama_cpp", settings, "Q8_0")
+    return Adapter()

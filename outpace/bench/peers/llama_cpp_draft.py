@@ -1,4 +1,4 @@
-"""llama.cpp (Q8_0) with a draft model (Q8_0) behind llama-cpp-python's interface for drafts.
+"""llama.cpp (Q8_0) with a draft model (Q8_0), through llama-cpp-python's interface for drafts.
 
 Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192, greedy.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from outpace.bench.peer import Peer, PeerSettings
 from outpace.bench.peers._gguf import gguf_file
-from outpace.bench.peers._rounds import check_draft, need
-from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp, ModelDrafts, open_llama
+from outpace.bench.peers._rounds import check_draft, require
+from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp, ModelDrafter, open_llama
 
 NAME = "llama_cpp_draft"
-DRAFTED = 2  # tokens a round
+DRAFT_LENGTH = 2
 
 
 def build(settings: PeerSettings) -> Peer:
-    """The peer on both models' weights, converted once; UserError without a draft, or where it is not installed.
+    """Load both models' weights, converted once; UserError without a draft or without llama-cpp-python.
 
-    A draft that writes a part of the vocabulary only runs with its whole output layer here.
+    A draft with a reduced vocabulary runs with its whole output layer.
     """
-    need(NAME, "llama_cpp", INSTALL)
+    require(NAME, "llama_cpp", INSTALL)
     draft = check_draft(NAME, settings)
     llama = open_llama(NAME, gguf_file(draft, "Q8_0"), settings, flash=True)
-    return LlamaCpp(NAME, settings, "Q8_0", ModelDrafts(llama, DRAFTED))
+    return LlamaCpp(NAME, settings, "Q8_0", ModelDrafter(llama, DRAFT_LENGTH))

@@ -1,6 +1,6 @@
 """llama.cpp with 4-bit weights (Q4_1): greedy, by llama-cpp-python; for the shipped model, the same file.
 
-llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q4_1 has a scale and a least value for 32 weights.
+llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q4_1 has a scale and a minimum for every 32 weights.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from outpace.bench.peers.llama_cpp import LlamaCpp
 
 
 def build(settings: PeerSettings) -> Peer:
-    """The peer on the target's file, or on its weights converted once; UserError where it is not installed."""
+    """Load the target's file, or its weights converted once; UserError if llama-cpp-python is not installed."""
     return LlamaCpp("llama_cpp_q4", settings, "Q4_1")

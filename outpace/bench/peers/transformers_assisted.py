@@ -6,17 +6,16 @@ Gante, "Assisted Generation: a new direction toward low-latency text generation"
 from __future__ import annotations
 
 from outpace.bench.peer import Peer, PeerSettings
-from outpace.bench.peers._generate import Generate, load
 from outpace.bench.peers._rounds import check_draft
+from outpace.bench.peers.transformers import Generate, load
 
 NAME = "transformers_assisted"
 
 
 def build(settings: PeerSettings) -> Peer:
-    """The peer on the target's and the draft's weights; UserError without a draft or without transformers.
+    """Load target and draft; UserError without a draft or without transformers.
 
-    A draft that writes a part of the vocabulary only runs with its whole output layer here: transformers does not know
-    of the smaller one.
+    A draft with a reduced vocabulary runs with its whole output layer: transformers does not know the reduced one.
     """
     draft = check_draft(NAME, settings)
     return Generate(NAME, settings, assistant_model=load(NAME, draft))

@@ -1,4 +1,4 @@
-"""transformers' prompt lookup: proposes what followed the last words when they stood in the text before.
+"""transformers' prompt lookup: proposes the tokens that followed an earlier occurrence of the last words.
 
 Saxena, "Prompt Lookup Decoding", 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -6,11 +6,11 @@ Saxena, "Prompt Lookup Decoding", 2023, https://github.com/apoorvumang/prompt-lo
 from __future__ import annotations
 
 from outpace.bench.peer import Peer, PeerSettings
-from outpace.bench.peers._generate import Generate
+from outpace.bench.peers.transformers import Generate
 
-DRAFTED = 10  # tokens a round, what its documentation and the paper's code take
+DRAFT_LENGTH = 10  # as in transformers' documentation and the paper's code
 
 
 def build(settings: PeerSettings) -> Peer:
-    """The peer on the target's weights; UserError where transformers is not installed."""
-    return Generate("transformers_lookup", settings, prompt_lookup_num_tokens=DRAFTED)
+    """Load the target; UserError if transformers is not installed."""
+    return Generate("transformers_lookup", settings, prompt_lookup_num_tokens=DRAFT_LENGTH)
