@@ -8,7 +8,6 @@ with outpace.LLM() as llm:
 
 from typing import TYPE_CHECKING, Any
 
-from outpace._moved import install
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,33 +17,26 @@ if TYPE_CHECKING:
     from outpace.api.text import Piece
 
 __version__ = "0.2.0"
-install()
 __all__ = ["LLM", "Piece", "Result", "SamplingParams", "Stream", "UserError", "load"]
-_HOMES = {
+_MODULES = {
     "LLM": "llm",
+    "load": "llm",
     "Piece": "text",
     "Result": "stream",
     "SamplingParams": "params",
     "Stream": "stream",
-    "load": "llm",
-    "Asking": "_deprecated",
 }
 
 
 def __dir__() -> list[str]:
-    """What there is to use, the library too before it is imported."""
+    """List the public names, including those that are not imported yet."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 def __getattr__(name: str) -> Any:
-    """The library, torch with it, is imported at its first use: the command line's help needs neither."""
-    if name not in _HOMES:
+    """Import the library at its first use: the command line's help needs neither it nor torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
     from importlib import import_module
 
-    found = getattr(import_module(f"outpace.api.{_HOMES[name]}"), name)
-    if name == "Asking":
-        from outpace.api._deprecated import warn
-
-        warn("outpace.Asking", "outpace.SamplingParams", 3)
-    return found
+    return getattr(import_module(f"outpace.api.{_MODULES[name]}"), name)

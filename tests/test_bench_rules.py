@@ -84,7 +84,7 @@ def test_all_rules_are_those_that_fit() -> None:
     ("methods", "rules", "message"),
     [
         ("speculative", "blok", "unknown rule 'blok', .* did you mean 'block'"),
-        ("card", "block", "rule block judges drafts that were drawn in turn, use it with method speculative"),
+        ("card", "block", "rule block needs sequential drafting, use it with method speculative"),
         ("speculative:drafter=ngram", "cascade", "drafter ngram has none; the rules that fit are"),
         ("speculative", "greedy", "rule greedy does not work with temperature 0.8"),
         ("speculative", "lenience:", "rules is 'lenience:': write NAME"),

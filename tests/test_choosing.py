@@ -23,7 +23,7 @@ from outpace.drafters._composite import DraftSelector, SharedTree, expected_spee
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.engine.build import Parts, build_engine
+from outpace.engine.build import BuildOptions, build_engine
 from outpace.engine.engine import EngineOptions
 from outpace.models.load import Loaded, load_draft, load_model, silent
 from outpace.planning import profile as profiles
@@ -210,7 +210,7 @@ def test_a_process_drafts_with_one_model(target: Loaded) -> None:
 
     draft = replace(load_draft("layers:0", target), others=(target,))
     with pytest.raises(UserError, match="worker process drafts with one draft model"):
-        build_engine(target, draft, Parts("card", "model", worker="process"), SMALL, {})
+        build_engine(target, draft, BuildOptions("card", "model", worker="process"))
 
 
 def test_tuning_ranks_them(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

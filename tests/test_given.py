@@ -17,7 +17,7 @@ from outpace.api.llm import LLM
 from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.engine.build import _drafter_again
+from outpace.engine.build import _rebuild_drafter
 from outpace.models.load import Loaded, load_model
 
 
@@ -67,6 +67,6 @@ def test_a_builder_is_given_both_models_and_their_tokenizers(
 
 def test_in_another_process_there_is_the_draft_alone(target: Loaded, given: list[BuildContext]) -> None:
     with pytest.raises(UserError, match="use worker thread"):
-        _drafter_again("asking", lambda: target, 7, {})
-    drafter = _drafter_again("model", lambda: target, target.model.vocab_size, {})
+        _rebuild_drafter("asking", lambda: target, 7, {})
+    drafter = _rebuild_drafter("model", lambda: target, target.model.vocab_size, {})
     assert drafter.weight_bytes(drafter.sources[0]) == target.model.weight_bytes

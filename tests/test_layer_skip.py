@@ -34,7 +34,7 @@ from outpace.drafters.layer_skip import (
     format_layers,
     parse_layers,
 )
-from outpace.engine.build import may_draft
+from outpace.engine.build import BuildOptions
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, chain
@@ -328,7 +328,7 @@ def test_it_needs_no_draft_model_and_no_worker_runs_it() -> None:
     from outpace.card.inline import InlineWorker
 
     assert registry.describe("drafters", "layer_skip").needs == "no other model"
-    assert not may_draft("auto", "layer_skip")
+    assert not BuildOptions("auto", "layer_skip").may_draft
     drafter = LayerSkipDrafter(llama(DEEP), Sublayers((1,), ()), Options())
     with pytest.raises(UserError, match="drafter layer_skip needs to see the target's passes"):
         InlineWorker(drafter)

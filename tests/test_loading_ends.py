@@ -11,6 +11,7 @@ import pytest
 from doubles import within
 
 from outpace.api import pair
+from outpace.engine.build import BuildOptions
 from outpace.models.options import LoadOptions
 
 Progress = Callable[[str, float], None]
@@ -34,8 +35,7 @@ class Draft:
 
 
 def load(progress: Progress) -> None:
-    given: dict[str, Any] = {"draft_device": None, "draft_dtype": None, "tokenizer": None, "may_draft": True}
-    pair.load_pair(None, None, LoadOptions(), progress=progress, **given)
+    pair.load_pair(None, None, LoadOptions(), BuildOptions(), progress=progress)
 
 
 @pytest.mark.parametrize("when", ["the target is loaded", "the draft is waited for"])

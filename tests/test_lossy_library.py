@@ -101,7 +101,7 @@ def test_dials_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded]) -> 
         ({"rule": "cascade"}, "^rule cascade does not go with method auto, use it with method bild or speculative$"),
         ({"rule": "cascade", "method": "auto", "drafter": "ngram"}, "^rule cascade does not go with method auto"),
         ({"rule": "cascade", "method": "autoregressive"}, "this method drafts nothing; the rules that fit are"),
-        ({"rule": "cascade", "method": "card"}, "rule cascade judges drafts that were drawn in turn"),
+        ({"rule": "cascade", "method": "card"}, "rule cascade needs sequential drafting"),
         ({"rule": "multi_round", "draws": "0"}, "draws is 0"),
     ],
 )

@@ -28,7 +28,8 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.engine.build import build_drafter, check_rule, drafter_modules, find_rule
+from outpace.drafters import build_drafter, drafter_modules
+from outpace.engine.build import check_rule, find_rule
 from outpace.models.files import token_tables
 
 pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")

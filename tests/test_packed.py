@@ -17,7 +17,7 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.distill.export import VOCAB_FILE, write_draft
 from outpace.distill.start import DraftShape, draft_config, new_student
-from outpace.engine.build import may_draft
+from outpace.engine.build import BuildOptions
 from outpace.models.files import packed, pairs
 from outpace.models.files.find import resolve
 from outpace.models.files.packed import is_packed, pack, unpack, whole
@@ -186,10 +186,10 @@ def test_the_shipped_draft_goes_with_the_shipped_target(
 
 
 def test_methods_that_have_no_use_for_a_draft() -> None:
-    assert may_draft("auto", None)
-    assert may_draft("card", "model+ngram")
-    assert not may_draft("card", "ngram")
-    assert not may_draft("autoregressive", None)
+    assert BuildOptions("auto", None).may_draft
+    assert BuildOptions("card", "model+ngram").may_draft
+    assert not BuildOptions("card", "ngram").may_draft
+    assert not BuildOptions("autoregressive", None).may_draft
 
 
 def test_the_command_packs_and_unpacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from test_library import folder
 import outpace
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.cli.sampling_options import SamplingFlags
 from outpace.models.load import Loaded, load_model
 
 
@@ -55,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
         ({"logprobs": True}, "logprobs is True"),
         ({"logprobs": 2000}, "logprobs is 2000, it must be between 0 and 1024"),
         ({"logprobs_mode": "cooked", "logprobs": 1}, "logprobs_mode is 'cooked', it must be raw or processed"),
-        ({"logprobs_mode": "processed"}, "logprobs_mode says nothing without logprobs"),
+        ({"logprobs_mode": "processed"}, "logprobs_mode has no effect without logprobs"),
         ({"stop_token_ids": [1.5]}, "a token of stop_token_ids is 1.5, it must be a whole number"),
         ({"stop_token_ids": [999_999]}, "a token of stop_token_ids is 999999, it must be between 0 and 271"),
         ({"n": 2, "temperature": 1.0}, "n is 2, this gives one answer: use generate"),
@@ -131,40 +127,3 @@ def test_what_is_given_is_not_edited_behind_the_parameters_back() -> None:
     for values in given.values():
         values.clear()
     assert repr(params) == before
-
-
-def test_old_names_work_and_warn(llm: LLM) -> None:
-    with pytest.warns(DeprecationWarning, match=r"outpace\.Asking is deprecated.*outpace\.SamplingParams") as told:
-        asking = outpace.Asking
-    assert told[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=r"include_stop is deprecated.*include_stop_str_in_output") as told:
-        old = asking(5, stop=["a"], include_stop=True)
-    assert told[0].filename == __file__
-    assert old.include_stop is old.include_stop_str_in_output is True
-    assert replace(old, max_tokens=4).include_stop_str_in_output
-    with pytest.warns(DeprecationWarning, match="asking is deprecated.*sampling_params") as told:
-        stream = llm.stream("hello", asking=old)
-    assert told[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="include_stop is deprecated") as told:
-        (result,) = llm.generate(["hello"], max_tokens=5, stop=["a"], include_stop=True)
-    assert told[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=r"Stream\.result is deprecated.*finish") as told:
-        assert stream.result.tokens == result.tokens
-    assert told[0].filename == __file__
-
-
-def test_the_new_names_do_not_warn(llm: LLM) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        llm.generate(["hello"], outpace.SamplingParams(max_tokens=2, include_stop_str_in_output=True))
-
-
-def test_the_flags_are_fields_with_the_same_defaults() -> None:
-    kept = {option.name: option for option in fields(SamplingParams)}
-    assert SamplingParams(**SamplingFlags().options()) == SamplingParams()
-    assert {option.name for option in fields(SamplingFlags)} < set(kept)
-
-
-def test_every_field_is_documented() -> None:
-    for option in fields(SamplingParams):
-        assert re.search(rf"^    +{option.name}: ", SamplingParams.__doc__ or "", re.MULTILINE), option.name

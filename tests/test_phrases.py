@@ -14,9 +14,8 @@ from outpace.card.inline import InlineWorker
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.drafters import cacheback, lookahead, ouroboros
+from outpace.drafters import build_drafter, cacheback, lookahead, ouroboros
 from outpace.drafters._phrases import PhraseTable, open_phrase_file
-from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 
 TARGET = QuickToy(16, 3, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import SMALL, QuickToy, decode, make_request, within, write
+from doubles import QuickToy, decode, make_request, within, write
 from light import Empty, build_slowly
 from processes import REQUESTS, SECONDS, TARGET, TEXTS, Drive, build, build_light, driven, nothing_left, until
 from test_library import folder
@@ -21,7 +21,7 @@ from outpace.card.cache import CandidateCache
 from outpace.card.process import ProcessWorker
 from outpace.core.errors import UserError
 from outpace.decoders import card
-from outpace.engine.build import Parts, build_engine
+from outpace.engine.build import BuildOptions, build_engine
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
@@ -107,9 +107,9 @@ def test_a_recipe_that_cannot_cross_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be built in another process .* use worker thread"):
         ProcessWorker(lambda: Empty())
     held = Loaded(TARGET, None, "my model")
-    for_process = Parts("card", worker="process")
+    for_process = BuildOptions("card", worker="process")
     with pytest.raises(UserError, match="the draft my model is an object of this process: name a path, or use worker"):
-        build_engine(held, held, for_process, SMALL, {})
+        build_engine(held, held, for_process)
 
 
 @pytest.mark.parametrize("draft", ["layers:0,1", "the target's folder"])
@@ -128,8 +128,8 @@ def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
 
 
 def test_an_engine_of_ngrams_needs_no_model_there() -> None:
-    parts = Parts("card", "ngram", worker="process")
-    with build_engine(Loaded(TARGET, None, "toy"), None, parts, SMALL, {"longest": 2}) as engine:
+    options = BuildOptions("card", "ngram", worker="process", part_options={"longest": 2})
+    with build_engine(Loaded(TARGET, None, "toy"), None, options) as engine:
         worker = engine.worker
         assert isinstance(worker, ProcessWorker)
         until(lambda: worker.is_ready, "a drafter")

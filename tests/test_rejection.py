@@ -238,7 +238,7 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
         ),
         ({"method": "autoregressive", "rule": "cascade"}, {}, "rule cascade mixes .* drafts nothing; the rules that f"),
         ({"method": "card", "rule": "typical"}, {}, "rule typical writes a text that depends on what was drafted, use"),
-        ({"method": "card"}, {}, "rule rejection judges drafts that were drawn in turn, use it with method specul"),
+        ({"method": "card"}, {}, "rule rejection needs sequential drafting, use it with method speculative"),
         (
             {"method": "speculative", "drafter": "model+ngram"},
             {},

@@ -1,1 +1,1 @@
-"""The library: load a model, ask it, read its answer as it comes."""
+"""The Python library: load a model, generate text, stream it as it is written."""

@@ -1,6 +1,6 @@
-"""The library: load a model, stream or generate text, chat. Text in, text out; streams are the primitive.
+"""The Python API: load a model, stream or generate text, chat. Streams are the primitive; the rest is built on them.
 
-An LLM and its streams may be used from several threads: whoever waits for text steps the engine for all.
+An LLM and its streams may be used from several threads: each thread that waits for text steps the engine for all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
-from outpace.api.asked import given_params, params_of_each
 from outpace.api.pair import load_pair
-from outpace.api.params import SamplingParams
+from outpace.api.params import SamplingParams, read_params, read_params_each
 from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
@@ -24,54 +23,20 @@ from outpace.api.text import StopStrings, TextAssembler
 from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
-from outpace.engine.build import (
-    PLANNED,
-    Parts,
-    build_engine,
-    check_names,
-    check_prediction,
-    check_rule,
-    choose_method,
-    default_drafter,
-    default_rule,
-    find_rule,
-    may_draft,
-    needs_same_tokens,
-    with_grammar,
-)
-from outpace.engine.options import BURST, EngineOptions
+from outpace.engine.build import PLANNED, BuildOptions, build_engine, check_prediction, find_rule
 from outpace.engine.warmup import time_rounds
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 from outpace.planning.profile import Profile, subject
 
-ALIKE = 0.8  # of a misspelt name and the one that was meant
-
-
-def parse_kwargs(target: Any, more: dict[str, Any], own: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
-    """The target and the fields of `LoadOptions`, both taken out of `more`: what is left there are options of methods.
-    UserError for a name that no method has, but is like one of these fields or a parameter of `own`."""
-    if "model" in more and target is not None:
-        raise UserError("model is another name for target, give one of them")
-    target = more.pop("model", target)
-    loading = [field.name for field in fields(LoadOptions)]
-    changes = {name: more.pop(name) for name in loading if name in more}
-    allowed = [*loading, "model", *inspect.signature(own).parameters]
-    sampling = [field.name for field in fields(SamplingParams)]
-    for name in more:
-        if name in sampling and not registry.owners(name):
-            raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
-        near = difflib.get_close_matches(name, allowed, n=1, cutoff=ALIKE)
-        if near and not registry.owners(name):
-            raise UserError(f"LLM has no argument {name!r}; did you mean {near[0]!r}?")
-    return target, changes
+_SIMILARITY = 0.8  # of a misspelt name to the one that is suggested
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What the engine is handed (`request`, `decoder`, its `options`, `text.watch`, and the name of its `drafter`), and
-    what makes text of its tokens. `echo` stands before the answer."""
+    """A request that was not submitted yet: what `Engine.submit` takes (`text.watch` included), and `text`, which turns
+    its tokens into text. `echo` is shown before the answer."""
 
     request: Request
     decoder: ModuleType
@@ -82,44 +47,43 @@ class PreparedRequest:
     drafter: str | None = None
 
 
-PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
-
-
 class LLM(AbstractContextManager["LLM"]):
-    """A target model, with what makes it write faster. Close it, or use it with `with`; else a ResourceWarning comes.
+    """A target model together with everything that makes it write faster. Close it, or use it with `with`; an unclosed
+    LLM gives a ResourceWarning.
 
     Models:
-        target: a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
-            with its `tokenizer`; None: the shipped model. `model` is another name for it.
-        draft: a smaller model with the same tokens, as above; "auto": the small sibling that is known for the target;
-            some of the target's own layers, "layers:0,1,28,29"; a list of drafts, of which each round has the best;
-            "none"; or None: none, but for the shipped target, unless the method or the drafter needs no model.
+        target: a Hub id, a folder with safetensors, a .gguf file, or a causal LM of transformers that is already
+            loaded, with its `tokenizer`; None: the shipped model. `model` is another name for it.
+        draft: a smaller model with the same tokens, given like the target; "auto": the known small sibling of the
+            target; some of the target's own layers, "layers:0,1,28,29"; a list of drafts, of which each round uses the
+            best; "none"; or None: no draft, except for the shipped target if the method and the drafter can use one.
         options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
-            trust_remote_code, device_map, inflate, graphs, kv_dtype. Device map and inflation are the target's alone.
-        draft_device, draft_dtype: the draft's own; else it is loaded as the target is.
-        progress: called with a stage's name and the fraction of it that is done.
+            trust_remote_code, device_map, inflate, graphs, kv_dtype. The draft ignores device_map and inflate.
+        draft_device, draft_dtype: for the draft; by default it is loaded like the target.
+        progress: a function that is called with the name of a stage and the fraction of it that is done.
 
-    Method (the text does not depend on it, but for rules that say so):
-        method: "auto" plans every round; the others are those that `outpace methods` lists.
-        drafter: what proposes tokens, several on one tree joined by "+", as in "model+ngram"; several from which each
-            answer chooses its own separated by commas, as in "model,ngram", the first for those that choose none.
-        rule: how proposals are judged; "auto": greedy at temperature 0, else gumbel.
-        worker: where CARD's drafter runs, "thread", "process" or "inline"; None: in a thread, where the method has a
-            worker. `draft_threads`: CPU threads that it takes.
-        nodes: tree nodes that one pass verifies at most; None: 32 where they are planned, else 8.
-        profile: "auto" begins with what was learnt about this pair on this machine before, and keeps what it learns.
-            Where nothing is known it times some rounds while it loads, for 0.2 s at most.
+    Method (the text does not depend on it, except for rules that say so):
+        method: "auto" plans every round; `outpace methods` lists the others.
+        drafter: what proposes tokens. Several that share one tree are joined by "+", as in "model+ngram"; several from
+            which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
+        rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
+        worker: where CARD's drafter runs, "thread", "process" or "inline"; None: a thread, if the method has a worker.
+        draft_threads: CPU threads of the worker.
+        nodes: maximum number of tree nodes verified in one target pass; None: 32 if planned, otherwise 8.
+        profile: method "auto" starts from what earlier runs learnt about this pair on this machine, and saves what it
+            learns. If nothing is known, loading times some rounds, for at most 0.2 s.
 
     Serving:
-        batch: requests that are answered at once; the others wait.
-        kv_memory: GiB for keys and values, drafts' too; None: half of what is free. Where they end, answers pause.
-        reuse: a prompt that begins like an earlier text starts from its keys and values (prefix cache), and what stood
-            there behind all of it is drafted (drafter prediction).
+        batch: maximum number of requests that run at once; the others wait.
+        kv_memory: GiB for the KV caches of target and draft; None: half of the free memory. When it is used up,
+            requests are paused.
+        reuse: a prompt that shares a prefix with an earlier text starts from its KV cache (prefix cache), and the
+            continuation of that text is proposed (drafter `prediction`).
 
-    All else by name are options of the method, the drafter and the rule.
+    All other keyword arguments are options of the method, the drafter and the rule.
     """
 
-    _is_closed = True  # until it has an engine
+    _is_closed = True  # until the engine exists
 
     def __init__(
         self,
@@ -143,47 +107,37 @@ class LLM(AbstractContextManager["LLM"]):
         profile: bool = True,
         **more: Any,
     ) -> None:
-        parts = Parts(method, drafter, rule, worker, arrays.to_python(draft_threads))
-        check_names(parts)
-        target, changes = parse_kwargs(target, more, LLM.__init__)
-        self.target, self.draft = load_pair(
-            target,
-            draft,
-            replace(options or LoadOptions(), **changes),
-            draft_device=draft_device,
-            draft_dtype=draft_dtype,
-            tokenizer=tokenizer,
-            progress=progress,
-            may_draft=may_draft(method, drafter),
-            same_tokens=needs_same_tokens(drafter),
+        to_python = arrays.to_python
+        build = BuildOptions(
+            method,
+            drafter,
+            rule,
+            worker,
+            to_python(draft_threads),
+            to_python(nodes),
+            to_python(batch),
+            to_python(kv_memory),
+            to_python(reuse),
+            draft_device,
+            draft_dtype,
         )
+        target, loading, part_options = _split_kwargs(target, more)
+        options = replace(options or LoadOptions(), **loading)
+        self.target, self.draft = load_pair(target, draft, options, build, tokenizer=tokenizer, progress=progress)
         self.tokenizer = self.target.tokenizer
         self.grammars = Grammars(self.tokenizer)
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
-        sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse, "burst": BURST}
-        self._build(parts, {name: arrays.to_python(value) for name, value in sizes.items()}, more)
+        build = replace(build, part_options={name: to_python(value) for name, value in part_options.items()})
+        self._build(build.resolve(self.target, self.draft, self._profile.method if self._profile else None))
 
-    def _build(self, parts: Parts, sizes: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-        """The engine; a wrong option is told before a thread starts."""
-        options = {name: arrays.to_python(value) for name, value in more.items()}
-        tuned = self._profile.method if self._profile else None
-        is_open = parts.method == "auto"
-        self.method = choose_method(self.target, self.draft, parts.rule, tuned) if is_open else parts.method
-        self._rules: dict[tuple[bool, bool], Rule] = {}  # shared by all requests, so that their rows go together
+    def _build(self, build: BuildOptions) -> None:
+        """Build the engine from resolved options; a wrong option raises before a thread starts."""
+        self.build_options, self.method, self.rule = build, build.method, build.rule
+        self._rules: dict[tuple[bool, bool], Rule] = {}  # one instance for all requests, so that they share batches
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
-        self._options = registry.build_options(self._decoder, options)
-        self.rule, self._rule_options = default_rule(self._decoder, parts.rule), options
-        nodes = PLANNED_NODES if self.method == PLANNED else getattr(self._decoder, "NODES", EngineOptions.nodes)
-        settings = EngineOptions(**{**sizes, "nodes": nodes if sizes["nodes"] is None else sizes["nodes"]})
-        drafter = parts.drafter
-        if self._decoder.NEEDS:
-            drafter = drafter or default_drafter(self.method, self.draft is not None)
-        check_rule(self.rule, self._decoder, drafter)
-        self._structured = with_grammar(parts.drafter is None, self.rule, drafter, self._decoder)
-        parts = replace(parts, method=self.method, drafter=drafter, rule=self.rule, structured=self._structured)
-        self._drafter = drafter
-        self.engine = build_engine(self.target, self.draft, parts, settings, options)
+        self._options = registry.build_options(self._decoder, build.part_options)
+        self.engine = build_engine(self.target, self.draft, build)
         self._is_closed = False
         self._shared = SharedEngine(self.engine)
         is_known = self._profile is not None and self._profile.begin(self.engine)
@@ -194,7 +148,7 @@ class LLM(AbstractContextManager["LLM"]):
         return "<closed LLM>" if self._is_closed else f"<LLM of {self.target.name} by {self.method}>"
 
     def compile(self, params: SamplingParams) -> None:
-        """Compiles what the answer has to be, before it is asked for; UserError for what cannot be enforced."""
+        """Compile the grammar of these parameters in advance; UserError if it cannot be enforced."""
         if params.structure:
             self.grammars.compile(params.structure)
 
@@ -202,7 +156,7 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def close(self) -> None:
-        """Ends all answers, the drafter's worker and the process that renders chat templates."""
+        """End all answers, the drafter's worker and the process that renders chat templates."""
         with self._shared.lock.hold():
             if self._profile:
                 self._profile.keep(self.engine)
@@ -211,8 +165,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.tokenizer.close()
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        """Tells a worker to end that would outlive all who know it; waits for nothing, because garbage is collected in
-        any thread and under any lock."""
+        """Warn, and tell a worker to end that would outlive it; wait for nothing, because the garbage collector
+        runs in any thread and under any lock."""
         if self._is_closed:
             return
         warn(f"unclosed LLM of {self.target.name}", ResourceWarning, stacklevel=2, source=self)
@@ -229,13 +183,13 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: str | None = None,
         **options: Any,
     ) -> Stream:
-        """Starts an answer to text, chat messages or token ids; `options` by name are those of `SamplingParams`.
+        """Start an answer to a text, chat messages or token ids; `options` are those of `SamplingParams` by name.
 
-        A text is continued as it stands, without the model's chat template; messages go through the template.
-        `choice` tells several sampled answers to one prompt apart. `plain`: without speculation; the text is the same.
-        `drafter`: one of those that the LLM was made with, by name.
+        A text is continued as it is, without the model's chat template; messages go through the template. `choice`:
+        number of the answer, for several sampled answers to one prompt. `plain`: decode without speculation; the text
+        is the same. `drafter`: name of one of the drafters that the LLM was created with.
         """
-        return self._stream(prompt, given_params(sampling_params, options), choice, plain, drafter)
+        return self._stream(prompt, read_params(sampling_params, options), choice, plain, drafter)
 
     def generate(
         self,
@@ -247,23 +201,23 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: str | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Answers a prompt or several, batched: `n` results for each prompt, one prompt's after the other's.
+        """Answer one or several prompts in a batch; return `n` results for each prompt, in the order of the prompts.
 
-        `prompts`: one prompt (a text, a list of messages, a list of token ids) or a list of such; a list of whole
-        numbers is one prompt. A text is continued as it stands, without the chat template, unlike the prompt of the
-        command `outpace generate`: for an answer to a question give a list of messages, or use `chat`.
-        `sampling_params`: for all, or one for each prompt. The rest as for `stream`.
+        `prompts`: one prompt (a text, a list of messages, a list of token ids) or a list of prompts; a list of whole
+        numbers is one prompt. A text is continued as it is, without the chat template, unlike the prompt of the command
+        `outpace generate`: for an answer to a question, pass a list of messages or use `chat`. `sampling_params`: one
+        object for all prompts, or a list with one per prompt. The other arguments are those of `stream`.
         """
-        asked = prompts_of(prompts)
-        each = params_of_each(sampling_params, options, len(asked))
+        all_prompts = prompts_of(prompts)
+        each = read_params_each(sampling_params, options, len(all_prompts))
         streams: list[Stream] = []
         try:
-            for prompt, params in zip(asked, each, strict=True):
+            for prompt, params in zip(all_prompts, each, strict=True):
                 params = params if n is None else replace(params, n=n)
                 streams += [self._start(prompt, params, choice, plain, drafter) for choice in range(params.n)]
             return [stream.finish() for stream in streams]
         finally:
-            for stream in streams:  # those that an error left behind
+            for stream in streams:  # after an error, some are still open
                 stream.close()
 
     def chat(
@@ -276,9 +230,9 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: str | None = None,
         **options: Any,
     ) -> Result:
-        """The answer to a conversation, through the model's chat template; a text is one message of the user's, as the
-        prompt of the command `outpace generate` is. Options as for `stream`."""
-        params = given_params(sampling_params, options)
+        """Answer a conversation, rendered by the model's chat template; a text is one message of the user, like the
+        prompt of the command `outpace generate`. The options are those of `stream`."""
+        params = read_params(sampling_params, options)
         return self._stream(messages_of(messages), params, choice, plain, drafter).finish()
 
     def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
@@ -289,21 +243,21 @@ class LLM(AbstractContextManager["LLM"]):
         return self._start(prompt, params, choice, plain, drafter)
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
-        asked = self.prepare(prompt, params, choice, plain, drafter)
-        run = self._shared.submit(asked.request, asked.decoder, asked.options, asked.text.watch, asked.drafter)
-        return Stream(self._shared, run, asked.text, asked.method, asked.echo, owner=self)
+        new = self.prepare(prompt, params, choice, plain, drafter)
+        run = self._shared.submit(new.request, new.decoder, new.options, new.text.watch, new.drafter)
+        return Stream(self._shared, run, new.text, new.method, new.echo, owner=self)
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False, drafter: str | None = None
     ) -> PreparedRequest:
-        """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
+        """Prepare a request without submitting it, for callers that step the engine themselves; thread-safe."""
         tokens = tokens_of(prompt, self.tokenizer)
         if params.prediction and not plain:
-            check_prediction(drafter or self._drafter)
+            check_prediction(drafter or self.build_options.drafter)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
         structure = params.structure
-        drafter = drafter or (self._structured if structure and not plain else None)
+        drafter = drafter or (self.build_options.structured_drafter if structure and not plain else None)
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         request = Request(
             prompt=tuple(tokens),
@@ -330,12 +284,31 @@ class LLM(AbstractContextManager["LLM"]):
     def _rule(self, params: SamplingParams, plain: bool) -> Rule:
         key = params.sampling.is_greedy, plain
         if key not in self._rules:
-            rule = find_rule(self.rule, params.sampling, self._rule_options)
-            alone = find_rule("auto", params.sampling) if plain and rule.leaf_q else rule  # it would want a draft's q
-            self._rules.setdefault(key, alone)
+            rule = find_rule(self.rule, params.sampling, self.build_options.part_options)
+            if plain and rule.leaf_q:  # it needs a draft's q, which plain decoding does not have
+                rule = find_rule("auto", params.sampling)
+            self._rules.setdefault(key, rule)
         return self._rules[key]
 
 
+def _split_kwargs(target: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Split LLM's extra keyword arguments: the target (under its other name), fields of `LoadOptions`, and options of
+    methods, drafters and rules. UserError for a name that no method has and that resembles a known one."""
+    if "model" in more and target is not None:
+        raise UserError("model is another name for target, give one of them")
+    loading = {field.name for field in fields(LoadOptions)}
+    allowed = [*loading, "model", *inspect.signature(LLM.__init__).parameters]
+    part_options = {name: value for name, value in more.items() if name not in loading and name != "model"}
+    for name in part_options:
+        if registry.owners(name):
+            continue
+        if name in (field.name for field in fields(SamplingParams)):
+            raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
+        if near := difflib.get_close_matches(name, allowed, n=1, cutoff=_SIMILARITY):
+            raise UserError(f"LLM has no argument {name!r}; did you mean {near[0]!r}?")
+    return more.get("model", target), {name: more[name] for name in loading & more.keys()}, part_options
+
+
 def load(target: Any = None, draft: Any = None, options: LoadOptions | None = None, **more: Any) -> LLM:
-    """Loads a target (None: the shipped model) and a draft for it: the same as `LLM` with these arguments."""
+    """Load a target (None: the shipped model) and a draft for it; the same as `LLM` with these arguments."""
     return LLM(target, draft, options, **more)

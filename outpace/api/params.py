@@ -1,8 +1,9 @@
-"""Sampling parameters: what may be asked of one answer, the same for library, command line and server."""
+"""Sampling parameters: the options of one answer, the same for library, command line and server."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,53 +21,57 @@ LOGPROBS_MODES = ("raw", "processed")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Options of an answer. Its text depends on them, on the target and on the prompt, and on nothing else.
+    """Options of one answer. The text depends on these, on the target and on the prompt, and on nothing else.
 
-    The names are those of vLLM; the defaults are our own, `temperature` 0 above all. A value out of range raises
-    UserError when the parameters are made.
+    Names are those of vLLM; defaults are our own, notably `temperature` 0. A value out of range raises UserError when
+    the object is created.
 
     Length and end:
-        max_tokens: the most tokens to write, at least 1.
-        min_tokens: no stop token, and no stop string, ends the text before so many tokens, 0 to `max_tokens`. A stop
-            string that these tokens complete stays in the text; one that a later token completes ends it.
-        stop: a string, or several, at whose first appearance the text ends. It is cut from the text.
-        include_stop_str_in_output: the stop string, or the text of a stop token, stays in the text.
-        stop_token_ids: tokens that end the text beside the model's own.
+        max_tokens: maximum number of tokens to generate, at least 1.
+        min_tokens: neither a stop token nor a stop string ends the text before this many tokens, 0 to `max_tokens`. A
+            stop string completed within these tokens stays in the text; one completed by a later token ends it.
+        stop: a string or a list of strings; the text ends where the first of them appears, and it is cut off.
+        include_stop_str_in_output: keep the stop string, or the text of a stop token, in the text.
+        stop_token_ids: tokens that end the text, in addition to the model's own.
         ignore_eos: the model's own stop tokens do not end the text.
 
-    Choice of tokens:
+    Sampling:
         temperature: 0 is greedy, up to 100.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all of them.
         top_p: keep the likeliest tokens whose probabilities add up to this, above 0 up to 1.
         min_p: keep tokens at least this likely relative to the likeliest, 0 to 1.
         seed: the same seed gives the same text, 0 to 2**63 - 1.
-        n: answers to each prompt, 1 to 1024; more than one needs a temperature above 0.
+        n: answers per prompt, 1 to 1024; more than one needs a temperature above 0.
 
-    Penalties and bans, each token judged by what stands before it:
+    Penalties and bans, applied to each token given the text before it:
         repetition_penalty: 0.01 to 100; above 1 makes tokens of prompt and answer less likely.
-        presence_penalty: -2 to 2, taken off the logit of tokens that the answer has.
-        frequency_penalty: -2 to 2, taken off for each time that the answer has them.
-        logit_bias: token id to what is added to its logit, -100 to 100.
-        allowed_token_ids: no token but these is written, a stop token neither that is not named; None for all. Not
-            beside bad_words.
-        bad_words: strings that the answer's text never contains, however it is cut into tokens, not even inside a
-            longer word: "art" bans "party". Upper and lower case differ. The prompt may contain them.
+        presence_penalty: -2 to 2, subtracted from the logit of tokens that the answer contains.
+        frequency_penalty: -2 to 2, subtracted once per occurrence in the answer.
+        logit_bias: map of token id to a value added to its logit, -100 to 100.
+        allowed_token_ids: only these tokens are generated, stop tokens included; None for all. Cannot be combined with
+            bad_words.
+        bad_words: strings that the answer never contains, however they are tokenized, and even inside longer words:
+            "art" bans "party". Upper and lower case differ. The prompt may contain them.
 
-    What is known beforehand:
-        prediction: what the answer is expected to be, a text or token ids: the drafter `prediction` copies it where it
-            comes true. It changes the speed alone.
+    Predicted output:
+        prediction: the expected answer, a text or token ids. The drafter `prediction` copies from it while it matches.
+            It changes only the speed.
+
     Structure (see `outpace.grammar`):
         response_format: {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}, as in the
-            OpenAI API: the text is such JSON.
+            OpenAI API: the text is JSON of this form.
         structured_outputs: one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]} and
-            {"grammar": ...} (Lark's syntax), as in vLLM. Beside it, {"disable_any_whitespace": True} fixes how JSON is
-            spaced.
+            {"grammar": ...} (Lark's syntax), as in vLLM. An additional {"disable_any_whitespace": True} fixes the
+            spacing of JSON.
 
-    What is told beside the text:
-        logprobs: so many of the best tokens' log-probabilities beside each written token's, 0 to 1024; None for none.
-        logprobs_mode: "raw" as the model gave them, or "processed" after penalties, temperature and filters.
-        skip_special_tokens: special tokens leave no text; without it they do, but for those that end the answer.
-        echo: the text begins with the prompt, and `logprobs` are given for the prompt's tokens too.
+    Reporting:
+        logprobs: number of most likely tokens, with log-probabilities, reported for each generated token, 0 to 1024;
+            None for no report.
+        logprobs_mode: "raw" for the model's own log-probabilities, "processed" for those after penalties, temperature
+            and filters.
+        skip_special_tokens: leave special tokens out of the text; if False they are shown, except those that end the
+            answer.
+        echo: the text begins with the prompt, and `logprobs` cover the prompt's tokens too.
     """
 
     max_tokens: int = 256
@@ -97,8 +102,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value = _READ.get(option.name, _plain)(option.name, getattr(self, option.name))
-            object.__setattr__(self, option.name, value)
+            value, read = getattr(self, option.name), _READ.get(option.name)
+            object.__setattr__(self, option.name, read(option.name, value) if read else to_python(value))
         check_whole("max_tokens", self.max_tokens, 1)
         check_whole("seed", self.seed, 0, 2**63 - 1)
         check_whole("min_tokens", self.min_tokens, 0)
@@ -113,7 +118,7 @@ class SamplingParams:
 
     @property
     def structure(self) -> Structure | None:
-        """What the text has to be, None for anything."""
+        """The grammar that the text must follow, None for free text."""
         return read_structure(self.response_format, self.structured_outputs)
 
     @property
@@ -123,18 +128,18 @@ class SamplingParams:
 
     @property
     def logprobs_options(self) -> LogprobsOptions | None:
-        """What is to be reported, None for nothing."""
+        """The log-probabilities to report, None for none."""
         if self.logprobs is None:
             return None
         return LogprobsOptions(self.logprobs, self.logprobs_mode == "processed", self.echo)
 
     def predicted(self, tokenizer: Any) -> tuple[int, ...]:
-        """The prediction in tokens."""
+        """Return the prediction as token ids."""
         given = self.prediction
         return tuple(tokenizer.continuation(given) if isinstance(given, str) else given)
 
     def adjustments(self, tokenizer: Any) -> Adjustments | None:
-        """Penalties, bias and bans in tokens; None where nothing is asked."""
+        """Return penalties, biases and bans in terms of tokens; None if there are none."""
         made = self._adjustments(tokenizer.texts.ban(self.bad_words) if self.bad_words else None)
         return None if made == Adjustments() else made
 
@@ -155,7 +160,7 @@ class SamplingParams:
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise UserError(f"logprobs_mode is {self.logprobs_mode!r}, it must be {' or '.join(LOGPROBS_MODES)}")
         if self.logprobs is None and self.logprobs_mode != "raw":
-            raise UserError("logprobs_mode says nothing without logprobs, give both or neither")
+            raise UserError("logprobs_mode has no effect without logprobs, give both or neither")
 
     def _check_allowed(self) -> None:
         if self.allowed_token_ids is None:
@@ -173,8 +178,8 @@ class SamplingParams:
             )
 
 
-def params_of(options: Mapping[str, Any]) -> SamplingParams:
-    """From options by name; UserError for a name that there is not."""
+def params_from(options: Mapping[str, Any]) -> SamplingParams:
+    """Build the parameters from options by name; UserError for an unknown name."""
     known = [option.name for option in fields(SamplingParams)]
     for name in options:
         if name not in known:
@@ -184,8 +189,24 @@ def params_of(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def _plain(name: str, value: Any) -> Any:
-    return to_python(value)
+def read_params(given: Any, options: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters that a caller gave as one object or as options by name; UserError for both or neither."""
+    if given is not None and options:
+        raise UserError(f"give SamplingParams or options by name, not both: {', '.join(options)}")
+    params = params_from(options) if given is None else given
+    if not isinstance(params, SamplingParams):
+        shown = reprlib.repr(params)
+        raise UserError(f"sampling_params is {shown}, it must be SamplingParams; or give options by name")
+    return params
+
+
+def read_params_each(given: Any, options: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts; one object may serve all of them."""
+    if not isinstance(given, (list, tuple)):
+        return [read_params(given, options)] * count
+    if len(given) != count:
+        raise UserError(f"there are {len(given)} sampling_params for {count} prompts, give one for all or one for each")
+    return [read_params(params, options) for params in given]
 
 
 def _top_k(name: str, value: Any) -> Any:
@@ -199,7 +220,6 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    """None is none, as elsewhere."""
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
@@ -226,7 +246,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _prediction(name: str, value: Any) -> str | tuple[int, ...]:
-    """In order, and as often as it is there, unlike a set of tokens."""
+    """Like `_token_ids`, but the order matters, so sets are refused."""
     if isinstance(value, str):
         return value
     if isinstance(value, (set, frozenset)):
@@ -245,7 +265,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _token(name: str, given: Any) -> int:
-    """A token id; JSON writes them as strings."""
+    """Read a token id; JSON has them as strings."""
     token = to_python(given)
     try:
         number = int(token)

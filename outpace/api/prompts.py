@@ -1,4 +1,4 @@
-"""The forms of a prompt: text, chat messages or token ids; one prompt, or several."""
+"""Read prompts: a text, chat messages or token ids; one prompt or several."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outpace.core.errors import UserError, unknown
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_BYTES = (bytes, bytearray, memoryview)  # sequences of numbers that are not meant as token ids
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are not token ids
 
 
 def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The token ids of a prompt; UserError for what is none."""
+    """Return the token ids of a prompt; UserError for anything that is not a prompt."""
     if isinstance(prompt, str):
         ids: list[int] = tokenizer.encode(prompt)
         return ids
@@ -33,7 +33,7 @@ def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 
 def prompts_of(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
-    """Several prompts, or the one that was given: a list of whole numbers is one prompt, a list of messages too."""
+    """Return the prompts as a list. A list of whole numbers is one prompt, and so is a list of messages."""
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
@@ -45,7 +45,7 @@ def prompts_of(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
 
 
 def messages_of(messages: str | Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A conversation; a text is what the user says first."""
+    """Return the messages of a conversation; a text is the user's first message."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     items = _items(messages)
@@ -57,14 +57,15 @@ def messages_of(messages: str | Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
-    """UserError for a role that neither the server takes nor the template names: many write whatever they are given."""
+    """Raise UserError for a role that is neither a standard one nor named by the chat template: many templates would
+    silently write any role."""
     for role in (str(message.get("role", "")) for message in messages):
         if role not in ROLES and not (role and re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.template_text)):
             raise unknown("role", role, ROLES)
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What a list or an array has in it, numbers as Python's own; None for anything else."""
+    """Return the items of a list or an array, numbers as Python's own; None for anything else."""
     given = to_python(value)
     if not isinstance(given, Sequence) or isinstance(given, (str, *_BYTES)):
         return None

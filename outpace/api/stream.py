@@ -1,8 +1,7 @@
-"""One answer as it comes, and as a whole."""
+"""One answer: streamed in pieces, and as a whole."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,14 +15,14 @@ from outpace.engine.sequence import TokenSequence
 
 @dataclass(frozen=True)
 class Result:
-    """One whole answer.
+    """One complete answer.
 
     `finish_reason`: "stop" (a stop token or stop string), "length" (`max_tokens`, or the context is full) or "abort"
-    (closed early). `tokens`: the ids that were written, the stop token included. `seconds`: from the call to the last
-    token; `time_to_first_token`: to the end of the first round; `tokens_per_second` is counted between the two.
-    `figures`: what was drafted and accepted. `choice` tells the answers to one prompt apart. `logprobs` has a record
-    for each of `tokens`, `prompt_logprobs` one for each of the prompt's but its first, where they were asked for.
-    `lossless` is False where the rule gave up the target's distribution for speed.
+    (closed early). `tokens`: the generated ids, including the stop token. `seconds`: from the call to the last token;
+    `time_to_first_token`: from the call to the end of the first round; `tokens_per_second` is measured between the two.
+    `figures`: counts of drafted and accepted tokens. `choice`: number of the answer among several to one prompt.
+    `logprobs` has one record per token, `prompt_logprobs` one per prompt token but the first, if requested.
+    `lossless` is False if the rule trades the target's distribution for speed.
     """
 
     text: str
@@ -43,16 +42,16 @@ class Result:
 
 
 class Stream:
-    """Iterates over the Pieces of one answer. `finish()` reads on to its end, `close()` ends it where it is."""
+    """An iterator over the Pieces of one answer. `finish()` reads to the end, `close()` ends the answer early."""
 
     def __init__(
         self, engine: SharedEngine, run: TokenSequence, text: TextAssembler, method: str, echo: str, owner: object
     ) -> None:
-        """`echo` is handed out before the answer; `owner` must live as long as the stream."""
+        """`echo` is the first piece; `owner` must live as long as the stream, so a reference is kept."""
         self._engine, self._run, self._text, self._method, self._owner = engine, run, text, method, owner
         self._texts: list[str] = []
-        self._sent = 0  # tokens whose text was handed out
-        self._is_whole = False  # nobody looks at it before its end
+        self._sent = 0  # tokens in the pieces that were handed out
+        self._is_whole = False  # only the whole answer is wanted, so pieces need not be waited for
         self._pieces = self._iterate(echo)
 
     def __iter__(self) -> Generator[Piece, None, None]:
@@ -63,26 +62,26 @@ class Stream:
 
     @property
     def choice(self) -> int:
-        """Which of several answers to one prompt this is."""
+        """The number of this answer among several to one prompt."""
         return self._run.request.choice
 
     def __del__(self) -> None:
-        self._engine.abort(self._run)  # nobody reads on
+        self._engine.abort(self._run)  # it can no longer be read
 
     def abort(self) -> None:
-        """Ends the answer after the round that is under way, and returns at once. For a handler of signals, and for any
-        thread; what was written until then is still handed out."""
+        """End the answer after the current round and return at once; safe in signal handlers and in any thread. The
+        pieces written until then are still handed out."""
         self._engine.abort(self._run)
 
     def close(self) -> None:
-        """Ends the answer where it is, also for a thread that is reading it."""
+        """End the answer here, also for another thread that is reading it."""
         self._engine.drop(self._run)
-        with suppress(ValueError):  # raised while another thread reads: that comes to the end by itself
+        with suppress(ValueError):  # another thread is reading: it reaches the end by itself
             self._pieces.close()
 
     def finish(self) -> Result:
-        """Reads the answer to its end, as long as that takes, and gives the whole of it; again at once when called
-        again. After `close()`: what was written until then."""
+        """Read the answer to its end and return all of it; a second call returns at once. After `close()`: what was
+        written until then."""
         self._is_whole = True
         for _ in self._pieces:
             pass
@@ -106,12 +105,6 @@ class Stream:
             prompt_logprobs=tuple(history.prompt_logprobs),
         )
 
-    @property
-    def result(self) -> Result:
-        """Deprecated: call `finish()`, which says that it reads the answer to its end."""
-        warnings.warn("Stream.result is deprecated, call Stream.finish()", DeprecationWarning, stacklevel=2)
-        return self.finish()
-
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:
         run, text, end = self._run, self._text, self._engine.drop
         try:
@@ -128,7 +121,7 @@ class Stream:
             text.finish()
             while text.has_news:
                 yield self._piece(text.pieces.popleft())
-        except GeneratorExit:  # it may be garbage, collected in any thread, under any lock: no place to take a turn
+        except GeneratorExit:  # perhaps garbage, collected in any thread and under any lock: do not take the lock
             end = self._engine.abort
             raise
         finally:

@@ -12,7 +12,7 @@ from outpace.models.text.text_stream import TextStream
 
 @dataclass(frozen=True)
 class Piece:
-    """A bit of text as it comes. `is_draft`: it was drafted and accepted, not written by the target itself.
+    """A piece of text as it is streamed. `is_draft`: it was drafted and accepted, not sampled by the target itself.
 
     Text that may still become a stop string is held back, so a piece may have tokens and no text, or the reverse.
     """
@@ -24,7 +24,7 @@ class Piece:
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text; holds back what may become one, and not a character more."""
+    """Finds the first stop string in a growing text, and holds back exactly the characters that may begin one."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """`include`: the stop string itself stays in the text."""
@@ -34,11 +34,11 @@ class StopStrings:
 
     @property
     def may_end(self) -> bool:
-        """Whether there is any."""
+        """Whether there are any stop strings."""
         return bool(self._stops)
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """What is certain to be written once `text` has come; unless it `may_end`, what it completes is no end."""
+        """Add text and return what is now certain to be shown. Unless `may_end`, no stop string ends in this text."""
         if not self._stops:
             return text
         if self.found is not None:
@@ -55,7 +55,7 @@ class StopStrings:
         return held[: len(held) - keep]
 
     def finish(self) -> str:
-        """What was held back and became no stop string."""
+        """Return the text that was held back and became no stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -63,27 +63,27 @@ class StopStrings:
 class TextAssembler:
     """Turns one request's tokens into pieces of text, and tells the engine where a stop string ends the text.
 
-    Without stop strings a round's tokens become text when the pieces are asked for, not between two passes.
+    Without stop strings, tokens are decoded when the pieces are read, not between two target passes.
     """
 
     def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int], min_tokens: int = 0) -> None:
-        """`hidden`: stop tokens, whose text is not part of the answer. A stop string ends the text where a token after
-        the first `min_tokens` completes it."""
+        """`hidden`: stop tokens, whose text is not part of the answer. A stop string ends the text if a token after the
+        first `min_tokens` completes it."""
         self._text, self._stops, self._hidden, self._min_tokens = text, stops, hidden, min_tokens
         self._written = 0
-        self._unsaid: deque[tuple[Sequence[int], int]] = deque()  # rounds whose text was not asked for yet
+        self._undecoded: deque[tuple[Sequence[int], int]] = deque()  # rounds: their tokens, and how many were drafted
         self._pieces: deque[Piece] = deque()
 
     @property
     def has_news(self) -> bool:
         """Whether there are pieces to hand out."""
-        return bool(self._unsaid or self._pieces)
+        return bool(self._undecoded or self._pieces)
 
     @property
     def pieces(self) -> deque[Piece]:
-        """Those that were not handed out yet, for whoever does so, while another thread may add rounds."""
-        while self._unsaid:
-            self._say(*self._unsaid.popleft())
+        """The pieces that were not handed out yet; another thread may add rounds meanwhile."""
+        while self._undecoded:
+            self._decode(*self._undecoded.popleft())
         return self._pieces
 
     @property
@@ -92,19 +92,27 @@ class TextAssembler:
         return self._stops.found
 
     def watch(self, tokens: Sequence[int], drafted: int) -> int | None:
-        """A round's tokens, the first `drafted` of them accepted drafts; after how many of them the text ends."""
+        """Take one round's tokens, the first `drafted` of them accepted drafts. Return how many of them belong to the
+        text if a stop string ends it here, otherwise None."""
         if self._stops.may_end:
-            return self._say(tokens, drafted)
-        self._unsaid.append((tokens, drafted))
+            return self._decode(tokens, drafted)
+        self._undecoded.append((tokens, drafted))
         return None
 
-    def _say(self, tokens: Sequence[int], drafted: int) -> int | None:
-        """Adds a round's pieces; after how many of its tokens the text ends."""
+    def finish(self) -> None:
+        """End the text: add a piece for what was held back."""
+        pieces = self.pieces
+        rest = "" if self._stops.found is not None else self._push(self._text.finish()) + self._stops.finish()
+        if rest:
+            pieces.append(Piece(rest, (), False))
+
+    def _decode(self, tokens: Sequence[int], drafted: int) -> int | None:
+        """Append a round's pieces; see `watch`."""
         count = len(tokens)
         texts = []
         for number, token in enumerate(tokens):
             self._written += 1
-            texts.append(self._shown(self._text.push([token])) if token not in self._hidden else "")
+            texts.append(self._push(self._text.push([token])) if token not in self._hidden else "")
             if self._stops.found is not None:
                 count = number + 1
                 break
@@ -114,17 +122,10 @@ class TextAssembler:
                 self._pieces.append(Piece(text, tuple(tokens[some.start : some.stop]), is_draft))
         return None if self._stops.found is None else count
 
-    def finish(self) -> None:
-        """The text is over: hands out what was held back."""
-        pieces = self.pieces
-        rest = "" if self._stops.found is not None else self._shown(self._text.finish()) + self._stops.finish()
-        if rest:
-            pieces.append(Piece(rest, (), False))
-
-    def _shown(self, text: str) -> str:
+    def _push(self, text: str) -> str:
         return self._stops.push(text, may_end=self._written > self._min_tokens)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Drafter
-from outpace.engine.build import build_drafter
+from outpace.drafters import build_drafter
 from outpace.models.base import Part
 from outpace.models.load import Loaded
 

@@ -17,7 +17,7 @@ from outpace.core.logits import SparseLogits
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.types import Drafter, Request
-from outpace.engine.build import build_drafter
+from outpace.drafters import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
 from outpace.rules import greedy
