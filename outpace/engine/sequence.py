@@ -61,7 +61,7 @@ class KVState:
 TARGET, UNKNOWN = "target", "draft"  # who wrote a token: the target itself, or a drafter that does not tell its name
 
 
-class Round(NamedTuple):
+class RoundRecord(NamedTuple):
     """What a round verified: a tree, who planted its nodes, and the path that was accepted."""
 
     tokens: tuple[int, ...]
@@ -84,7 +84,7 @@ class History:
     steps: list[RoundStats] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
     drafted: Counter[str] = field(default_factory=Counter)  # tokens that were judged, by who proposed them
-    rounds: list[Round] = field(default_factory=list)  # where they are asked for
+    rounds: list[RoundRecord] = field(default_factory=list)  # where they are asked for
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
 
@@ -316,7 +316,7 @@ class TokenSequence:
         if self.request.rounds:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)
             planted = tuple(tree.tokens[:rows]), tuple(tree.parents[:rows]), tuple(sources[:rows])
-            history.rounds.append(Round(*planted, walked))
+            history.rounds.append(RoundRecord(*planted, walked))
 
     def note_plain(self, emitted: int, passes: int, target_seconds: float, start: float, now: float) -> None:
         """Adds the Steps of so many plain rounds in one: each has its share of the time, and wrote one token."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from outpace.api.llm import PreparedRequest
 from outpace.core.stats import RoundStats, RunStats, merge_stats, summarize
 from outpace.core.types import TokenLogprobs
-from outpace.engine.sequence import History, Round, TokenSequence
+from outpace.engine.sequence import History, RoundRecord, TokenSequence
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ChoiceDelta:
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    rounds: tuple[tuple[Round, RoundStats], ...] = ()  # if the request wants them
+    rounds: tuple[tuple[RoundRecord, RoundStats], ...] = ()  # if the request wants them
 
     @staticmethod
     def merged(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:

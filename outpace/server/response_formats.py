@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.core.stats import RoundStats
 from outpace.core.types import TokenLogprobs
-from outpace.engine.sequence import Round
+from outpace.engine.sequence import RoundRecord
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest
@@ -157,7 +157,7 @@ class ChunkFormat(ResponseFormat):
             more["rounds"] = [self._round(found, step) for found, step in delta.rounds]
         return more
 
-    def _round(self, found: Round, step: RoundStats) -> dict[str, Any]:
+    def _round(self, found: RoundRecord, step: RoundStats) -> dict[str, Any]:
         """Describe a round's tree and times. The root's parent is null."""
         return {
             "tokens": [self.token_text(token) for token in found.tokens],
