@@ -29,7 +29,7 @@ from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
+from outpace.engine.sequence import TokenSequence, Watch, check_request, check_rule_needs, isolate
 from outpace.engine.target_runner import TargetRunner, VerifyOutput, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
@@ -201,7 +201,7 @@ class Engine(AbstractContextManager["Engine"]):
         asking = []
         for (run, _), its in zip(trees, judged, strict=True):
             run.storage.keep = ()
-            apart(run, self._hand, run, its)
+            isolate(run, self._hand, run, its)
             asking.append(run)
         self.drafting.serve(asking)
         for its in judged:
@@ -210,7 +210,7 @@ class Engine(AbstractContextManager["Engine"]):
                 break
         for run, its in zip(asking, judged, strict=True):
             if isinstance(run.ask, Commit):
-                apart(run, self._commit, run, its, passes, seconds, start)
+                isolate(run, self._commit, run, its, passes, seconds, start)
             elif run.ask is not None and not isinstance(run.ask, Verify):  # which asks for another pass
                 run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
         return passes

@@ -8,7 +8,7 @@ from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
 from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import TokenSequence, apart
+from outpace.engine.sequence import TokenSequence, isolate
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
 from outpace.planning.cost_model import CostModel
@@ -116,7 +116,7 @@ class NativeRounds:
         for number, row in enumerate(done, 1):
             for run, carried in zip(asking, row, strict=True):
                 if run.finish_reason is None:
-                    apart(run, self._write, run, carried, carried.seconds + share, number == len(done))
+                    isolate(run, self._write, run, carried, carried.seconds + share, number == len(done))
         for run in asking:
             run.storage.is_broken = run.storage.is_broken or run.error is not None
             if run.finish_reason is not None:  # what a stop or the limit cut off is not kept

@@ -346,7 +346,7 @@ def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
     return tokens
 
 
-def apart(run: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
+def isolate(run: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
     """A fault in a request's rule, its options or who watches it ends this request alone."""
     try:
         call(*arguments)

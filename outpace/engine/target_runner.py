@@ -16,7 +16,7 @@ from outpace.core.logits import Scores, TargetOutput, best_tokens, select_rows
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
-from outpace.engine.sequence import TokenSequence, apart
+from outpace.engine.sequence import TokenSequence, isolate
 from outpace.models.base import Model, Part
 from outpace.rules.base import FailedRow, reduce_isolated
 
@@ -196,7 +196,7 @@ def note_logprobs(runs: Sequence[TokenSequence], judged: Sequence[VerifyOutput])
             _note(some, options)
         except Exception:  # one request's constraint, for instance: it must not spoil the others
             for run, its in some:
-                apart(run, _note, [(run, its)], options)
+                isolate(run, _note, [(run, its)], options)
 
 
 def _note(some: Sequence[tuple[TokenSequence, VerifyOutput]], options: LogprobsOptions) -> None:
