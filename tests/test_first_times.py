@@ -14,7 +14,7 @@ from outpace.core import setups
 from outpace.decoders import auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.warmup import time_rounds
+from outpace.engine.warmup import warm_up
 from outpace.models.load import load_model
 from outpace.planning import profile as profiles
 
@@ -41,7 +41,7 @@ class Counting(QuickToy):
 def test_rounds_of_every_size_and_the_step_are_timed() -> None:
     target = Counting()
     with engine_of(target) as engine:
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         costs = engine.costs
         assert target.rows == list(warmup._ROWS), "each of its rounds is one pass over as many rows"
         assert [costs.knows(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
@@ -52,7 +52,7 @@ def test_rounds_of_every_size_and_the_step_are_timed() -> None:
 
 def test_nothing_else_stays() -> None:
     with engine_of(QuickToy(), reuse=True) as engine:
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         assert [*engine.running, *engine.waiting] == []
         assert engine.memory.used == 0, "its keys and values are not kept for others"
         assert engine.costs.speedup(1) == 0, "what it wrote says nothing of how fast others are written"
@@ -68,7 +68,7 @@ def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
         while run.finish_reason is None:
             engine.step()
         before = made.state_dict()
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         assert made.state_dict() == before
         assert before != make_drafter(drafter, engine.target).state_dict(), "it had learnt something"
 
@@ -99,7 +99,7 @@ def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPa
         options=EngineOptions(nodes=8),
         clock=lambda: target.now + draft.now,
     ) as engine:
-        time_rounds(engine, [1], 0.1)
+        warm_up(engine, [1], 0.1)
         costs, (source,) = engine.costs, engine.drafting.drafter.sources
         assert target.rows == list(warmup._ROWS)
         assert [costs.knows(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
@@ -112,7 +112,7 @@ def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPa
 def test_it_ends_when_its_time_is_over() -> None:
     target = Counting()
     with engine_of(target) as engine:
-        time_rounds(engine, [1], 0.0)
+        warm_up(engine, [1], 0.0)
         assert not target.rows
         assert [*engine.running, *engine.waiting] == []
 
@@ -120,7 +120,7 @@ def test_it_ends_when_its_time_is_over() -> None:
 def test_trees_may_be_smaller_than_what_is_timed() -> None:
     target = Counting()
     with engine_of(target, nodes=4) as engine:
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         assert max(target.rows) == 4
 
 
@@ -130,7 +130,7 @@ def test_texts_are_the_same_behind_it(drafter: str) -> None:
     request = make_request([1, 2, 3], max_tokens=24)
     (expected,) = decode([request], target=target).texts
     with engine_of(target, drafter) as engine:
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         run = engine.submit(request, auto, auto.Options())
         while run.finish_reason is None:
             engine.step()
@@ -140,7 +140,7 @@ def test_texts_are_the_same_behind_it(drafter: str) -> None:
 def test_a_drafter_that_fails_is_given_up_as_for_any_request() -> None:
     with engine_of(QuickToy(), "failing") as engine:
         with pytest.warns(UserWarning, match="the drafter failed"):
-            time_rounds(engine, [1], WHOLE)
+            warm_up(engine, [1], WHOLE)
         assert engine.drafting.drafter is None
         assert engine.costs.knows(8, 2), "rounds are timed all the same"
 
@@ -151,7 +151,7 @@ def test_a_target_that_fails_tells_the_first_request() -> None:
             raise RuntimeError("out of order")
 
     with engine_of(Broken()) as engine:
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         run = engine.submit(make_request([1, 2]), auto, auto.Options())
         while run.finish_reason is None:
             engine.step()
@@ -161,7 +161,7 @@ def test_a_target_that_fails_tells_the_first_request() -> None:
 def test_too_little_memory_is_for_the_first_request_to_tell() -> None:
     target = Counting()
     with engine_of(target, kv_memory=1e-9) as engine:
-        time_rounds(engine, [1], WHOLE)
+        warm_up(engine, [1], WHOLE)
         assert not target.rows
         with pytest.raises(outpace.UserError, match=r"the budget is 0\.00"):
             engine.submit(make_request([1, 2]), auto, auto.Options())

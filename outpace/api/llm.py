@@ -24,7 +24,7 @@ from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
 from outpace.engine.build import PLANNED, BuildOptions, build_engine, check_prediction, find_rule
-from outpace.engine.warmup import time_rounds
+from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
@@ -142,7 +142,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._shared = SharedEngine(self.engine)
         is_known = self._profile is not None and self._profile.begin(self.engine)
         if self.method == PLANNED and not is_known:
-            time_rounds(self.engine, self.tokenizer.encode("The") or [0])  # any word
+            warm_up(self.engine, self.tokenizer.encode("The") or [0])  # any word
 
     def __repr__(self) -> str:
         return "<closed LLM>" if self._is_closed else f"<LLM of {self.target.name} by {self.method}>"

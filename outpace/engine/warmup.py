@@ -37,7 +37,7 @@ class Options:
     """None."""
 
 
-def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> None:
+def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> None:
     """Writes a text below `prompt` (token ids, at least one) for its times, which `engine.costs` then knows; nothing
     else stays. Ends after so many seconds at the latest, but for the round under way, and those in which a pass is
     captured, which every number of rows has once. What goes wrong is for the first request to tell."""
