@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, phi
-from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported
+from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported_field
 
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # what an MLP's gates go through
 ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their names in a config.json
@@ -84,11 +84,11 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type") or by_architecture.get(named[0] if named else "")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         if model_type is None and named:
-            raise unsupported(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
-        raise unsupported(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
+            raise unsupported_field(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
+        raise unsupported_field(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
     if named and FAMILIES[model_type].architecture not in named:
         expected = FAMILIES[model_type].architecture
-        raise unsupported(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
+        raise unsupported_field(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
     return model_type
 
 
@@ -102,7 +102,7 @@ def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: i
     listed = fields.get("no_rope_layers")
     if model_type != "smollm3":
         if listed not in (None, []):
-            raise unsupported(f"no_rope_layers {listed!r:.200} of the model_type {model_type!r}")
+            raise unsupported_field(f"no_rope_layers {listed!r:.200} of the model_type {model_type!r}")
         return ()
     if listed is None:
         interval = size(fields, "no_rope_layer_interval", 4)
@@ -135,7 +135,7 @@ def read_windows(
         named = [kind == SLIDING for kind in types]
         if any(named) and (window is None if model_type in BY_LAYER else named != slides):
             used = "no sliding_window in use" if window is None else f"sliding_window {window}"
-            raise unsupported(f"layer_types {types!r:.200} of the model_type {model_type!r} with {used}")
+            raise unsupported_field(f"layer_types {types!r:.200} of the model_type {model_type!r} with {used}")
         slides = named if model_type in BY_LAYER else slides
     if window is None or window >= max_positions or not any(slides):
         return ()
@@ -148,7 +148,7 @@ def _window(model_type: str, fields: Mapping[str, Any], max_positions: int) -> i
     window = size(fields, "sliding_window")
     is_used = flag(fields, "use_sliding_window", model_type not in BY_LAYER)
     if model_type == "llama" and is_used and window < max_positions:
-        raise unsupported(f"sliding_window {window} of the model_type 'llama'")
+        raise unsupported_field(f"sliding_window {window} of the model_type 'llama'")
     return window if is_used or model_type in ALWAYS else None
 
 
@@ -169,7 +169,7 @@ def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str] | None
     if types is None:
         return None
     if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
-        raise unsupported(f"layer_types {types!r:.200} (only {FULL} and {SLIDING})")
+        raise unsupported_field(f"layer_types {types!r:.200} (only {FULL} and {SLIDING})")
     if len(types) != num_layers:
         raise UserError(f"layer_types has {len(types)} entries, it must have one for each of {num_layers} layers")
     return types

@@ -12,7 +12,7 @@ LARGEST_SIZE = 2**31 - 1
 FULL, SLIDING = "full_attention", "sliding_attention"  # a layer that sees all, and one that sees a window
 
 
-def unsupported(what: str) -> UnsupportedModel:
+def unsupported_field(what: str) -> UnsupportedModel:
     """An error for what this runtime does not compute, although others do."""
     return UnsupportedModel(f"{what} is not supported by the runtime llama; --runtime transformers runs it")
 

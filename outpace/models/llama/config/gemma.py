@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config.fields import FULL, SLIDING, number, size, unsupported
+from outpace.models.llama.config.fields import FULL, SLIDING, number, size, unsupported_field
 
 MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
 THETA, LOCAL_THETA = 1e6, 1e4  # where a config.json names none
@@ -43,7 +43,7 @@ def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     full, local = (dict(by_kind.get(kind, {})) for kind in (FULL, SLIDING))
     kinds_of_rope = [rope.pop("rope_type", rope.pop("type", "default")) for rope in (full, local)]
     if kinds_of_rope[1] != "default" or set(local) - {"rope_theta"}:
-        raise unsupported(f"rope_parameters.{SLIDING} {by_kind[SLIDING]!r:.200}")
+        raise unsupported_field(f"rope_parameters.{SLIDING} {by_kind[SLIDING]!r:.200}")
     flat = {name: value for name, value in fields.items() if name != "rope_parameters"}
     theta = full.pop("rope_theta", None)
     named = {"rope_theta": theta, "rope_local_base_freq": local.get("rope_theta")}

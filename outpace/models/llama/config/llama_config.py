@@ -21,7 +21,7 @@ from outpace.models.llama.config.families import (
     read_rotary_layers,
     read_windows,
 )
-from outpace.models.llama.config.fields import flag, number, size, unsupported
+from outpace.models.llama.config.fields import flag, number, size, unsupported_field
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
 # Fields that change the arithmetic, with the values under which they change nothing.
@@ -210,7 +210,7 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     for name, harmless in (REFUSED_UNLESS | activations).items():
         value = fields.get(name)
         if value is not None and value not in harmless:
-            raise unsupported(f"{name} {value!r:.200}")
+            raise unsupported_field(f"{name} {value!r:.200}")
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,5 +257,5 @@ def _bias(fields: Mapping[str, Any], name: str, model_type: str, fixed: bool | N
     """Whether there is a bias: as the architecture has it, else as the config says."""
     said = flag(fields, name)
     if said and fixed is False and not is_ignored:
-        raise unsupported(f"{name} {said!r:.200} of the model_type {model_type!r}")
+        raise unsupported_field(f"{name} {said!r:.200} of the model_type {model_type!r}")
     return said if fixed is None else fixed

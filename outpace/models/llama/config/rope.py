@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config.fields import flag, number, size, unsupported
+from outpace.models.llama.config.fields import flag, number, size, unsupported_field
 
 if TYPE_CHECKING:
     pass
@@ -140,10 +140,10 @@ def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, S
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = OLDER.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in OWN:
-        raise unsupported(f"{name} of the type {kind!r:.80} (only {', '.join(OWN)})")
+        raise unsupported_field(f"{name} of the type {kind!r:.80} (only {', '.join(OWN)})")
     strange = sorted(str(key) for key in set(rope) - COMMON - OWN[kind])
     if strange or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise unsupported(f"{name} {dict(rope)!r:.200}")
+        raise unsupported_field(f"{name} {dict(rope)!r:.200}")
     inner = {f"{name}.{key}": value for key, value in rope.items()}
     theta = number(
         inner, f"{name}.rope_theta", number(fields, "rope_theta", default_theta, LARGEST_THETA), LARGEST_THETA
