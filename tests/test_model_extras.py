@@ -19,7 +19,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.decoders import autoregressive, speculative
 from outpace.engine.engine import Engine
-from outpace.models.base import Extra, Model, Part, chain
+from outpace.models.base import Capability, Model, Part, chain
 from outpace.models.hf.load import adapt
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
@@ -211,5 +211,5 @@ def test_the_runtimes_that_are_named_are_those_that_can() -> None:
     from outpace.models.hf.model import TransformersModel
 
     classes = {"llama": Llama, "native": NativeLlama, "transformers": TransformersModel}
-    for extra in Extra:
+    for extra in Capability:
         assert list(extra.value[1]) == [name for name, kind in classes.items() if extra in kind.extras]

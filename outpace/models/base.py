@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Extra(Enum):
+class Capability(Enum):
     """What a model may do beside scoring trees, and the runtimes whose models do."""
 
     HIDDEN = "give hidden states of its layers", ("llama", "native", "transformers")
@@ -204,7 +204,7 @@ class Model(SupportsMultiStep, Pairs):
     notice: str | None = None  # what its users are to know of it, in a sentence
     num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
     draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
-    extras: frozenset[Extra] = frozenset()
+    extras: frozenset[Capability] = frozenset()
     inflate: int = 1  # times as much as its own weights would that a pass costs
     lacks: str = ""  # why it cannot what other models of its runtime can
     row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
@@ -253,7 +253,7 @@ class Model(SupportsMultiStep, Pairs):
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states of the shown nodes after so many layers each, before the final norm; 0: what
         goes into the first layer."""
-        raise lacking(self, Extra.HIDDEN)
+        raise lacking(self, Capability.HIDDEN)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """As `score`, of those tokens alone that the model has output rows for."""
@@ -261,11 +261,11 @@ class Model(SupportsMultiStep, Pairs):
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Model:
         """The same weights on the same sessions, where the residual passes by these layers' attention and MLP."""
-        raise lacking(self, Extra.WITHOUT)
+        raise lacking(self, Capability.WITHOUT)
 
     def project(self, hidden: Tensor) -> SparseLogits:
         """Scores of hidden states as they are before the final norm. [rows, width] to [rows, held]"""
-        raise lacking(self, Extra.PROJECT)
+        raise lacking(self, Capability.PROJECT)
 
     def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
         """This thread's passes take at most `most` CPU threads and leave `leave` cores to others. No result changes."""
@@ -275,7 +275,7 @@ class Model(SupportsMultiStep, Pairs):
         raise NotImplementedError
 
 
-def lacking(model: Model, extra: Extra) -> UserError:
+def lacking(model: Model, extra: Capability) -> UserError:
     """The error for what a model cannot do."""
     what, runtimes = extra.value
     why = f"; {model.lacks}" if model.lacks else ""
@@ -285,8 +285,8 @@ def lacking(model: Model, extra: Extra) -> UserError:
 def check_needs(model: Model, needs: Needs) -> None:
     """UserError where a target's passes cannot give what is needed."""
     check_whole("top", needs.top, 0, model.vocab_size)
-    if needs.layers and Extra.HIDDEN not in model.extras:
-        raise lacking(model, Extra.HIDDEN)
+    if needs.layers and Capability.HIDDEN not in model.extras:
+        raise lacking(model, Capability.HIDDEN)
     for layer in needs.layers:
         check_whole("a layer whose hidden states are needed", layer, 0, model.deepest)
 
@@ -296,7 +296,11 @@ def check_forest(model: Model, forest: Sequence[Part]) -> None:
     for part in forest:
         if part.length is None and part.steer is None and part.inputs is None:
             continue
-        for value, extra in ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS)):
+        for value, extra in (
+            (part.length, Capability.LENGTH),
+            (part.steer, Capability.STEER),
+            (part.inputs, Capability.INPUTS),
+        ):
             if value is not None and extra not in model.extras:
                 raise lacking(model, extra)
 

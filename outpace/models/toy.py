@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
-from outpace.models.base import Extra, Model, Part, Session
+from outpace.models.base import Capability, Model, Part, Session
 
 
 class ToySession(Session):
@@ -42,7 +42,7 @@ class Toy(Model):
     """
 
     token_bytes = 8
-    extras = frozenset(Extra)
+    extras = frozenset(Capability)
 
     def __init__(
         self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0, mlp: float = 0.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.tree import PREFIX
-from outpace.models.base import Extra, Model, Part, chain, check_forest
+from outpace.models.base import Capability, Model, Part, chain, check_forest
 from outpace.models.hf.passes import Passes, TransformersSession
 
 PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches, so that slots and positions differ
@@ -133,7 +133,7 @@ class TransformersModel(Model):
     `trees`: a token tree is one forward; where it is False, `notice` says in a sentence what that means and why.
     """
 
-    extras = frozenset({Extra.HIDDEN})
+    extras = frozenset({Capability.HIDDEN})
 
     def __init__(self, passes: Passes, found: Found) -> None:
         """`found` is what the probe of these passes found."""

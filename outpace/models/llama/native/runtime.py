@@ -19,7 +19,7 @@ import numpy as np
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits, TargetOutput, TopK
-from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
+from outpace.models.base import Capability, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config.footprint import held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import (
@@ -160,7 +160,7 @@ class NativeLlama(Model):
     device = "cpu"
     precision = INT8
     usual_kv = NATIVE_KV  # what a profile does not name
-    extras = frozenset(Extra)
+    extras = frozenset(Capability)
 
     def __init__(
         self, config: LlamaConfig, layers: Sequence[Any], ends: EmbeddingAndHead, options: NativeOptions
@@ -303,14 +303,14 @@ class NativeLlama(Model):
 
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states in float32. [layers, shown rows, hidden]"""
-        self._need(Extra.HIDDEN)
+        self._need(Capability.HIDDEN)
         rows = self._forest(forest)
         hidden = rows.show(shown_numbers(forest), layers, self.config.hidden_size)
         held = self._forward(rows)
         return TargetOutput(held.values if held.ids is None else held.wide(), torch.from_numpy(hidden))
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:
-        self._need(Extra.WITHOUT)
+        self._need(Capability.WITHOUT)
         other = copy(self)
         skipped = np.zeros((self.num_layers, 2), bool) if self._skipped is None else self._skipped.copy()
         skipped[list(attention), 0] = skipped[list(mlp), 1] = True
@@ -323,13 +323,13 @@ class NativeLlama(Model):
         return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
 
     def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
-        self._need(Extra.PROJECT)
+        self._need(Capability.PROJECT)
         model = self.team()
         out = np.empty((len(hidden), model.outputs), np.float32)
         model.project(array_of(hidden), out)
         return self._held(out, self.known())
 
-    def _need(self, extra: Extra) -> None:
+    def _need(self, extra: Capability) -> None:
         if extra not in self.extras:
             raise lacking(self, extra)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
-from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
+from outpace.models.base import Capability, Model, Part, row_numbers, shown_numbers
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
@@ -48,7 +48,7 @@ from outpace.models.options import AUTO
 class Llama(Model):
     """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
 
-    extras = frozenset(Extra)
+    extras = frozenset(Capability)
     quantized: str | None = None  # what its matrices are held in, where that is not its dtype
     exact_where = "only for float32, for bfloat16 where this CPU's products keep a row's bits, or with graphs"
 
