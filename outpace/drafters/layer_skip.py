@@ -22,7 +22,7 @@ from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
-from outpace.models.base import Capability, Model, Part, lacking
+from outpace.models.base import Capability, Model, Part, unsupported
 from outpace.rules.base import top_k_rows
 
 _GUIDED = 25  # one trial of so many is chosen by the process
@@ -148,7 +148,7 @@ def check_target(model: Model) -> None:
     """UserError for a model that cannot draft without some of its sublayers."""
     for extra in (Capability.WITHOUT, Capability.LENGTH):
         if extra not in model.extras:
-            raise lacking(model, extra)
+            raise unsupported(model, extra)
 
 
 def parse_layers(name: str, text: str | None) -> tuple[int, ...]:

@@ -253,7 +253,7 @@ class Model(SupportsMultiStep, Pairs):
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states of the shown nodes after so many layers each, before the final norm; 0: what
         goes into the first layer."""
-        raise lacking(self, Capability.HIDDEN)
+        raise unsupported(self, Capability.HIDDEN)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """As `score`, of those tokens alone that the model has output rows for."""
@@ -261,11 +261,11 @@ class Model(SupportsMultiStep, Pairs):
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Model:
         """The same weights on the same sessions, where the residual passes by these layers' attention and MLP."""
-        raise lacking(self, Capability.WITHOUT)
+        raise unsupported(self, Capability.WITHOUT)
 
     def project(self, hidden: Tensor) -> SparseLogits:
         """Scores of hidden states as they are before the final norm. [rows, width] to [rows, held]"""
-        raise lacking(self, Capability.PROJECT)
+        raise unsupported(self, Capability.PROJECT)
 
     def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
         """This thread's passes take at most `most` CPU threads and leave `leave` cores to others. No result changes."""
@@ -275,7 +275,7 @@ class Model(SupportsMultiStep, Pairs):
         raise NotImplementedError
 
 
-def lacking(model: Model, extra: Capability) -> UserError:
+def unsupported(model: Model, extra: Capability) -> UserError:
     """The error for what a model cannot do."""
     what, runtimes = extra.value
     why = f"; {model.lacks}" if model.lacks else ""
@@ -286,7 +286,7 @@ def check_needs(model: Model, needs: Needs) -> None:
     """UserError where a target's passes cannot give what is needed."""
     check_whole("top", needs.top, 0, model.vocab_size)
     if needs.layers and Capability.HIDDEN not in model.extras:
-        raise lacking(model, Capability.HIDDEN)
+        raise unsupported(model, Capability.HIDDEN)
     for layer in needs.layers:
         check_whole("a layer whose hidden states are needed", layer, 0, model.deepest)
 
@@ -302,7 +302,7 @@ def check_forest(model: Model, forest: Sequence[Part]) -> None:
             (part.inputs, Capability.INPUTS),
         ):
             if value is not None and extra not in model.extras:
-                raise lacking(model, extra)
+                raise unsupported(model, extra)
 
 
 def row_numbers(forest: Sequence[Part]) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits, TargetOutput, TopK
-from outpace.models.base import Capability, Model, Part, Session, check_forest, lacking, shown_numbers
+from outpace.models.base import Capability, Model, Part, Session, check_forest, shown_numbers, unsupported
 from outpace.models.llama.config.footprint import held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import (
@@ -331,7 +331,7 @@ class NativeLlama(Model):
 
     def _need(self, extra: Capability) -> None:
         if extra not in self.extras:
-            raise lacking(self, extra)
+            raise unsupported(self, extra)
 
     def _forest(self, parts: Sequence[Part]) -> Forest:
         check_forest(self, parts)
