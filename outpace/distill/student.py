@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.config.gemma import FEED_NORM, MIX_NORM
+from outpace.models.llama.config.gemma import ATTENTION_NORM, FEED_NORM
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
@@ -96,7 +96,7 @@ class Student:
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
         mixed = _attended(query, key, value, mask.to(query.dtype), config.attention_scale)
         mixed = self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
-        x = self._added(x, mixed, prefix + MIX_NORM)
+        x = self._added(x, mixed, prefix + ATTENTION_NORM)
         h = self._normed(x, f"{prefix}{config.mlp_norm}.weight")
         if config.fused:
             gate, up = self._linear(prefix + GATE_UP, h).chunk(2, dim=-1)

@@ -120,7 +120,7 @@ LAYER_PARTS = {
 }
 GEMMA_PARTS = LAYER_PARTS | {
     "ffn_norm": gemma.MLP_NORM,
-    "post_attention_norm": gemma.MIX_NORM,
+    "post_attention_norm": gemma.ATTENTION_NORM,
     "post_ffw_norm": gemma.FEED_NORM,
 }
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}

@@ -188,7 +188,11 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     if config.fused:
         qkv = {"qkv_proj": (queries + 2 * keys, hidden)}
         mlp = {"gate_up_proj": (2 * middle, hidden), "down_proj": (hidden, middle)}
-    norms = ["input_layernorm", config.mlp_norm, *((gemma.MIX_NORM, gemma.FEED_NORM) if config.sandwich_norms else ())]
+    norms = [
+        "input_layernorm",
+        config.mlp_norm,
+        *((gemma.ATTENTION_NORM, gemma.FEED_NORM) if config.sandwich_norms else ()),
+    ]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     parts = (
         ("self_attn", qkv, config.attention_bias),

@@ -68,7 +68,7 @@ def load_layer(config: LlamaConfig, number: int, fetch: Fetch, pack: Pack = pack
         down=linear("mlp.down_proj", config.mlp_bias),
         head_norm=head_norm,
         bounds=_bounds(config, number, _folded(weight, input_norm), bias, head_norm) * _slack(weight.dtype),
-        output_norm=output_norm(gemma.MIX_NORM),
+        output_norm=output_norm(gemma.ATTENTION_NORM),
         down_norm=output_norm(gemma.FEED_NORM),
     )
 
