@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.config.gemma import ATTENTION_NORM, FEED_NORM
+from outpace.models.llama.config.gemma import ATTENTION_NORM, MLP_OUTPUT_NORM
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
@@ -103,7 +103,7 @@ class Student:
         else:
             gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
         gate = F.gelu(gate, approximate="tanh") if config.activation == GELU else F.silu(gate)
-        return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + FEED_NORM)
+        return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + MLP_OUTPUT_NORM)
 
     def _query_key_value(self, prefix: str, h: Tensor) -> tuple[Tensor, ...]:
         """[rows, length, heads, d] each."""

@@ -121,7 +121,7 @@ LAYER_PARTS = {
 GEMMA_PARTS = LAYER_PARTS | {
     "ffn_norm": gemma.MLP_NORM,
     "post_attention_norm": gemma.ATTENTION_NORM,
-    "post_ffw_norm": gemma.FEED_NORM,
+    "post_ffw_norm": gemma.MLP_OUTPUT_NORM,
 }
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -16,7 +16,10 @@ from outpace.models.llama.config.fields import FULL, SLIDING, number, size, unsu
 MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
 THETA, LOCAL_THETA = 1e6, 1e4  # where a config.json names none
 MLP_NORM = "pre_feedforward_layernorm"
-ATTENTION_NORM, FEED_NORM = "post_attention_layernorm", "post_feedforward_layernorm"  # behind attention, behind the MLP
+ATTENTION_NORM, MLP_OUTPUT_NORM = (
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)  # behind attention, behind the MLP
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,

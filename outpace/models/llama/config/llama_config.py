@@ -191,7 +191,7 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     norms = [
         "input_layernorm",
         config.mlp_norm,
-        *((gemma.ATTENTION_NORM, gemma.FEED_NORM) if config.sandwich_norms else ()),
+        *((gemma.ATTENTION_NORM, gemma.MLP_OUTPUT_NORM) if config.sandwich_norms else ()),
     ]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     parts = (

@@ -161,7 +161,7 @@ def _of_layer(config: LlamaConfig, number: int, prefix: str, fetch: Fetch) -> di
     if config.window(number):
         found["window"] = config.window(number)
     if config.sandwich_norms:
-        names = {"mixed_norm": gemma.ATTENTION_NORM, "fed_norm": gemma.FEED_NORM}
+        names = {"mixed_norm": gemma.ATTENTION_NORM, "fed_norm": gemma.MLP_OUTPUT_NORM}
         found |= {place: _norm(config, fetch, prefix + name).tolist() for place, name in names.items()}
     return found
 

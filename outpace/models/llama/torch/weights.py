@@ -69,7 +69,7 @@ def load_layer(config: LlamaConfig, number: int, fetch: Fetch, pack: Pack = pack
         head_norm=head_norm,
         bounds=_bounds(config, number, _folded(weight, input_norm), bias, head_norm) * _slack(weight.dtype),
         output_norm=output_norm(gemma.ATTENTION_NORM),
-        down_norm=output_norm(gemma.FEED_NORM),
+        down_norm=output_norm(gemma.MLP_OUTPUT_NORM),
     )
 
 
