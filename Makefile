@@ -45,8 +45,8 @@ bench: .venv/installed-bench  # compares plain decoding with transformers
 docs: .venv/installed-docs  # builds the site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
-rooms:  # rewrites the generated parts of docs/architecture.md and docs/methods.md
-	$(PYTHON) tests/rooms.py
+methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' own docstrings
+	.venv/bin/outpace methods --markdown > docs/methods.md
 
 clean:  # removes .venv and the caches of tools
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from outpace.api.llm import LLM
 from outpace.core import machine
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.plan import DEVICES
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.theory import card_limit
 from outpace.core.tree import TokenTree
@@ -47,11 +47,16 @@ from outpace.models.base import chain
 from outpace.models.devices import check_device
 from outpace.models.files.find import resolve
 from outpace.models.files.pairs import shipped_draft
-from outpace.models.llama.config.footprint import NAMED
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_draft, load_model
 from outpace.rules import greedy, gumbel
 
+SHAPES = {  # layers, hidden and intermediate size, heads, key heads and head size of Llama 3 and Qwen 2.5
+    "1B": (16, 2048, 8192, 32, 8, 64),
+    "8B": (32, 4096, 14336, 32, 8, 128),
+    "32B": (64, 5120, 27648, 40, 8, 128),
+}
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "Write a short Python function that adds two numbers, and say what each line does.",
@@ -303,10 +308,19 @@ def grid(quick: bool) -> list[tuple[int, int, int]]:
     return [*one, (1, 1, 4096), (1, 32, 4096), (8, 1, 512), (8, 8, 512), (32, 1, 512), (32, 8, 512)]
 
 
+def config_of(
+    layers: int, hidden: int, middle: int, heads: int, key_heads: int, width: int, is_tied: bool
+) -> LlamaConfig:
+    """Return the config of a model of this shape with Llama 3's vocabulary."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "intermediate_size": middle, "num_heads": heads}
+    sizes |= {"num_kv_heads": key_heads, "head_dim": width, "vocab_size": 128256}
+    return replace(CHECKED, **sizes, max_positions=131072, rope_theta=500000.0, tie_embeddings=is_tied)
+
+
 def shapes(bench: Bench) -> Iterator[Row]:
     """Time random models of known sizes that fit into memory."""
     for name in ("1B",) if bench.args.quick else ("1B", "8B", "32B"):
-        config = NAMED[name] if bench.is_cuda else CHECKED
+        config = config_of(*SHAPES[name], is_tied=name == "1B") if bench.is_cuda else CHECKED
         for kind in kinds(bench.device)[
             -1 if name == "32B" else 0 :
         ]:  # to save time, only the fastest kind for the largest model
@@ -442,7 +456,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 1
     bench, quick = Bench(args), args.quick
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.bfloat16, torch.float16]
-    about = {**machine.describe(args.device), "bandwidth": bandwidth(bench), "known": list(DEVICES)}
+    about = {**machine.describe(args.device), "bandwidth": bandwidth(bench)}
     bench.part("machine", lambda: [about])
     bench.part("checks", lambda: checks(bench, dtypes))
     bench.part("texts", lambda: texts(bench))

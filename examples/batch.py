@@ -1,4 +1,4 @@
-"""Several prompts and several answers to each, all in one batch. Run: python examples/batch.py [MODEL]"""
+"""Answer several prompts, several times each, in one batch. Run: python examples/batch.py [MODEL]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A chat whose later turns do not read the earlier ones again. Run: python examples/conversation.py [MODEL]"""
+"""Hold a conversation that reuses keys and values of earlier turns. Run: python examples/conversation.py [MODEL]"""
 
 import sys
 
@@ -11,6 +11,6 @@ with outpace.LLM(*sys.argv[1:2]) as llm:
         answer = llm.chat(messages, max_tokens=40, repetition_penalty=1.1)
         messages.append({"role": "assistant", "content": answer.text})
         print(
-            f"> {question}\n{answer.text}\n  ({answer.prompt_tokens} tokens asked, "
+            f"> {question}\n{answer.text}\n  ({answer.prompt_tokens} prompt tokens, "
             f"first token after {answer.time_to_first_token:.2f} s)"
         )

@@ -15,7 +15,7 @@ import outpace
 name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 try:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-except OSError as error:  # of transformers, where there is no such model, or no connection
+except OSError as error:  # raised by transformers without such a model or a connection
     sys.exit(f"{name} cannot be loaded: {error}")
 with outpace.LLM(model, tokenizer=tokenizer, drafter="ngram") as llm:
     print(llm.stream("1, 2, 3, 4, 1, 2, 3, 4, 1, 2,", max_tokens=24).finish().text)

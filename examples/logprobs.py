@@ -1,4 +1,4 @@
-"""What else the model might have written, and how sure it was. Run: python examples/logprobs.py [MODEL]"""
+"""Show log-probabilities and the alternatives to each token. Run: python examples/logprobs.py [MODEL]"""
 
 import math
 import sys

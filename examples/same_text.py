@@ -1,4 +1,4 @@
-"""Every method writes the same text: it depends on the seed alone. Run: python examples/same_text.py [MODEL]"""
+"""Show that all methods write the same text for a seed. Run: python examples/same_text.py [MODEL]"""
 
 import sys
 
@@ -10,6 +10,6 @@ for method in ("autoregressive", "speculative", "card"):
     with outpace.LLM(*sys.argv[1:2], method=method) as llm:
         result = llm.stream(PROMPT, max_tokens=40, temperature=0.8, top_p=0.95, seed=7).finish()
         texts[method] = result.text
-        print(f"{method:15} {result.figures.mean_accepted_length:.2f} tokens a pass")
+        print(f"{method:15} {result.figures.mean_accepted_length:.2f} tokens per pass")
 assert len(set(texts.values())) == 1, texts
 print(PROMPT + texts["card"])

@@ -1,4 +1,4 @@
-"""One model, several threads: their requests share the passes. Run: python examples/threads.py [MODEL]"""
+"""Use one model from several threads; their requests share target passes. Run: python examples/threads.py [MODEL]"""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

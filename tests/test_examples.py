@@ -26,7 +26,7 @@ def test_there_are_examples() -> None:
 def test_an_example_runs(
     script: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process: a start of its own would take longer than the example."""
+    """Run in this process, because starting another takes longer than the example."""
     monkeypatch.setattr(sys, "argv", [str(script), str(model)])
     threads = torch.get_num_threads()
     try:
