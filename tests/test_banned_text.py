@@ -17,7 +17,7 @@ from twins import completes
 from outpace.core.adjust import adjust_logits
 from outpace.core.constraints import BannedText, TokenTexts
 from outpace.core.types import Adjustments, Row
-from outpace.models.hf.tokenizer import OtherTokenizer
+from outpace.models.hf.tokenizer import SlowTokenizer
 from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -114,7 +114,7 @@ def test_the_tokens_bytes_are_those_of_the_text(tokenizer: Tokenizer) -> None:
 
 def test_a_tokenizer_of_unknown_kind_says_what_a_token_adds() -> None:
     """Words that are joined by spaces, parts of words that are not: as WordPiece does."""
-    other = OtherTokenizer(Joined(("a", "colour", "##s", "col", "##our", "[END]")), [5])
+    other = SlowTokenizer(Joined(("a", "colour", "##s", "col", "##our", "[END]")), [5])
     assert [other.texts[token] for token in range(6)] == [b" a", b" colour", b"s", b" col", b"our", b""]
     assert forbidden(other.texts.ban(("colour",)), [0, 3]) == {1, 4}
 

@@ -15,7 +15,7 @@ from outpace.bench.table_files import make_table
 from outpace.cli.process import reading
 from outpace.cli.sampling_options import Structured
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import new_folder, unwritable
+from outpace.models.files.cache_folder import new_folder, write_error
 from outpace.models.load import Progress
 from outpace.server.chat_completions import ChatMessage, template_messages
 from outpace.server.errors import ApiError
@@ -62,7 +62,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     ):
         pass
     monkeypatch.setenv("OUTPACE_CACHE", "~nobody_of_this_name/cache")
-    assert "OUTPACE_CACHE" not in str(unwritable(tmp_path / "one", OSError(28, "No space left on device")))
+    assert "OUTPACE_CACHE" not in str(write_error(tmp_path / "one", OSError(28, "No space left on device")))
 
 
 def test_json_schema_takes_a_file() -> None:

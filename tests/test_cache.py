@@ -19,16 +19,16 @@ from outpace.models.files import cache
 from outpace.models.files.cache import (
     DRAFT,
     HASHES,
-    LEFT,
+    LEFTOVER,
     LLAMA_CPP,
     MODEL,
     PROFILE,
     TABLES,
     UNUSED_SECONDS,
-    entries,
-    others,
+    list_entries,
+    list_foreign,
 )
-from outpace.models.files.cache_folder import lock_file, only_one
+from outpace.models.files.cache_folder import exclusive_lock, lock_path
 
 HASH = "0123456789abcdef"
 OURS = {
@@ -37,13 +37,13 @@ OURS = {
     f"gguf/model-{HASH}-Q4_1.gguf": LLAMA_CPP,
     f"profiles/{HASH}{HASH[:8]}.json": PROFILE,
     f"tables/retrieval-{HASH}.tables": TABLES,
-    f"tables/.retrieval-{HASH}.tables.x_8abcde.part": LEFT,
+    f"tables/.retrieval-{HASH}.tables.x_8abcde.part": LEFTOVER,
     "drafts/digests.json": HASHES,
-    f".Model.Q4_1-{HASH}-v2.lock": LEFT,
-    f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFT,
-    f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFT,
-    f"gguf/.model-{HASH}-Q4_1.gguf.part-abcdefgh": LEFT,
-    "profiles/tmpabcdefgh.part": LEFT,
+    f".Model.Q4_1-{HASH}-v2.lock": LEFTOVER,
+    f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFTOVER,
+    f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFTOVER,
+    f"gguf/.model-{HASH}-Q4_1.gguf.part-abcdefgh": LEFTOVER,
+    "profiles/tmpabcdefgh.part": LEFTOVER,
 }
 NOT_OURS = (
     "notes.txt",
@@ -96,10 +96,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_what_is_ours(folder: Path) -> None:
-    found = {str(entry.path.relative_to(folder)): entry.kind for entry in entries(folder)}
+    found = {str(entry.path.relative_to(folder)): entry.kind for entry in list_entries(folder)}
     assert found == {first(name): kind for name, kind in OURS.items()}
-    assert {entry.bytes for entry in entries(folder)} == {1000}
-    named = {str(path.relative_to(folder)) for path in others(folder)}
+    assert {entry.bytes for entry in list_entries(folder)} == {1000}
+    named = {str(path.relative_to(folder)) for path in list_foreign(folder)}
     assert named == {first(name) for name in NOT_OURS}
 
 
@@ -109,15 +109,15 @@ def test_links_are_not_ours(folder: Path, tmp_path: Path) -> None:
     (folder / "drafts").mkdir(parents=True)
     for place in (folder / f"Model-{HASH}-v2", folder / "drafts" / f"{HASH}-v2"):
         place.symlink_to(elsewhere)
-    assert entries(folder) == []
-    assert len(others(folder)) == 2
+    assert list_entries(folder) == []
+    assert len(list_foreign(folder)) == 2
 
 
 @pytest.mark.parametrize("place", ["none", "file"])
 def test_a_cache_that_is_no_folder(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
-    assert entries(tmp_path / place) == []
-    assert others(tmp_path / place) == []
+    assert list_entries(tmp_path / place) == []
+    assert list_foreign(tmp_path / place) == []
 
 
 def test_clean_removes_what_is_ours_and_says_so(folder: Path, run: Callable[..., str]) -> None:
@@ -206,9 +206,9 @@ def test_unused_drafts_go_and_used_ones_stay(folder: Path) -> None:
 def test_an_entry_that_came_into_use_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = folder / "drafts" / f"{HASH}-v2"
     os.utime(draft, (0, 0))
-    (entry,) = (entry for entry in entries(folder) if entry.path == draft)
+    (entry,) = (entry for entry in list_entries(folder) if entry.path == draft)
     cache.mark_used(draft)
-    assert cache.remove(entry) == "another process has just used it"
+    assert cache.remove_entry(entry) == "another process has just used it"
     assert draft.exists()
 
 
@@ -216,14 +216,14 @@ def test_what_killed_makers_left_is_cleared_away(tmp_path: Path) -> None:
     made = tmp_path / f"Model[x]-{HASH}-v2"
     filled(tmp_path, f".{made.name}.part-abcdefgh/config.json", f".other-{HASH}-v2.part-abcdefgh/config.json")
     filled(made, "torn")
-    assert cache.made_once(made, lambda folder: (folder / "whole").exists(), lambda: filled(made, "whole") and None)
+    assert cache.make_once(made, lambda folder: (folder / "whole").exists(), lambda: filled(made, "whole") and None)
     assert files(tmp_path) == {f"{made.name}/whole", f".other-{HASH}-v2.part-abcdefgh/config.json"}
-    assert not cache.made_once(made, lambda folder: (folder / "whole").exists(), lambda: pytest.fail("made again"))
+    assert not cache.make_once(made, lambda folder: (folder / "whole").exists(), lambda: pytest.fail("made again"))
 
 
 def test_it_is_looked_at_again_when_the_lock_is_there(tmp_path: Path) -> None:
     looks = iter([False, True])
-    assert not cache.made_once(tmp_path / "made", lambda folder: next(looks), lambda: pytest.fail("made again"))
-    assert not lock_file(tmp_path / "made").exists()
-    with only_one(tmp_path / "made") as is_held:
+    assert not cache.make_once(tmp_path / "made", lambda folder: next(looks), lambda: pytest.fail("made again"))
+    assert not lock_path(tmp_path / "made").exists()
+    with exclusive_lock(tmp_path / "made") as is_held:
         assert is_held

@@ -15,7 +15,7 @@ import pytest
 
 from outpace.core.errors import UserError
 from outpace.models.files import cache
-from outpace.models.files.cache import MOST, Digests
+from outpace.models.files.cache import MAX_DIGESTS, Digests
 
 
 @pytest.fixture
@@ -114,10 +114,10 @@ def test_a_memory_that_cannot_be_written_is_done_without(
 
 def test_only_so_many_are_remembered(root: Path) -> None:
     with Digests(root / "digests.json", root) as known:
-        for number in range(MOST + 10):
+        for number in range(MAX_DIGESTS + 10):
             known.of_file(written(root / f"{number}", b"%d" % number))
     kept = json.loads((root / "digests.json").read_text())
-    assert list(kept) == [f"{number}\n" for number in range(10, MOST + 10)]
+    assert list(kept) == [f"{number}\n" for number in range(10, MAX_DIGESTS + 10)]
     with Digests(root / "digests.json", root) as known:
         known.of_file(root / "10")
         known.of_file(root / "0")

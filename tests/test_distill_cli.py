@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from outpace.cli.distill import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import only_one
+from outpace.models.files.cache_folder import exclusive_lock
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_two_processes_at_the_same_work_in_one_folder(
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--length", 64, "--out", tmp_path / "out"]
     assert run(*common, "--tokens", 300, "--stage", "text") == 0
     others = {"text": ["--stage", "text", "--tokens", 400], "training": ["--stage", "train", "--layers", "1"]}
-    with only_one(tmp_path / "out" / stage):
+    with exclusive_lock(tmp_path / "out" / stage):
         assert run(*common, *others.pop(stage)) == 2
         assert f"another process is {work} in {tmp_path / 'out' / stage}" in capsys.readouterr().err
         for arguments in others.values():

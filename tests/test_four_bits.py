@@ -162,10 +162,10 @@ def test_every_method_writes_one_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"bits": 8}, "bits 8, taken is 4"),
-        ({"group_size": 16}, "group_size 16, taken is 32, 64, 128, -1"),
+        ({"bits": 8}, "bits 8, supported: 4"),
+        ({"group_size": 16}, "group_size 16, supported: 32, 64, 128, -1"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', taken is gemm"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', supported: gemm"),
     ],
 )
 def test_other_schemes_are_refused_and_the_other_runtime_is_named(
@@ -190,7 +190,7 @@ NAME = "model.layers.0.mlp.up_proj."
         ("g_idx", lambda held: held[1:].copy(), UserError, r"g_idx has shape \[255\], expected \[256\]"),
         ("qzeros", lambda held: held | 15, UnsupportedModel, "qzeros holds 15"),
         ("scales", lambda held: held * np.float16(np.nan), UserError, "scales is damaged"),
-        ("scales", lambda held: held.astype(np.float32), UnsupportedModel, "has type F32, taken is F16"),
+        ("scales", lambda held: held.astype(np.float32), UnsupportedModel, "has type F32, supported: F16"),
         ("scales", lambda held: held[1:].copy(), UserError, r"scales has shape \[1, 384\], expected \[2, 384\]"),
         ("qweight", lambda held: held[8:].copy(), UserError, "up_proj.weight' has shape"),
         ("qweight", lambda held: held[..., None].copy(), UserError, "qweight' has shape .* expected are 2 dimensions"),

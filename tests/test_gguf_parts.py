@@ -15,7 +15,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.find import resolve
 from outpace.models.files.gguf.header import part_files, part_names
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.hub import HubName, choose
+from outpace.models.files.hub import HubName, choose_files
 
 NAME = HubName("owner/name", None, None)
 
@@ -111,12 +111,12 @@ def test_names_of_parts() -> None:
 
 def test_the_hub_gives_all_parts() -> None:
     three = [f"sub/name-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-    assert choose(NAME, [*three, "README.md"]) == three
+    assert choose_files(NAME, [*three, "README.md"]) == three
     both = [*three, "name-Q8_0.gguf"]
-    assert choose(replace(NAME, file="q4_k_m"), both) == three
-    assert choose(replace(NAME, file=three[0]), both) == three
-    assert choose(replace(NAME, file="q8_0"), both) == ["name-Q8_0.gguf"]
+    assert choose_files(replace(NAME, file="q4_k_m"), both) == three
+    assert choose_files(replace(NAME, file=three[0]), both) == three
+    assert choose_files(replace(NAME, file="q8_0"), both) == ["name-Q8_0.gguf"]
     with pytest.raises(UserError, match="several GGUF files"):
-        choose(NAME, both)
+        choose_files(NAME, both)
     with pytest.raises(UserError, match=r"holds sub/name.*00001.* and no sub/name.*00002-of-00003.gguf"):
-        choose(NAME, [three[0], three[2]])
+        choose_files(NAME, [three[0], three[2]])

@@ -217,7 +217,7 @@ def move(path: Path, name: str, offset: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "word"), [(0, "lies over another"), (32, "lies over another"), (5, "multiple of 32"), (2**60, "beyond")]
+    ("offset", "word"), [(0, "overlaps another"), (32, "overlaps another"), (5, "multiple of 32"), (2**60, "beyond")]
 )
 def test_lying_offsets(tmp_path: Path, offset: int, word: str) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
@@ -226,7 +226,7 @@ def test_lying_offsets(tmp_path: Path, offset: int, word: str) -> None:
 
 
 def test_metadata_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.models.files.gguf.header.MOST_VALUES", 500)
+    monkeypatch.setattr("outpace.models.files.gguf.header.MAX_METADATA_VALUES", 500)
     refused(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache", "more than 500 values")
 
 

@@ -18,7 +18,7 @@ from files import CONFIG, folder_of, weights, write_gguf
 from outpace.core.errors import UserError
 from outpace.models.files import find, hub
 from outpace.models.files.checkpoint import write_checkpoint
-from outpace.models.files.hub import HubName, choose
+from outpace.models.files.hub import HubName, choose_files
 from outpace.models.load import load_model
 
 errors = pytest.importorskip("huggingface_hub.errors")
@@ -90,21 +90,21 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., H
     ],
 )
 def test_names(spec: str, name: HubName | None) -> None:
-    assert hub.parse(spec) == name
+    assert hub.parse_name(spec) == name
     if name is not None:
         assert str(name) == spec
 
 
 def test_files_that_are_needed() -> None:
     more = ["README.md", "pytorch_model.bin", "original/params.json", "consolidated.safetensors", "tokenizer.model"]
-    assert set(choose(NAME, ["model.safetensors", *TEXTS, *more])) == {"model.safetensors", *TEXTS}
-    assert set(choose(NAME, [*SHARDED, *TEXTS, *more])) == {*SHARDED, *TEXTS}
-    both = choose(NAME, ["model.safetensors", *SHARDED, *TEXTS, "chat_template.jinja"])
+    assert set(choose_files(NAME, ["model.safetensors", *TEXTS, *more])) == {"model.safetensors", *TEXTS}
+    assert set(choose_files(NAME, [*SHARDED, *TEXTS, *more])) == {*SHARDED, *TEXTS}
+    both = choose_files(NAME, ["model.safetensors", *SHARDED, *TEXTS, "chat_template.jinja"])
     assert set(both) == {"model.safetensors", *TEXTS, "chat_template.jinja"}
     bare = ["model.safetensors", "config.json", "tokenizer.model", "pytorch_model.bin.index.json"]
-    assert set(choose(NAME, bare)) == set(bare[:3])
-    assert choose(NAME, ["a.gguf", "README.md", "mmproj-a.gguf"]) == ["a.gguf"]
-    assert "a.gguf" not in choose(NAME, ["model.safetensors", "config.json", "a.gguf"])
+    assert set(choose_files(NAME, bare)) == set(bare[:3])
+    assert choose_files(NAME, ["a.gguf", "README.md", "mmproj-a.gguf"]) == ["a.gguf"]
+    assert "a.gguf" not in choose_files(NAME, ["model.safetensors", "config.json", "a.gguf"])
 
 
 GGUF = ["name-Q4_K_M.gguf", "name-Q4_K_S.gguf", "name.Q8_0.gguf", "f16/name-f16.gguf"]
@@ -121,7 +121,7 @@ GGUF = ["name-Q4_K_M.gguf", "name-Q4_K_S.gguf", "name.Q8_0.gguf", "f16/name-f16.
     ],
 )
 def test_gguf_files_by_name(wanted: str, found: str) -> None:
-    assert choose(HubName("owner/name", None, wanted), GGUF) == [found]
+    assert choose_files(HubName("owner/name", None, wanted), GGUF) == [found]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_gguf_files_by_name(wanted: str, found: str) -> None:
 )
 def test_repositories_that_cannot_be_read(file: str | None, listed: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        choose(HubName("owner/name", None, file), listed)
+        choose_files(HubName("owner/name", None, file), listed)
 
 
 def test_download(stand_in: Callable[..., Hub]) -> None:

@@ -13,7 +13,7 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models.files import model_kind
 from outpace.models.files.gguf.source import convert
-from outpace.models.files.model_kind import check_kind
+from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.load import load_model
 
 TAKEN = r": outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2$"
@@ -69,7 +69,7 @@ def test_they_are_refused_by_name_without_weights(
     ids=str,
 )
 def test_what_may_be_one_is_left_to_the_runtimes(config: dict[str, Any]) -> None:
-    check_kind(config, "a model")
+    check_causal_lm(config, "a model")
 
 
 def test_the_command_line_says_it_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,24 +12,24 @@ import pytest
 
 from outpace.core.errors import UserError
 from outpace.models.files import cache_folder
-from outpace.models.files.cache_folder import lock_file, only_one
+from outpace.models.files.cache_folder import exclusive_lock, lock_path
 
 ROOT = Path(__file__).parents[1]
 HOLD = """
 import sys
 from pathlib import Path
-from outpace.models.files.cache_folder import only_one
-with only_one(Path(sys.argv[1])):
+from outpace.models.files.cache_folder import exclusive_lock
+with exclusive_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 TAKE_TURNS = """
 import os, sys
 from pathlib import Path
-from outpace.models.files.cache_folder import only_one
+from outpace.models.files.cache_folder import exclusive_lock
 log = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for _ in range(25):
-    with only_one(Path(sys.argv[1])) as is_held:
+    with exclusive_lock(Path(sys.argv[1])) as is_held:
         assert is_held
         os.write(log, b"(")
         os.write(log, b")")
@@ -65,7 +65,7 @@ def test_the_other_is_waited_for(tmp_path: Path, is_killed: bool) -> None:
         said.append(other.poll())
         other.kill() if is_killed else other.stdin.close()
 
-    with only_one(tmp_path / "made", waiting) as is_held:
+    with exclusive_lock(tmp_path / "made", waiting) as is_held:
         assert is_held
         assert said == [None], "it was asked while the other held the lock"
         other.wait(60)
@@ -80,11 +80,11 @@ def test_who_does_not_want_to_wait_may_raise(tmp_path: Path) -> None:
     def waiting() -> None:
         raise RuntimeError("no time")
 
-    with pytest.raises(RuntimeError, match="no time"), only_one(tmp_path / "made", waiting):
+    with pytest.raises(RuntimeError, match="no time"), exclusive_lock(tmp_path / "made", waiting):
         pytest.fail("the other holds it")
-    assert lock_file(tmp_path / "made").exists(), "it is the other's"
+    assert lock_path(tmp_path / "made").exists(), "it is the other's"
     other.communicate(timeout=60)
-    with only_one(tmp_path / "made", waiting) as is_held:
+    with exclusive_lock(tmp_path / "made", waiting) as is_held:
         assert is_held
 
 
@@ -97,7 +97,7 @@ def test_a_file_system_without_locks(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with only_one(tmp_path / "made") as is_held:
+    with exclusive_lock(tmp_path / "made") as is_held:
         assert not is_held
     assert list(tmp_path.iterdir()) == []
     assert not recwarn.list
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(UserError, match=r"file/below/made cannot be written \(Not a directory\)"),
-        only_one(tmp_path / "file" / "below" / "made"),
+        exclusive_lock(tmp_path / "file" / "below" / "made"),
     ):
         pytest.fail("there is no such folder")
 
@@ -117,6 +117,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cache_folder.Path, "open", read_only)
     with (
         pytest.raises(UserError, match=r"made cannot be written \(Read-only file system\)"),
-        only_one(tmp_path / "made"),
+        exclusive_lock(tmp_path / "made"),
     ):
         pytest.fail("nothing can be written there")

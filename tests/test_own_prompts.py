@@ -16,7 +16,7 @@ from outpace.core.errors import UserError
 from outpace.distill import magpie
 from outpace.distill.prompts import read_prompts
 from outpace.distill.writer import Job, WriterOptions, Written
-from outpace.models.files.cache_folder import only_one
+from outpace.models.files.cache_folder import exclusive_lock
 from outpace.models.files.find import resolve
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ def test_two_processes_at_the_same_prompts(
     """The second is refused before it reads what is there, for the first goes on writing."""
     monkeypatch.setattr(magpie, "writer_of", Says(["hello world or well"] * 3, target))
     command = ["distill", "--target", str(target), "--out", str(tmp_path), "--write-prompts", "1"]
-    with only_one(tmp_path / "prompts.jsonl"):
+    with exclusive_lock(tmp_path / "prompts.jsonl"):
         with pytest.raises(SystemExit) as left:
             main(command)
         assert left.value.code == 2

@@ -20,7 +20,7 @@ from outpace.distill.start import DraftShape, draft_config, new_student
 from outpace.engine.build import BuildOptions
 from outpace.models.files import packed, pairs
 from outpace.models.files.find import resolve
-from outpace.models.files.packed import is_packed, pack, unpack, whole
+from outpace.models.files.packed import complete_draft, is_packed, pack, unpack
 from outpace.models.files.reading import read_json
 from outpace.models.load import load_draft, load_model
 
@@ -92,7 +92,7 @@ def test_the_embedding_of_a_gguf_target(tmp_path: Path, cache: Path) -> None:
     folder = resolve(str(file))
     draft = draft_of(folder, tmp_path / "draft")
     pack(draft, folder, tmp_path / "packed")
-    made = whole(tmp_path / "packed", folder)
+    made = complete_draft(tmp_path / "packed", folder)
     trained = new_student(folder, DraftShape("1"), None, 0).tensors[EMBEDDING]
     assert torch.equal(load_file(made / "model.safetensors")[EMBEDDING], trained.bfloat16())
     with outpace.load(file, tmp_path / "packed", method="speculative", drafter="model") as llm:
@@ -112,10 +112,10 @@ def test_another_process_drafts_with_it(tmp_path: Path, cache: Path) -> None:
 def test_a_cut_copy_in_the_cache_is_made_anew(tmp_path: Path, cache: Path) -> None:
     target = target_folder(tmp_path / "target")
     pack(draft_of(target, tmp_path / "draft"), target, tmp_path / "packed")
-    made = whole(tmp_path / "packed", target)
+    made = complete_draft(tmp_path / "packed", target)
     sound = files_of(made)
     (made / "model.safetensors").write_bytes(b"torn")
-    assert whole(tmp_path / "packed", target) == made
+    assert complete_draft(tmp_path / "packed", target) == made
     assert files_of(made) == sound
 
 

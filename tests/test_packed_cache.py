@@ -21,17 +21,17 @@ from outpace.core.errors import UserError
 from outpace.models.files import cache as cache_module
 from outpace.models.files import packed
 from outpace.models.files.cache import UNUSED_SECONDS
-from outpace.models.files.packed import pack, whole
+from outpace.models.files.packed import complete_draft, pack
 
 ROOT = Path(__file__).parents[1]
 WHOLE = """
 import sys
 from pathlib import Path
 from outpace.models.files import packed
-from outpace.models.files.packed import whole
+from outpace.models.files.packed import complete_draft
 made, unpacked = [], packed._unpack
 packed._unpack = lambda *arguments: made.append(unpacked(*arguments))
-print(whole(*map(Path, sys.argv[1:])), len(made), "torch" in sys.modules)
+print(complete_draft(*map(Path, sys.argv[1:])), len(made), "torch" in sys.modules)
 """
 
 
@@ -69,32 +69,32 @@ def copies(cache: Path) -> list[str]:
 
 
 def test_moved_and_reconverted_files_have_one_copy(target: Path, draft: Path, cache: Path, tmp_path: Path) -> None:
-    made = whole(draft, target, cache)
-    assert whole(copied(draft, tmp_path / "moved draft"), target, cache) == made
-    assert whole(draft, copied(target, tmp_path / "moved target"), cache) == made
+    made = complete_draft(draft, target, cache)
+    assert complete_draft(copied(draft, tmp_path / "moved draft"), target, cache) == made
+    assert complete_draft(draft, copied(target, tmp_path / "moved target"), cache) == made
     for file in target.iterdir():
         os.utime(file, (0, 0))
-    assert whole(draft, target, cache) == made
+    assert complete_draft(draft, target, cache) == made
     assert copies(cache) == [made.name]
 
 
 def test_other_content_has_another_copy(target: Path, draft: Path, cache: Path) -> None:
-    found = {whole(draft, target, cache)}
+    found = {complete_draft(draft, target, cache)}
     tensors = load_file(target / "model.safetensors")
     tensors["model.norm.weight"][0] += 1.0
     save_file(tensors, target / "model.safetensors")
-    assert {whole(draft, target, cache)} == found, "the draft has a norm of its own"
+    assert {complete_draft(draft, target, cache)} == found, "the draft has a norm of its own"
     tensors[EMBEDDING][-1, -1] += 1.0
     save_file(tensors, target / "model.safetensors")
-    found.add(made := whole(draft, target, cache))
+    found.add(made := complete_draft(draft, target, cache))
     assert load_file(made / "model.safetensors")[EMBEDDING][-1, -1] == tensors[EMBEDDING][-1, -1].to(torch.bfloat16)
     (target / "tokenizer_config.json").write_text("{}")
-    found.add(made := whole(draft, target, cache))
+    found.add(made := complete_draft(draft, target, cache))
     assert (made / "tokenizer_config.json").read_text() == "{}"
     own = load_file(draft / "model.safetensors")
     own["model.norm.weight"] = own["model.norm.weight"] + 1
     save_file(own, draft / "model.safetensors")
-    found.add(whole(draft, target, cache))
+    found.add(complete_draft(draft, target, cache))
     assert len(found) == 4
     assert copies(cache) == sorted(made.name for made in found)
 
@@ -102,7 +102,7 @@ def test_other_content_has_another_copy(target: Path, draft: Path, cache: Path) 
 def test_a_filled_cache_is_enough_at_another_place_and_read_only(
     target: Path, draft: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = files_of(whole(draft, target, cache))
+    made = files_of(complete_draft(draft, target, cache))
     moved = copied(cache, tmp_path / "moved")
     shutil.rmtree(cache)
 
@@ -112,33 +112,33 @@ def test_a_filled_cache_is_enough_at_another_place_and_read_only(
     for name in ("tempfile.mkstemp", "tempfile.mkdtemp", "os.utime", "shutil.rmtree", "os.unlink"):
         monkeypatch.setattr(name, read_only)
     monkeypatch.setattr(Path, "mkdir", read_only)
-    found = whole(draft, target, moved)
+    found = complete_draft(draft, target, moved)
     assert found.parent == moved / "drafts"
     assert files_of(found) == made
     with pytest.raises(UserError, match=r"cannot be written \(Read-only file system\)"):
-        whole(draft, target, tmp_path / "another")
+        complete_draft(draft, target, tmp_path / "another")
 
 
 def test_a_second_start_reads_no_large_file(
     target: Path, draft: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled(draft, target)
-    made = whole(draft, target, cache)
+    made = complete_draft(draft, target, cache)
     for part in (cache_module, packed):
         monkeypatch.setattr(part, "_hash", lambda *arguments: pytest.fail("read again"))
-    assert whole(draft, target, cache) == made
+    assert complete_draft(draft, target, cache) == made
 
 
 def test_copies_that_nobody_used_for_long_go_when_another_is_made(target: Path, draft: Path, cache: Path) -> None:
-    made = whole(draft, target, cache)
+    made = complete_draft(draft, target, cache)
     long_ago = time.time() - UNUSED_SECONDS - 60
     os.utime(made, (long_ago, long_ago))
-    assert whole(draft, target, cache).stat().st_mtime > long_ago, "now it is in use"
+    assert complete_draft(draft, target, cache).stat().st_mtime > long_ago, "now it is in use"
     os.utime(made, (long_ago, long_ago))
     former = cache / "packed-0123456789abcdef-v1"
     former.mkdir()
     (target / "tokenizer_config.json").write_text("{}")
-    other = whole(draft, target, cache)
+    other = complete_draft(draft, target, cache)
     assert copies(cache) == [other.name]
     assert not former.exists(), "nor do those of the version before stay"
 
@@ -164,6 +164,6 @@ def test_what_is_interrupted_leaves_nothing(target: Path, draft: Path, cache: Pa
         seen.append(stage)
 
     with pytest.raises(KeyboardInterrupt):
-        whole(draft, target, cache, progress)
+        complete_draft(draft, target, cache, progress)
     assert not (cache / "drafts").exists() or not copies(cache)
-    assert files_of(whole(draft, target, cache)).keys() >= {"config.json", "model.safetensors"}
+    assert files_of(complete_draft(draft, target, cache)).keys() >= {"config.json", "model.safetensors"}

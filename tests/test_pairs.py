@@ -9,7 +9,7 @@ import tiny
 
 from outpace.core.errors import UserError
 from outpace.models.files import pairs
-from outpace.models.files.pairs import PAIRS, find_draft
+from outpace.models.files.pairs import DRAFT_FAMILIES, find_draft
 from outpace.models.load import load_draft, load_model
 
 LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192}
@@ -95,7 +95,7 @@ def test_a_draft_that_comes_with_the_package_stands_first(tmp_path: Path, monkey
 
 
 def test_the_table_is_sound() -> None:
-    for pair in PAIRS:
+    for pair in DRAFT_FAMILIES:
         for draft in (pair.draft, pair.tuned):
             assert draft.count("/") == 1, draft
         assert pair.model_types
@@ -108,6 +108,6 @@ def test_auto_loads_the_draft_for_the_target(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UserError, match=r"no draft is known for .*gpt2-0, there is one for"):
         load_draft("auto", target)
     sibling = str(tiny.folder(tmp_path, "gpt_neox"))
-    family = pairs.Pair("Tiny", "gpt2", ("gpt2",), (tiny.VOCAB,), 16, sibling, sibling)
-    monkeypatch.setattr(pairs, "PAIRS", (family,))
+    family = pairs.DraftFamily("Tiny", "gpt2", ("gpt2",), (tiny.VOCAB,), 16, sibling, sibling)
+    monkeypatch.setattr(pairs, "DRAFT_FAMILIES", (family,))
     assert load_draft("auto", target).name == sibling

@@ -28,8 +28,8 @@ from outpace.models import devices
 from outpace.models.base import Part
 from outpace.models.hf import split
 from outpace.models.hf import split as leading
-from outpace.models.hf.passes import Passes, TransformersSession
-from outpace.models.hf.split import Lead
+from outpace.models.hf.passes import ForwardPasses, TransformersSession
+from outpace.models.hf.split import Leader
 from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
 
@@ -178,20 +178,20 @@ def test_a_model_without_a_plan_is_refused() -> None:
         text = SimpleNamespace(base_model_tp_plan=plan, **heads)
         return SimpleNamespace(get_text_config=lambda decoder: text)
 
-    split.check_plan(config({"layers": "colwise"}, num_attention_heads=4, num_key_value_heads=2), None, 2, "it")
-    split.check_plan(config(None), SimpleNamespace(_tp_plan={"lm_head": "colwise"}), 2, "it")
+    split.check_tp_plan(config({"layers": "colwise"}, num_attention_heads=4, num_key_value_heads=2), None, 2, "it")
+    split.check_tp_plan(config(None), SimpleNamespace(_tp_plan={"lm_head": "colwise"}), 2, "it")
     with pytest.raises(UserError, match="no plan to split it"):
-        split.check_plan(config(None), None, 2, "it")
+        split.check_tp_plan(config(None), None, 2, "it")
     with pytest.raises(UserError, match=r"2 num_key_value_heads, which 4 processes"):
-        split.check_plan(config({"a": "b"}, num_attention_heads=4, num_key_value_heads=2), None, 4, "it")
+        split.check_tp_plan(config({"a": "b"}, num_attention_heads=4, num_key_value_heads=2), None, 4, "it")
 
 
 def test_a_stranger_who_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     told: Queue[Any] = Queue()
     monkeypatch.setattr(split.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
     monkeypatch.setattr(split.dist, "get_world_size", lambda: 2)
-    found: list[Lead] = []
-    thread = threading.Thread(target=lambda: found.append(split.lead()), daemon=True)
+    found: list[Leader] = []
+    thread = threading.Thread(target=lambda: found.append(split.connect_followers()), daemon=True)
     thread.start()
     address, secret = told.get(timeout=60)
     socket.create_connection(address).close()
@@ -211,8 +211,8 @@ class Followed:
     def __init__(self, folder: Path) -> None:
         modules = [load_model(folder, runtime="transformers").model.module for _ in range(2)]
         mine, theirs = Pipe()
-        self.lead = Lead([mine])
-        self.passes = Passes(modules[0], self.lead)
+        self.lead = Leader([mine])
+        self.passes = ForwardPasses(modules[0], self.lead)
         self.failure: BaseException | None = None
         self.sessions: dict[int, TransformersSession] = {}
         self.follower = modules[1]

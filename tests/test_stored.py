@@ -21,8 +21,8 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part
 from outpace.models.files.checkpoint import Checkpoint, write_checkpoint
-from outpace.models.files.four_bits import BYTES, INPUTS
-from outpace.models.files.gguf.header import COMMON
+from outpace.models.files.four_bits import BLOCK_BYTES, BLOCK_INPUTS
+from outpace.models.files.gguf.header import COMMON_TYPES
 from outpace.models.files.gguf.source import GgufSource, convert
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
@@ -161,15 +161,15 @@ def test_a_folder_in_floats_is_rounded_where_it_lies(
 
 
 def test_the_common_types_are_what_the_gguf_package_says() -> None:
-    for number, common in COMMON.items():
+    for number, common in COMMON_TYPES.items():
         kind = GGMLQuantizationType(number)
         assert common == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
-    assert {kind.name for kind in COMMON.values()} >= set(kernels.FORMATS) - {"U4_32", "U4_64"}
+    assert {kind.name for kind in COMMON_TYPES.values()} >= set(kernels.FORMATS) - {"U4_32", "U4_64"}
 
 
 def test_the_packages_agree_on_the_sizes_of_blocks() -> None:
-    ours = {kind.name: (kind.values, kind.bytes) for kind in COMMON.values()}
-    ours |= {name: (INPUTS[name], BYTES[name]) for name in INPUTS}
+    ours = {kind.name: (kind.values, kind.bytes) for kind in COMMON_TYPES.values()}
+    ours |= {name: (BLOCK_INPUTS[name], BLOCK_BYTES[name]) for name in BLOCK_INPUTS}
     theirs = {name: (form.inputs, form.bytes) for name, form in emulation.FILE_FORMATS.items()}
     assert theirs == {name: ours[name] for name in theirs}
     assert {name: ours[name][0] for name in kernels.FORMATS} == kernels.FORMATS

@@ -22,7 +22,7 @@ from outpace.api.llm import LLM
 from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError, install_command
 from outpace.models.hf.model import TransformersModel
-from outpace.models.hf.tokenizer import OtherTokenizer, wrap
+from outpace.models.hf.tokenizer import SlowTokenizer, wrap_tokenizer
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import LoadOptions
@@ -262,7 +262,7 @@ def test_a_fast_tokenizer_is_read_and_left_as_it_is(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path, "gpt2")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.backend_tokenizer.enable_truncation(2)
-    ours = wrap(theirs, [7])
+    ours = wrap_tokenizer(theirs, [7])
     assert type(ours) is Tokenizer
     assert len(ours.encode(PROMPT)) > 2
     assert theirs.backend_tokenizer.truncation is not None
@@ -276,8 +276,8 @@ def test_a_fast_tokenizer_is_read_and_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_python_code_works_the_same() -> None:
     theirs = transformers.ByT5Tokenizer()
-    ours = wrap(theirs, [5])
-    assert type(ours) is OtherTokenizer
+    ours = wrap_tokenizer(theirs, [5])
+    assert type(ours) is SlowTokenizer
     said = "grüße, 世界 🙂!"
     ids = ours.encode(said)
     assert ids == theirs.encode(said)
@@ -291,4 +291,4 @@ def test_a_tokenizer_that_is_python_code_works_the_same() -> None:
         assert "".join([*pieces, text.finish()]) == ours.decode(cut)
     with pytest.raises(UserError, match="half a character"):
         ours.encode("\ud800")
-    assert ours.tokens_differ(wrap(transformers.ByT5Tokenizer(extra_ids=5), [])) is None
+    assert ours.tokens_differ(wrap_tokenizer(transformers.ByT5Tokenizer(extra_ids=5), [])) is None

@@ -9,7 +9,7 @@ import pytest
 from test_tokenizer import BYTES
 from tokenizers import Tokenizer, decoders, models
 
-from outpace.models.text.text_stream import DAMAGED, KEPT, LONGEST, WindowText, byte_alphabet
+from outpace.models.text.text_stream import REPLACEMENT, WINDOW_KEPT, WINDOW_MAX, WindowStream, byte_alphabet
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -22,7 +22,7 @@ class WholeText:
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids += ids
-        return self._since(self._decode(self._ids).rstrip(DAMAGED))
+        return self._since(self._decode(self._ids).rstrip(REPLACEMENT))
 
     def finish(self) -> str:
         return self._since(self._decode(self._ids))
@@ -85,8 +85,8 @@ def texts(name: str, count: int, longest: int) -> Iterable[tuple[list[int], int]
 @pytest.mark.parametrize("name", DECODERS)
 def test_each_piece_is_that_of_whole_decoding(name: str, count: int) -> None:
     decode = DECODERS[name][0]
-    for ids, step in texts(name, count, 6 * LONGEST):
-        windowed, whole = WindowText(decode), WholeText(decode)
+    for ids, step in texts(name, count, 6 * WINDOW_MAX):
+        windowed, whole = WindowStream(decode), WholeText(decode)
         for at in range(0, len(ids), step):
             assert windowed.push(ids[at : at + step]) == whole.push(ids[at : at + step]), ids[: at + step]
         assert windowed.finish() == whole.finish(), ids
@@ -95,8 +95,8 @@ def test_each_piece_is_that_of_whole_decoding(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", ["WordPiece", "Metaspace", "BPEDecoder", "CTC", "dropped bytes", "joined", "numbered"])
 def test_the_pieces_add_up(name: str) -> None:
     decode = DECODERS[name][0]
-    for ids, step in texts(name, 60, 6 * LONGEST):
-        stream = WindowText(decode)
+    for ids, step in texts(name, 60, 6 * WINDOW_MAX):
+        stream = WindowStream(decode)
         pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
         assert "".join(pieces) + stream.finish() == decode(ids), ids
 
@@ -105,7 +105,7 @@ def test_no_character_is_cut() -> None:
     text = "日本 é😀 " * 40
     for decode in (dropped_bytes, DECODERS["ByteLevel"][0]):
         order = list(byte_alphabet().values())
-        stream, shown = WindowText(decode), ""
+        stream, shown = WindowStream(decode), ""
         for byte in text.encode():
             shown += stream.push([byte if decode is dropped_bytes else order.index(byte)])
             assert text.startswith(shown)
@@ -128,10 +128,10 @@ class Counted:
 def test_decoded_ids_for_a_token_do_not_grow_with_the_text(name: str, count: int) -> None:
     decode, pool = DECODERS[name]
     chance, counted = random.Random(0), Counted(decode)
-    stream = WindowText(counted)
+    stream = WindowStream(counted)
     for _ in range(count):
         stream.push([chance.choice(pool)])
-    assert counted.ids <= (LONGEST + KEPT) * count
+    assert counted.ids <= (WINDOW_MAX + WINDOW_KEPT) * count
     before = counted.ids
     stream.finish()
     assert counted.ids - before <= 2 * count
@@ -141,7 +141,7 @@ def test_decoded_ids_for_a_token_do_not_grow_with_the_text(name: str, count: int
 def test_decoded_ids_stay_few_while_there_is_no_text(silent: int) -> None:
     """Tokens that are not shown (9 of nine words), bytes that are no character."""
     counted = Counted(DECODERS["WordPiece" if silent == 9 else "ByteLevel"][0])
-    stream = WindowText(counted)
+    stream = WindowStream(counted)
     for _ in range(4000):
         stream.push([silent])
-    assert counted.ids <= (LONGEST + KEPT) * 4000
+    assert counted.ids <= (WINDOW_MAX + WINDOW_KEPT) * 4000

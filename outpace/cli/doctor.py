@@ -25,7 +25,7 @@ from outpace.models.options import FILE
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
-    from outpace.models.files.cache import Entry
+    from outpace.models.files.cache import CacheEntry
 
 
 SHOWN = 12  # entries in a row each, the largest
@@ -40,7 +40,7 @@ def cache_contents() -> dict[str, Any]:
         folder = cache_folder()
     except UserError as error:
         return {"missing": str(error), "folder": None, "bytes": 0, "entries": []}
-    found = cache.entries(folder)
+    found = cache.list_entries(folder)
     return {
         "folder": str(folder),
         "bytes": sum(entry.bytes for entry in found),
@@ -67,21 +67,21 @@ def clean_cache() -> dict[str, Any]:
     from outpace.models.files.cache_place import cache_folder
 
     folder = cache_folder()
-    removed: list[Entry] = []
+    removed: list[CacheEntry] = []
     kept: list[dict[str, Any]] = []
-    for entry in cache.entries(folder):
-        reason = cache.remove(entry)
+    for entry in cache.list_entries(folder):
+        reason = cache.remove_entry(entry)
         if reason is None:
             removed.append(entry)
         else:
             kept.append(_cache_entry(entry, folder) | {"reason": reason})
-    cache.remove_empty(folder)
+    cache.remove_empty_folders(folder)
     return {
         "folder": str(folder),
         "bytes": sum(entry.bytes for entry in removed),
         "removed": [_cache_entry(entry, folder) for entry in removed],
         "kept": kept,
-        "others": [path.name for path in cache.others(folder)],
+        "others": [path.name for path in cache.list_foreign(folder)],
     }
 
 
@@ -109,7 +109,7 @@ def _again(entry: dict[str, Any]) -> str:
     return f"; `outpace tune --drafter {drafter} --corpus FILE` makes them again"
 
 
-def _cache_entry(entry: Entry, folder: Path) -> dict[str, Any]:
+def _cache_entry(entry: CacheEntry, folder: Path) -> dict[str, Any]:
     name = str(entry.path.relative_to(folder))
     return {"name": name, "kind": entry.kind, "bytes": entry.bytes, "used": round(entry.used)}
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import only_one
+from outpace.models.files.cache_folder import exclusive_lock
 
 
 @contextmanager
@@ -17,5 +17,5 @@ def alone(path: Path, work: str) -> Iterator[None]:
     def taken() -> None:
         raise UserError(f"another process is {work} in {path}: wait for it, end it, or choose another --out")
 
-    with only_one(path, taken):
+    with exclusive_lock(path, taken):
         yield

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.parts import index_of, save_parts, shared_out
-from outpace.models.files.checkpoint import parts_of
+from outpace.models.files.checkpoint import read_index
 
 STEM = "training"
 FILE, INDEX = f"{STEM}.safetensors", f"{STEM}.safetensors.index.json"
@@ -92,7 +92,7 @@ def check(folder: Path, trained: Mapping[str, Sequence[int]]) -> None:
 def _files(folder: Path) -> list[Path]:
     """The files of the checkpoint, none where there is none."""
     if (folder / INDEX).exists():
-        return [folder / name for name in dict.fromkeys(parts_of(folder / INDEX).values())]
+        return [folder / name for name in dict.fromkeys(read_index(folder / INDEX).values())]
     return [folder / FILE] if (folder / FILE).exists() else []
 
 

@@ -14,7 +14,7 @@ from outpace.models import runtimes
 from outpace.models.base import Model
 from outpace.models.devices import check_asked
 from outpace.models.files.find import locate
-from outpace.models.files.packed import is_packed, whole
+from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
@@ -110,7 +110,7 @@ def _whole(spec: Path, target: str, files: Callable[[], Path] | None, progress: 
             f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
             " the draft whole with the target's files by `outpace distill --unpack`"
         )
-    return whole(spec.expanduser(), files(), progress=progress)
+    return complete_draft(spec.expanduser(), files(), progress=progress)
 
 
 def _shallow(spec: str, target: Loaded) -> Model:

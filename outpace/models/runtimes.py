@@ -233,14 +233,14 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
         raise UserError(f"kv_dtype {options.kv_dtype} is for the runtimes native and llama, leave it out here")
     if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
-    from outpace.models.files.model_kind import check_kind
+    from outpace.models.files.model_kind import check_causal_lm
     from outpace.models.files.reading import read_json
     from outpace.models.hf import load as transformers_load
 
     progress("loading", 0.0)
     source, revision = _source(spec, progress)
     if isinstance(source, Path):  # of which our own runtimes may read a part that transformers does not load alone
-        check_kind(read_json(source / "config.json"), source)
+        check_causal_lm(read_json(source / "config.json"), source)
     model, tokenizer = transformers_load.load(source, revision, options)
     return _of_transformers(model, tokenizer, _name(spec))
 
@@ -251,10 +251,10 @@ def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, st
     from outpace.models.files import hub
     from outpace.models.files.find import resolve
 
-    name = None if spec is None or os.path.exists(spec) else hub.parse(str(spec))
+    name = None if spec is None or os.path.exists(spec) else hub.parse_name(str(spec))
     if name is None or name.file is not None:
         return resolve(None if spec is None else str(spec), progress=progress), None
-    folder = hub.cached(name)
+    folder = hub.cached_snapshot(name)
     return (name.repository, name.revision) if folder is None else (resolve(str(folder)), None)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import cache_folder, only_one
+from outpace.models.files.cache_folder import cache_folder, exclusive_lock
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
@@ -43,7 +43,7 @@ def gguf_file(spec: str | Path | None, kind: str, cache: Path | None = None) -> 
     folder = resolve(None if spec is None else str(spec))
     file = (cache or cache_folder()) / "gguf" / f"{folder.name[:MAX_NAME]}-{_identity(folder)}-{kind}.gguf"
     if not file.is_file():
-        with only_one(file):
+        with exclusive_lock(file):
             if not file.is_file():
                 _write_whole(folder, kind, file)
     return file

@@ -1,12 +1,12 @@
-"""The files in the cache folder: made once, listed, and removed. Nothing is touched but what outpace has made there.
+"""Creates, lists and removes the files in the cache folder. Only files that outpace created there are touched.
 
-    NAME-<hash>-v2/            a model converted from a .gguf file, for other runtimes than the native one
-    drafts/<hash>-v2/          a packed draft made whole with its target's embeddings
+    NAME-<hash>-v2/            a model converted from a .gguf file, for runtimes other than the native one
+    drafts/<hash>-v2/          a packed draft completed with its target's embeddings
     gguf/NAME-<hash>-Q.gguf    a model written for llama.cpp
-    profiles/<hash>.json       what the planner learnt of a pair of models
-    tables/NAME-<hash>.tables  what `outpace tune --corpus` made for a drafter
+    profiles/<hash>.json       the planner's measurements of a model pair
+    tables/NAME-<hash>.tables  tables that `outpace tune --corpus` made for a drafter
 
-Beside them are locks (.NAME.lock) and what killed programs left (.NAME.part-...).
+The folder also holds locks (.NAME.lock) and leftovers of killed programs (.NAME.part-...).
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from typing import NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_folder import only_one, temporary_prefix
+from outpace.models.files.cache_folder import exclusive_lock, temporary_prefix
 
 DRAFTS, DIGESTS = "drafts", "digests.json"
 MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
 TABLES = "tables of a drafter"
-HASHES, LEFT = "hashes of files", "left by an earlier program"
+HASHES, LEFTOVER = "hashes of files", "left by an earlier program"
 HEX = "[0-9a-f]"
-PLACES = {  # folder, and what the names of our entries there are like, by kind
+ENTRY_PATTERNS = {  # by folder: a pattern for the names of each kind of entry
     "": {MODEL: rf".+-{HEX}{{16}}-v\d+"},
     DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+", HASHES: re.escape(DIGESTS)},
     "gguf": {LLAMA_CPP: rf".+-{HEX}{{16}}-\w+\.gguf"},
-    "profiles": {PROFILE: rf"{HEX}{{24}}\.json", LEFT: r"tmp\w+\.part"},
-    "tables": {TABLES: rf"\w+-{HEX}{{16}}\.tables", LEFT: rf"\.\w+-{HEX}{{16}}\.tables\.\w+\.part"},
+    "profiles": {PROFILE: rf"{HEX}{{24}}\.json", LEFTOVER: r"tmp\w+\.part"},
+    "tables": {TABLES: rf"\w+-{HEX}{{16}}\.tables", LEFTOVER: rf"\.\w+-{HEX}{{16}}\.tables\.\w+\.part"},
 }
-FOLDERS = (MODEL, DRAFT)  # the other kinds are files
-OLD_DRAFT = rf".+-{HEX}{{16}}-v1"  # a draft made whole by outpace 0.1; models are converted as v2 today
+FOLDERS = (MODEL, DRAFT)  # all other kinds are files
+OLD_DRAFT = rf".+-{HEX}{{16}}-v1"  # a completed draft of outpace 0.1; models are converted as v2 today
 UNUSED_SECONDS = 30 * 24 * 3600.0
 
 
-class Entry(NamedTuple):
-    """A file or folder of ours in the cache. `used`: seconds since 1970, as far as is known."""
+class CacheEntry(NamedTuple):
+    """A file or folder in the cache that outpace created. `used`: last use, in seconds since 1970, as far as known."""
 
     path: Path
     kind: str
@@ -54,61 +54,62 @@ class Entry(NamedTuple):
 
 
 class _BusyError(Exception):
-    """Another process is making the entry."""
+    """Another process is creating the entry."""
 
 
-def made_once(
+def make_once(
     folder: Path, is_whole: Callable[[Path], bool], make: Callable[[], None], waiting: Callable[[], None] = lambda: None
 ) -> bool:
-    """Calls `make` unless the folder is whole; whether it did. Processes that want it at once wait for the first.
+    """Call `make` unless the folder is complete; return whether it was called. Concurrent processes wait for the first.
 
-    What processes that were killed have left of it is cleared away.
+    Leftovers of killed processes for the same folder are removed.
     """
     if is_whole(folder):
         return False
-    with only_one(folder, waiting) as is_alone:
+    with exclusive_lock(folder, waiting) as is_alone:
         if is_alone:
             for left in folder.parent.glob(glob.escape(temporary_prefix(folder)) + "*"):
                 shutil.rmtree(left, ignore_errors=True)
         if is_whole(folder):
             return False
-        shutil.rmtree(folder, ignore_errors=True)  # cut, or files were taken out of it
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete: truncated, or files were removed
         make()
     return True
 
 
 def mark_used(path: Path) -> None:
-    """Notes that the entry is of use, for `remove_unused`."""
-    with suppress(OSError):  # in a read-only cache nothing is removed either
+    """Update the entry's time of last use, which `remove_unused` reads."""
+    with suppress(OSError):  # a read-only cache is never cleaned either
         os.utime(path)
 
 
-def remove_unused(cache: Path) -> list[Entry]:
-    """Removes whole drafts that nobody has used for thirty days, or that this version does not look for."""
+def remove_unused(cache: Path) -> list[CacheEntry]:
+    """Remove completed drafts unused for thirty days, and those in an older version's format."""
     now = time.time()
     stale = [
         entry
-        for entry in entries(cache)
+        for entry in list_entries(cache)
         if (entry.kind == DRAFT and now - entry.used > UNUSED_SECONDS)
         or (entry.kind == MODEL and re.fullmatch(OLD_DRAFT, entry.path.name))
     ]
-    return [entry for entry in stale if remove(entry) is None]
+    return [entry for entry in stale if remove_entry(entry) is None]
 
 
-def entries(cache: Path) -> list[Entry]:
-    """What outpace has made there, the largest first."""
-    found = [_entry(path, kind) for path, kind in _ours(cache)]
+def list_entries(cache: Path) -> list[CacheEntry]:
+    """List the entries that outpace created, largest first."""
+    found = [_entry(path, kind) for path, kind in _own_paths(cache)]
     return sorted((entry for entry in found if entry), key=lambda entry: (-entry.bytes, entry.path))
 
 
-def others(cache: Path) -> list[Path]:
-    """What else stands in the cache folder, and in our folders there."""
-    ours = {path for path, _ in _ours(cache)} | {cache / place for place in PLACES}
-    return [path for place in PLACES for path in _listed(cache / place) if path not in ours]
+def list_foreign(cache: Path) -> list[Path]:
+    """List other files in the cache folder and its subfolders."""
+    ours = {path for path, _ in _own_paths(cache)} | {cache / place for place in ENTRY_PATTERNS}
+    return [path for place in ENTRY_PATTERNS for path in _list_folder(cache / place) if path not in ours]
 
 
-def remove(entry: Entry) -> str | None:
-    """Removes an entry; None, or why it is still there. What others have open stays theirs until they close it."""
+def remove_entry(entry: CacheEntry) -> str | None:
+    """Remove an entry; return None, or the reason why it is still there. Processes that have it open keep their
+    data."""
 
     def busy() -> None:
         raise _BusyError
@@ -116,7 +117,7 @@ def remove(entry: Entry) -> str | None:
     path = entry.path
     remains = re.fullmatch(r"\.(.+)\.(lock|part-\w+)", path.name)
     try:
-        with only_one(path.parent / remains[1] if remains else path, waiting=busy):
+        with exclusive_lock(path.parent / remains[1] if remains else path, waiting=busy):
             if path.exists() and path.stat().st_mtime != entry.used and path.suffix != ".lock":
                 return "another process has just used it"
             if path.is_dir():
@@ -130,25 +131,25 @@ def remove(entry: Entry) -> str | None:
     return None
 
 
-def remove_empty(cache: Path) -> None:
-    """Removes our folders in the cache that hold nothing any more."""
-    for place in filter(None, PLACES):
-        with suppress(OSError):  # it is not there, or holds what is not ours
+def remove_empty_folders(cache: Path) -> None:
+    """Remove empty subfolders of the cache."""
+    for place in filter(None, ENTRY_PATTERNS):
+        with suppress(OSError):  # missing, or it holds foreign files
             (cache / place).rmdir()
 
 
-def _ours(cache: Path) -> Iterator[tuple[Path, str]]:
-    """Entries by kind; a link is not ours, nor is a folder that holds folders."""
-    for place, kinds in PLACES.items():
-        for path in _listed(cache / place):
+def _own_paths(cache: Path) -> Iterator[tuple[Path, str]]:
+    """Yield paths and kinds of entries. Links and folders that contain folders are not entries."""
+    for place, kinds in ENTRY_PATTERNS.items():
+        for path in _list_folder(cache / place):
             for kind, pattern in kinds.items():
                 if re.fullmatch(pattern, path.name) and path.is_dir() == (kind in FOLDERS) and _is_flat(path):
                     yield path, kind
                 elif re.fullmatch(rf"\.({pattern})\.(lock|part-\w+)", path.name) and _is_flat(path):
-                    yield path, LEFT
+                    yield path, LEFTOVER
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -156,42 +157,45 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _is_flat(path: Path) -> bool:
-    return not path.is_symlink() and (path.is_file() or all(file.is_file() for file in _listed(path)))
+    return not path.is_symlink() and (path.is_file() or all(file.is_file() for file in _list_folder(path)))
 
 
-def _entry(path: Path, kind: str) -> Entry | None:
+def _entry(path: Path, kind: str) -> CacheEntry | None:
     try:
         files = [path, *path.iterdir()] if path.is_dir() else [path]
         sizes = [file.stat().st_size for file in files if file.is_file()]
-        return Entry(path, kind, sum(sizes), path.stat().st_mtime)
-    except OSError:  # it went while we looked
+        return CacheEntry(path, kind, sum(sizes), path.stat().st_mtime)
+    except OSError:  # removed meanwhile
         return None
 
 
-MOST = 64  # hashes remembered
-SETTLED = 2_000_000_000  # nanoseconds after which a further write would show in a file's time
+MAX_DIGESTS = 64  # hashes kept
+SETTLED = 2_000_000_000  # nanoseconds; a later write surely changes the modification time
 BLOCK = 2**20
 
 
 class Digests(AbstractContextManager["Digests"]):
-    """Hashes by file; with the block's end those that are new are kept in `memory`, where that can be written."""
+    """Hashes of large files, cached by path, size and modification time so that a file is not read at every start.
+
+    When the block ends, new hashes are saved in `memory` if it can be written.
+    """
 
     def __init__(self, memory: Path, root: Path) -> None:
-        """Files below `root` are known by their path from there: it may be moved, with `memory` in it."""
+        """Files below `root` are identified by their relative path, so `root` may be moved together with `memory`."""
         self._memory, self._root = memory, root.resolve()
         self._known = _read(memory)
         self._is_new = False
 
     def __exit__(self, *error: object) -> None:
         if self._is_new:
-            _write(self._memory, dict(list(self._known.items())[-MOST:]))
+            _write(self._memory, dict(list(self._known.items())[-MAX_DIGESTS:]))
 
     def of_file(self, file: Path) -> str:
-        """The hash of all that the file holds; UserError if it cannot be read."""
+        """Return the hash of the file's content; UserError if it cannot be read."""
         return self.of_part(file, "", lambda: _hash(file))
 
     def of_part(self, file: Path, part: str, compute: Callable[[], str]) -> str:
-        """What `compute` says of a part of the file, asked only if the file has changed since it was asked last."""
+        """Return `compute()`, the hash of a part of the file, recomputed only if the file has changed since."""
         try:
             status = file.stat()
             key = f"{self._name(file.resolve())}\n{part}"
@@ -202,7 +206,7 @@ class Digests(AbstractContextManager["Digests"]):
         is_known = known.startswith(stamp)
         digest = known.removeprefix(stamp) if is_known else compute()
         if is_known or abs(time.time_ns() - status.st_mtime_ns) > SETTLED:
-            self._known[key] = stamp + digest  # as the last, for those that were not asked for long are forgotten
+            self._known[key] = stamp + digest  # moved to the end: the oldest are dropped first
             self._is_new |= not is_known
         return digest
 
@@ -222,7 +226,7 @@ def _hash(file: Path) -> str:
 
 
 def _read(memory: Path) -> dict[str, str]:
-    """What was kept; nothing where that is missing or damaged."""
+    """Read the saved hashes; return an empty dict if the file is missing or damaged."""
     try:
         found = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -232,7 +236,7 @@ def _read(memory: Path) -> dict[str, str]:
 
 
 def _write(memory: Path, known: dict[str, str]) -> None:
-    with suppress(OSError):  # a read-only cache costs the next start the time to read the files
+    with suppress(OSError):  # with a read-only cache the next start reads the files again
         memory.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{memory.name}.part-", dir=memory.parent)
         try:

@@ -1,4 +1,4 @@
-"""Where files of our own are kept, and what is said where they cannot be."""
+"""Locates the cache folder, and writes files there: one process at a time, whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,65 +17,63 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace.
+    """Return the folder for converted models: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace.
 
-    UserError where a home folder is meant that the system does not know.
+    Raises UserError if the path needs a home folder that the system does not know.
     """
     own, shared = os.environ.get("OUTPACE_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
     try:
         if own:
             return Path(own).expanduser()
-        is_valid = os.path.isabs(shared)  # by its specification a relative one is to be ignored
+        is_valid = os.path.isabs(shared)  # the XDG specification says to ignore relative paths
         return (Path(shared) if is_valid else Path.home() / ".cache") / "outpace"
     except RuntimeError as error:
-        said = (
-            f"OUTPACE_CACHE is {own!r:.200}, whose" if own else "the cache folder is to be in the user's home, but this"
-        )
-        raise UserError(f"{said} home folder is not known: name a folder by OUTPACE_CACHE") from error
+        reason = f"OUTPACE_CACHE is {own!r:.200}, whose" if own else "the cache folder is in the user's home, but this"
+        raise UserError(f"{reason} home folder is not known: name a folder by OUTPACE_CACHE") from error
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
-    """For what cannot be written, with the way out where it is to lie in the cache folder."""
-    said = f"{path} cannot be written ({error.strerror or error})"
+def write_error(path: Path, error: OSError) -> UserError:
+    """Return the error for a file that cannot be written, with advice if it belongs in the cache folder."""
+    reason = f"{path} cannot be written ({error.strerror or error})"
     try:
         is_cached = cache_folder() in path.parents
-    except UserError:  # it is nowhere
+    except UserError:  # there is no cache folder
         is_cached = False
-    return UserError(f"{said}: name another folder by OUTPACE_CACHE" if is_cached else said)
+    return UserError(f"{reason}: name another folder by OUTPACE_CACHE" if is_cached else reason)
 
 
-def lock_file(path: Path) -> Path:
-    """The file beside `path` that is locked while `path` is made."""
+def lock_path(path: Path) -> Path:
+    """Return the lock file for `path`, in the same folder."""
     return path.parent / f".{path.name}.lock"
 
 
 @contextmanager
-def only_one(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Holds the lock of `path`; `waiting` is called first where another holds it, and may raise.
+def exclusive_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
+    """Hold the lock of `path`; call `waiting` first if another process holds it (`waiting` may raise).
 
-    False where the file system has no locks: then several may be in the block at once. UserError where nothing can be
-    written beside `path`. The system frees the lock of a process that is killed.
+    Yields False if the file system has no locks: several processes may then run the block at once. Raises UserError if
+    nothing can be written next to `path`. The system frees the lock of a killed process.
     """
     from filelock import FileLock
 
-    file = lock_file(path)
+    file = lock_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
     except OSError as error:
-        raise unwritable(path, error) from error
-    lock = FileLock(file, fallback_to_soft=False)  # a lock that is a mere file would outlive a process that is killed
-    is_held = _acquired(lock, waiting)
+        raise write_error(path, error) from error
+    lock = FileLock(file, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    is_held = _acquire(lock, waiting)
     try:
         yield is_held
     finally:
-        with suppress(OSError):  # whoever waits for the file that is removed here asks for a new one
+        with suppress(OSError):  # processes waiting for the removed file open a new one
             file.unlink()
         if is_held:
             lock.release()
 
 
-def _acquired(lock: BaseFileLock, waiting: Callable[[], None]) -> bool:
+def _acquire(lock: BaseFileLock, waiting: Callable[[], None]) -> bool:
     from filelock import Timeout
 
     try:
@@ -91,15 +89,16 @@ def _acquired(lock: BaseFileLock, waiting: Callable[[], None]) -> bool:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name at the end of the block; removed if the block raises.
+    """Yield a temporary folder next to `path` that is renamed to `path` when the block ends; removed if the block
+    raises.
 
-    If another writer took the name meanwhile, its folder stays and this one goes.
+    If another process created `path` meanwhile, its folder stays and this one is removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(path), dir=path.parent))
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error
     try:
         yield folder
         _flush_to_disk(folder)
@@ -110,18 +109,18 @@ def new_folder(path: Path) -> Iterator[Path]:
             if not path.is_dir():
                 raise
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def temporary_prefix(path: Path) -> str:
-    """How the names of the temporary folders of `path` start."""
+    """Return the prefix of the names of temporary folders for `path`."""
     return f".{path.name}.part-"
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """A rename may outlive a power cut that the files' contents do not, so contents go first."""
+    """Flush the files before the rename: after a power cut the rename could survive without their contents."""
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())

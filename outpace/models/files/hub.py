@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: which files of a repository are needed, and how they get here, or out of its cache.
+"""Selects, downloads and finds in its cache the files of a Hugging Face hub model.
 
 A name is owner/name, owner/name@revision, owner/name:file.gguf or owner/name:Q4_K_M.
 """
@@ -17,15 +17,15 @@ from typing import Any
 from outpace.core.errors import UserError, install_command
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
 from outpace.models.files.gguf.header import part_files
-from outpace.models.files.model_kind import check_kind_of_text
+from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.reading import read_json
 
 Progress = Callable[[str, float], None]
 NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\w[\w./-]*))?(:(?P<file>\w[\w./ -]*))?", re.ASCII
 )
-PLAIN = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)  # a repository's name and nothing more
-NO_MODELS = ("mmproj", "imatrix")  # how the names of .gguf files that hold no language model start
+REPOSITORY_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)  # a repository's name alone
+NO_MODELS = ("mmproj", "imatrix")  # prefixes of .gguf files without a language model
 TEXTS = (".json", ".jinja")
 
 
@@ -42,24 +42,24 @@ class HubName:
         return self.repository + revision + file
 
 
-def parse(spec: str) -> HubName | None:
-    """The hub's name in `spec`, None if it is none."""
+def parse_name(spec: str) -> HubName | None:
+    """Parse `spec` as a hub name; None if it is none."""
     found = NAME.fullmatch(spec)
     return HubName(**found.groupdict()) if found else None
 
 
 def fetch(name: HubName, progress: Progress) -> Path:
-    """The model's folder, or its .gguf file, in the hub's cache; what is missing there is downloaded.
+    """Return the model's folder, or its .gguf file, in the hub's cache, after downloading missing files.
 
-    Without a network the cache alone is asked. UserError: no such repository, gated, no causal language model, no file
-    that can be read, several GGUF files and none named, or nothing here and no network.
+    Without a network only the cache is used. Raises UserError: no such repository, gated, no causal language model, no
+    readable file, several GGUF files and none named, or neither cached nor reachable.
     """
     found = _ask(name)
     if isinstance(found, Exception):
         return _from_cache(name, found)
     from huggingface_hub import snapshot_download
 
-    files = choose(name, found)
+    files = choose_files(name, found)
     bars = _bars(progress)
     try:
         patterns = [glob.escape(file) for file in files]
@@ -69,19 +69,20 @@ def fetch(name: HubName, progress: Progress) -> Path:
     return _found(Path(folder), files)
 
 
-def cached(name: HubName) -> Path | None:
-    """The repository's folder in the hub's cache where the hub gives no answer; None where it does.
+def cached_snapshot(name: HubName) -> Path | None:
+    """Return the repository's folder in the hub's cache if the hub does not answer; None if it does.
 
-    UserError where neither has it, or where it holds no causal language model.
+    Raises UserError if neither has it, or if it holds no causal language model.
     """
     found = _ask(name)
     return _snapshot(name, found) if isinstance(found, Exception) else None
 
 
 def _ask(name: HubName) -> list[str] | Exception:
-    """The repository's files, or why the hub does not tell. UserError if they are no causal language model's.
+    """Return the repository's files, or the exception if the hub does not answer. UserError if it is no causal language
+    model.
 
-    One request of a few seconds: `list_repo_files` tries six times, half a minute long, where there is no network.
+    This is one request of a few seconds: `list_repo_files` retries six times, for half a minute without a network.
     """
     try:
         from huggingface_hub import HfApi, constants
@@ -93,15 +94,15 @@ def _ask(name: HubName) -> list[str] | Exception:
         info = HfApi().model_info(name.repository, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # connection, proxy, and HTTP errors share no base class
         return error
-    check_kind_of_text(info.config or {}, name)
+    check_text_model(info.config or {}, name)
     return [file.rfilename for file in info.siblings or ()]
 
 
-def choose(name: HubName, listed: Sequence[str]) -> list[str]:
-    """Those of a repository's files that are needed; UserError if there is no model among them that can be read."""
+def choose_files(name: HubName, listed: Sequence[str]) -> list[str]:
+    """Select the files needed from a repository; UserError if there is no readable model among them."""
     top = sorted(file for file in listed if "/" not in file)
     gguf = sorted(file for file in listed if file.endswith(".gguf") and not Path(file).name.startswith(NO_MODELS))
-    gguf = [file for file in gguf if _parts(file)[0] == file]  # a model in several files goes by the first
+    gguf = [file for file in gguf if _parts(file)[0] == file]  # a model in several files is named by its first
     if name.file is not None:
         return _whole(name, _gguf_named(name, gguf), listed)
     weights = [file for file in top if file.endswith(".safetensors") and not file.startswith("consolidated")]
@@ -122,12 +123,12 @@ def choose(name: HubName, listed: Sequence[str]) -> list[str]:
 
 
 def _parts(file: str) -> list[str]:
-    """All files of the model that this .gguf file is, or is a part of, in a repository's terms."""
+    """List all files of a .gguf model from the name of one of them."""
     return [str(part) for part in part_files(PurePosixPath(file))]
 
 
 def _whole(name: HubName, file: str, listed: Sequence[str]) -> list[str]:
-    """A .gguf file with its further parts; UserError where the repository lacks one."""
+    """List a .gguf file with its other parts; UserError if the repository lacks one."""
     parts = _parts(file)
     missing = next((part for part in parts if part not in listed), None)
     if missing is not None:
@@ -136,7 +137,7 @@ def _whole(name: HubName, file: str, listed: Sequence[str]) -> list[str]:
 
 
 def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
-    """The one file of that name, or the only one that has it between its dots and dashes."""
+    """Return the file with this name, or the only one that contains it between dots and dashes."""
     wanted = name.file or ""
     if wanted in gguf:
         return wanted
@@ -151,21 +152,21 @@ def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
 
 
 def _from_cache(name: HubName, error: Exception) -> Path:
-    """What an earlier download left; the reason why the hub was of no help is told if that is not enough."""
+    """Return what an earlier download left; if that is not enough, the error also says why the hub did not help."""
     path = _snapshot(name, error)
     listed = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     try:
-        return _found(path, choose(name, listed))
+        return _found(path, choose_files(name, listed))
     except UserError as incomplete:
         raise UserError(f"{_reason(name, error)}; its copy in the cache cannot be used: {incomplete}") from error
 
 
 def _snapshot(name: HubName, error: Exception) -> Path:
-    """The folder that an earlier download left; UserError says why there is none."""
+    """Return the folder of an earlier download; UserError says why there is none."""
     from huggingface_hub import snapshot_download
 
     try:
-        # No pattern: all that is here may be used, what is needed of it is checked by whoever reads it.
+        # No pattern: any cached file may be used; missing ones are reported when they are read.
         folder = snapshot_download(name.repository, revision=name.revision, local_files_only=True, allow_patterns=[])
     except Exception:
         raise UserError(_reason(name, error)) from error
@@ -173,7 +174,7 @@ def _snapshot(name: HubName, error: Exception) -> Path:
 
 
 def _found(folder: Path, files: Sequence[str]) -> Path:
-    """The folder, checked for the shards that its index names; or the .gguf file."""
+    """Return the folder, after checking the shards that its index names, or the .gguf file."""
     if files[0].endswith(".gguf"):
         return folder / files[0]
     if INDEX in files:
@@ -186,7 +187,7 @@ def _found(folder: Path, files: Sequence[str]) -> Path:
 
 
 def _reason(name: HubName, error: Exception) -> str:
-    """One sentence for what the hub's library raised."""
+    """Describe in one sentence what the hub's library raised."""
     from huggingface_hub import errors
 
     said = f"{str(name)!r} is no folder or file here"
@@ -198,7 +199,7 @@ def _reason(name: HubName, error: Exception) -> str:
         return f"{name.repository} has no revision {name.revision!r} on the hub"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{said}, HF_HUB_OFFLINE keeps the hub out, and no copy was downloaded before"
-    # the HTTP client that raises it is another package from version to version of the hub's library
+    # the hub's library has changed its HTTP client between versions
     if isinstance(error, errors.LocalEntryNotFoundError) or "Connect" in type(error).__name__:
         return f"{said}, the hub cannot be reached and no copy was downloaded before"
     words = " ".join(str(error).split())
@@ -206,7 +207,7 @@ def _reason(name: HubName, error: Exception) -> str:
 
 
 def _bars(progress: Progress) -> Any:
-    """A class that the hub's library takes for a progress bar; the bytes that it counts go to `progress`."""
+    """Return a progress-bar class for the hub's library that reports bytes to `progress`."""
     from tqdm import tqdm
 
     lock, most = threading.Lock(), [0.0]
@@ -218,7 +219,7 @@ def _bars(progress: Progress) -> Any:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
 
         def display(self, *args: Any, **options: Any) -> bool:
-            """Totals grow while files are found, and two bars count the same bytes: never step back."""
+            """Report the largest fraction so far: totals grow, and two bars count the same bytes."""
             if self.counts_bytes and self.total:
                 with lock:
                     most[0] = max(most[0], min(1.0, self.n / self.total))

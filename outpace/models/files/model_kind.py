@@ -1,7 +1,8 @@
-"""What kind of model a config.json describes: all but decoder-only causal language models are refused by name.
+"""Determines from config.json what kind of model it describes; only decoder-only causal language models are accepted.
 
-By the config alone, so that nobody waits for weights that cannot be used. What no table here knows is left to the
-runtimes, which refuse it later.
+The config alone decides, so a wrong model is refused before its weights are downloaded. Unknown model types pass; the
+runtimes refuse them later. Of checkpoints that also hold a vision model (Gemma 3 from 4B, Mistral Small from 3.1), only
+the language model is used.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 from outpace.core.errors import UserError
 
-TAKEN = "outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2"
-CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of architectures that continue a text end
+ACCEPTED = "outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2"
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal architectures' names
 SEQUENCE_TO_SEQUENCE, ENCODER = "a sequence-to-sequence model", "an encoder"
 VISION, VISION_LANGUAGE = "a vision model", "a vision-language model"
 MODEL_TYPES = {
@@ -28,7 +29,7 @@ MODEL_TYPES = {
     " llava_next llava_onevision mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_vl smolvlm",
 }
 KINDS = {model_type: kind for kind, listed in MODEL_TYPES.items() for model_type in listed.split()}
-HEADS = {  # how other architectures' names end
+HEADS = {  # suffixes of other architectures' names
     "ForMaskedLM": ENCODER,
     "ForSequenceClassification": "a classifier",
     "ForTokenClassification": "a classifier",
@@ -38,63 +39,67 @@ HEADS = {  # how other architectures' names end
 }
 
 
-def check_kind(config: Mapping[str, Any], where: object) -> None:
-    """UserError for the config of a model that does not continue a text token by token, with its kind and its name."""
+def check_causal_lm(config: Mapping[str, Any], where: object) -> None:
+    """Raise UserError, naming the kind, if the config is not that of a causal language model."""
     listed = config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     kind = _kind(config, names)
     if kind is not None:
-        raise UserError(f"{where} is {kind} ({names[0] if names else config.get('model_type')}): {TAKEN}")
+        raise UserError(f"{where} is {kind} ({names[0] if names else config.get('model_type')}): {ACCEPTED}")
 
 
 def _kind(config: Mapping[str, Any], names: list[str]) -> str | None:
-    """None for a causal language model, and for what is not known."""
+    """Return the kind of another model; None for a causal language model or an unknown type."""
     if config.get("is_encoder_decoder") is True:
         return SEQUENCE_TO_SEQUENCE
     model_type, is_causal = config.get("model_type"), any(name.endswith(CAUSAL) for name in names)
     kind = KINDS.get(model_type) if isinstance(model_type, str) else None
-    may_continue = {SEQUENCE_TO_SEQUENCE: is_causal, ENCODER: config.get("is_decoder") is True}  # as a decoder alone
+    may_continue = {
+        SEQUENCE_TO_SEQUENCE: is_causal,
+        ENCODER: config.get("is_decoder") is True,
+    }  # used as a decoder alone
     if kind is not None:
         return None if may_continue.get(kind) else kind
     return None if is_causal else next((HEADS[end] for name in names for end in HEADS if name.endswith(end)), None)
 
 
-ALONE = {  # by the whole's model_type the architecture of the language model alone, and its model_type
+TEXT_ARCHITECTURES = {  # checkpoint's model_type: its language model's
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "mistral3": ("MistralForCausalLM", "mistral"),
 }
-PREFIXES = {  # of tensors in the file, and of the same ones of a language model alone
+PREFIXES = {  # prefix in the file: prefix in a checkpoint of the language model alone
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
+OUTER_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 
 
-def has_text_part(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of such a checkpoint."""
+def has_language_model(config: Mapping[str, Any]) -> bool:
+    """Return whether this is the config of a checkpoint that holds a language model along with a vision model."""
     model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in ALONE and "text_config" in config
+    return isinstance(model_type, str) and model_type in TEXT_ARCHITECTURES and "text_config" in config
 
 
 def text_config(config: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """The config.json of the language model alone; what the whole says holds for it. UserError where it is none."""
+    """Return the language model's own config.json; settings of the whole checkpoint take precedence. Raises
+    UserError."""
     inner = config["text_config"]
     if not isinstance(inner, Mapping):
         raise UserError(f"{where}: text_config is {inner!r:.80}, it must be an object")
-    architecture, model_type = ALONE[config["model_type"]]
-    outer = {name: config[name] for name in OUTER if config.get(name) is not None}
+    architecture, model_type = TEXT_ARCHITECTURES[config["model_type"]]
+    outer = {name: config[name] for name in OUTER_FIELDS if config.get(name) is not None}
     return {"model_type": model_type, **inner, **outer, "architectures": [architecture]}
 
 
-def check_kind_of_text(config: Mapping[str, Any], where: object) -> None:
-    """As `check_kind`, of the language model alone where there is more."""
-    check_kind(text_config(config, where) if has_text_part(config) else config, where)
+def check_text_model(config: Mapping[str, Any], where: object) -> None:
+    """Apply `check_causal_lm` to the language model of the checkpoint."""
+    check_causal_lm(text_config(config, where) if has_language_model(config) else config, where)
 
 
-def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """The language model's tensors: their names if it were alone, and those in the file."""
+def language_model_names(stored: Iterable[str]) -> dict[str, str]:
+    """Map the language model's tensor names, as if it were stored alone, to the names in the file."""
     found = {}
     for name in stored:
         for prefix, own in PREFIXES.items():

@@ -1,7 +1,7 @@
-"""A draft stored without what its target has as well: embeddings, output layer and tokenizer come from there.
+"""Packs and unpacks drafts stored without the embeddings, output layer and tokenizer that their target also has.
 
-Packed, config.json says `outpace: {"embedding": "target"}` and model.safetensors holds layers and norms alone. It is
-made whole with the files of its target, as a standard folder, before anything loads it.
+In a packed draft, config.json says `outpace: {"embedding": "target"}` and model.safetensors holds layers and norms
+only. Before loading it is completed with its target's files to a standard folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
 from outpace.models.files import reading
-from outpace.models.files.cache import DIGESTS, DRAFTS, Digests, made_once, mark_used, remove_unused
+from outpace.models.files.cache import DIGESTS, DRAFTS, Digests, make_once, mark_used, remove_unused
 from outpace.models.files.cache_folder import cache_folder, new_folder
 from outpace.models.files.checkpoint import (
     EMBEDDING,
@@ -27,16 +27,16 @@ from outpace.models.files.checkpoint import (
     SINGLE,
     Checkpoint,
     lacks_embedding,
-    parts_of,
+    read_index,
 )
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.reading import Raw, read_json
+from outpace.models.files.reading import RawTensor, read_json
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import silent
 
-SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+TARGET_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,24 +48,23 @@ TOKENIZER_FILES = (
     "merges.txt",
     "added_tokens.json",
 )
-USED = (".safetensors", ".json")  # files that say what a model is
+USED = (".safetensors", ".json")  # suffixes of files that define a model
 FORMAT_VERSION = 2  # part of an unpacked draft's name in the cache
 
 
 def is_packed(spec: Path | str) -> bool:
-    """Whether this is the folder of a draft that takes its embeddings from its target."""
+    """Return whether this is the folder of a packed draft."""
     try:
         file = Path(spec).expanduser() / "config.json"
         return file.is_file() and lacks_embedding(read_json(file))
-    except (OSError, ValueError, RuntimeError):  # no name of a file
+    except (OSError, ValueError, RuntimeError):  # not a file name
         return False
 
 
 def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> None:
-    """Writes the draft in the folder `draft` to `out`, without what the folder `target` holds as well; `extra` files
-    go with it where they are there.
+    """Write the draft folder `draft` to `out` without what the folder `target` also holds, plus existing `extra` files.
 
-    UserError where its embeddings are not the target's, rounded to its own type, or where `out` is there already.
+    Raises UserError if its embeddings differ from the target's, rounded to its own type, or if `out` exists.
     """
     _check_new(out)
     config = read_json(draft / "config.json")
@@ -73,14 +72,14 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
         raise UserError(f"{draft} is packed already")
     config = {**config, "outpace": {EMBEDDING: OF_TARGET, **(config.get("outpace") or {})}}
     with Checkpoint.open(draft) as small, Checkpoint.open(target) as large:
-        _check_fit(draft, config, target, large.config)
+        _check_compatible(draft, config, target, large.config)
         shapes = tensor_shapes(from_dict(config))
         small.check_shapes(shapes)
         for name in _shared(shapes):
             own = small.raw(name)
-            if not np.array_equal(own.float32(), _typed(large, name, own.kind).float32()):
+            if not np.array_equal(own.float32(), _as_dtype(large, name, own.kind).float32()):
                 raise UserError(f"{name} of {draft} is not that of {target}, so it cannot be left out")
-        tensors = {name: small.raw(name) for name in shapes if name not in SHARED}
+        tensors = {name: small.raw(name) for name in shapes if name not in TARGET_TENSORS}
         with new_folder(out) as made:
             _write(made, config, tensors)
             for file in (*_others(draft), *extra):
@@ -90,23 +89,23 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
 
 
 def unpack(draft: Path, target: Path, out: Path) -> None:
-    """Writes the packed draft in the folder `draft` to `out` as a standard folder, whole with what `target` holds.
+    """Write the packed draft `draft` to `out` as a standard folder, completed from `target`.
 
-    UserError where it is not packed, where the target has another width or vocabulary, or where `out` is there already.
+    Raises UserError if it is not packed, if the target has another width or vocabulary, or if `out` exists.
     """
     _check_new(out)
     _unpack(draft, target, out)
 
 
 def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = silent) -> None:
-    """`target` may be a .gguf file. What `progress` raises ends it, and nothing is left."""
+    """Unpack; `target` may also be a .gguf file. If `progress` raises, nothing is left on disk."""
     config = read_json(draft / "config.json")
     if not lacks_embedding(config):
         raise UserError(f"{draft} is not packed: it has its own embeddings, and loads as it is")
     ours = {name: value for name, value in config.pop("outpace").items() if name != EMBEDDING}
     config |= {"outpace": ours} if ours else {}
     with Checkpoint.open(draft) as small, open_source(target) as large:
-        _check_fit(draft, config, target, large.config)
+        _check_compatible(draft, config, target, large.config)
         shapes = tensor_shapes(from_dict(config))
         shared = {name: shapes.pop(name) for name in _shared(shapes)}
         small.check_shapes(shapes)
@@ -115,7 +114,7 @@ def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float
         kind = next(iter(tensors.values())).kind
         for name in shared:
             progress("converting", 0.0)
-            tensors[name] = _typed(large, name, kind)
+            tensors[name] = _as_dtype(large, name, kind)
         progress("converting", 0.5)
         with new_folder(out) as made:
             _write(made, config, tensors)
@@ -126,22 +125,22 @@ def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float
                     shutil.copyfile(file, made / file.name)
 
 
-def whole(
+def complete_draft(
     draft: Path, target: Path, cache: Path | None = None, progress: Callable[[str, float], None] = silent
 ) -> Path:
-    """The folder of this packed draft with the embeddings of `target`, a folder or a .gguf file, made once under
-    `cache`, with `progress(stage, fraction)`."""
+    """Return the folder of the packed draft completed from `target`, a folder or .gguf file, created once under
+    `cache`."""
     cache = cache or cache_folder()
     folder = cache / DRAFTS / f"{_content(draft, target, cache / DRAFTS / DIGESTS)}-v{FORMAT_VERSION}"
     mark_used(folder)
     progress("converting", 0.0)
-    if made_once(folder, _is_whole, lambda: _unpack(draft, target, folder, progress)):
+    if make_once(folder, _is_whole, lambda: _unpack(draft, target, folder, progress)):
         remove_unused(cache)
     return folder
 
 
-def _check_fit(draft: Path, config: Mapping[str, Any], target: Path, other: Mapping[str, Any]) -> None:
-    """UserError names both where the target's embeddings cannot be the draft's."""
+def _check_compatible(draft: Path, config: Mapping[str, Any], target: Path, other: Mapping[str, Any]) -> None:
+    """Raise UserError, naming both, if the target's embeddings cannot serve the draft."""
     own, theirs = from_dict(config), from_dict(other)
     for name in ("hidden_size", "vocab_size", "tie_embeddings"):
         here, there = getattr(own, name), getattr(theirs, name)
@@ -152,18 +151,18 @@ def _check_fit(draft: Path, config: Mapping[str, Any], target: Path, other: Mapp
 
 
 def _shared(shapes: Mapping[str, Any]) -> list[str]:
-    return [name for name in SHARED if name in shapes]
+    return [name for name in TARGET_TENSORS if name in shapes]
 
 
-def _typed(source: Checkpoint | GgufSource, name: str, kind: str) -> Raw:
-    """A tensor in this type."""
+def _as_dtype(source: Checkpoint | GgufSource, name: str, kind: str) -> RawTensor:
+    """Return a tensor in this type."""
     found = source.raw(name) if isinstance(source, Checkpoint) else None
-    return found if found and found.kind == kind else Raw.of(source.array(name), kind)
+    return found if found and found.kind == kind else RawTensor.of(source.array(name), kind)
 
 
 def _others(draft: Path) -> Iterator[Path]:
-    """The files beside configuration and weights, which may lie in parts."""
-    parts = set(parts_of(draft / INDEX).values()) if (draft / INDEX).is_file() else set()
+    """Yield the draft's files other than configuration and weights."""
+    parts = set(read_index(draft / INDEX).values()) if (draft / INDEX).is_file() else set()
     weights = {"config.json", SINGLE, INDEX, *parts}
     return (file for file in sorted(draft.iterdir()) if file.is_file() and file.name not in weights)
 
@@ -177,10 +176,10 @@ def _check_new(out: Path) -> None:
         raise UserError(f"{out} already exists")
 
 
-def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, Raw]) -> None:
+def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> None:
     (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     try:
-        reading.write(made / SINGLE, tensors)
+        reading.write_safetensors(made / SINGLE, tensors)
     except OSError as error:
         raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
 
@@ -195,11 +194,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _content(draft: Path, target: Path, memory: Path) -> str:
-    """A short name for all that the whole draft is made of: what the files hold, wherever they lie."""
+    """Return a short hash of everything the completed draft is made of: file contents, not paths."""
     config = read_json(draft / "config.json")
     digest = lazy_sha256()
     with open_source(target) as large, Digests(memory, memory.parent.parent) as digests:
-        _check_fit(draft, config, target, large.config)
+        _check_compatible(draft, config, target, large.config)
         for file in sorted(draft.iterdir()):
             if file.suffix in USED:
                 digest.update(f"draft {file.name} {digests.of_file(file)}\n".encode())
@@ -216,19 +215,19 @@ def _content(draft: Path, target: Path, memory: Path) -> str:
 
 
 def _hash_tokenizer(source: GgufSource) -> str:
-    """Of all that the tokenizer's files would hold."""
+    """Hash the tokenizer's content."""
     built = source.tokenizer
     return lazy_sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
 
 
 def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
-    """Of a tensor's type, shape and values, in the blocks that the file has."""
+    """Hash a tensor's type, shape and values, in stored blocks."""
     weight = checkpoint.raw(name) if isinstance(checkpoint, Checkpoint) else checkpoint.weight(name)
     if isinstance(weight, StoredMatrix):
         digest = lazy_sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
         digest.update(np.ascontiguousarray(weight.data).data)
         return digest.hexdigest()
-    kind, values = weight if isinstance(weight, Raw) else Raw("F32", weight)
+    kind, values = weight if isinstance(weight, RawTensor) else RawTensor("F32", weight)
     dtype = "bfloat16" if kind == "BF16" else f"float{kind[1:]}"
     digest = lazy_sha256(f"torch.{dtype} {values.shape}\n".encode())
     digest.update(np.ascontiguousarray(values).data)

@@ -1,4 +1,4 @@
-"""Known pairs: the small sibling that drafts for a family of targets, used by `--draft auto`."""
+"""Lists known drafts by model family, for `--draft auto`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError
 
-TUNED = re.compile(r"instruct|chat|[-_]it\b|qwq|vicuna|zephyr|hermes|tulu")
-WIDTHS = ("hidden_size", "n_embd", "d_model", "n_embed")  # names of the width in configurations
+INSTRUCT = re.compile(r"instruct|chat|[-_]it\b|qwq|vicuna|zephyr|hermes|tulu")
+WIDTHS = ("hidden_size", "n_embd", "d_model", "n_embed")  # configuration fields with the hidden size
 
 
-class Pair(NamedTuple):
-    """A family and its draft. `name` is found in the target's name in small letters; without a name that says so, a
-    target belongs to the first family with its `model_types` and a vocabulary of one of `vocab_sizes`.
+class DraftFamily(NamedTuple):
+    """A model family and its draft.
 
-    `draft` is a hub id (or a folder, see SHIPPED), `tuned` the one for targets that follow instructions. `width` is
-    the draft's hidden size: a target must be wider.
+    `name` is searched in the target's lower-case name; if no name matches, a target belongs to the first family with
+    its `model_types` and a vocabulary size in `vocab_sizes`. `draft` is a hub id or folder, `tuned` the draft for
+    instruction-tuned targets. `width` is the draft's hidden size: a target must be wider.
     """
 
     family: str
@@ -31,14 +31,16 @@ class Pair(NamedTuple):
 
 
 LLAMA, QWEN2 = ("llama",), ("qwen2",)
-QWEN_SIZES = (151936, 152064)  # the larger models pad theirs further
-PAIRS = (
-    Pair("Llama 3", r"llama-?3", LLAMA, (128256,), 2048, "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"),
-    Pair("Llama 2", r"llama-?2|vicuna", LLAMA, (32000,), 2048, *["TinyLlama/TinyLlama-1.1B-Chat-v1.0"] * 2),
-    Pair(
+QWEN_SIZES = (151936, 152064)  # larger models pad the vocabulary further
+DRAFT_FAMILIES = (
+    DraftFamily(
+        "Llama 3", r"llama-?3", LLAMA, (128256,), 2048, "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"
+    ),
+    DraftFamily("Llama 2", r"llama-?2|vicuna", LLAMA, (32000,), 2048, *["TinyLlama/TinyLlama-1.1B-Chat-v1.0"] * 2),
+    DraftFamily(
         "SmolLM2", r"smollm2", LLAMA, (49152,), 576, "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"
     ),
-    Pair(
+    DraftFamily(
         "Qwen2.5-Coder",
         r"qwen2\.5-coder",
         QWEN2,
@@ -47,7 +49,7 @@ PAIRS = (
         "Qwen/Qwen2.5-Coder-0.5B",
         "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     ),
-    Pair(
+    DraftFamily(
         "R1 distilled Qwen",
         r"r1-distill-qwen",
         QWEN2,
@@ -55,12 +57,14 @@ PAIRS = (
         1536,
         *["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] * 2,
     ),
-    Pair("Qwen2", r"qwen2-\d", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2-0.5B", "Qwen/Qwen2-0.5B-Instruct"),
-    Pair("Qwen2.5", r"qwen2\.5|qwq", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
-    Pair("Qwen3", r"qwen3-\d.*base", ("qwen3", "qwen3_moe"), (151936,), 1024, *["Qwen/Qwen3-0.6B-Base"] * 2),
-    Pair("Qwen3", r"qwen3-\d|qwen3-coder", ("qwen3", "qwen3_moe"), (151936,), 1024, *["Qwen/Qwen3-0.6B"] * 2),
-    Pair("Mistral Large", r"mistral-large", ("mistral",), (32768,), 4096, *["mistralai/Mistral-7B-Instruct-v0.3"] * 2),
-    Pair(
+    DraftFamily("Qwen2", r"qwen2-\d", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2-0.5B", "Qwen/Qwen2-0.5B-Instruct"),
+    DraftFamily("Qwen2.5", r"qwen2\.5|qwq", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
+    DraftFamily("Qwen3", r"qwen3-\d.*base", ("qwen3", "qwen3_moe"), (151936,), 1024, *["Qwen/Qwen3-0.6B-Base"] * 2),
+    DraftFamily("Qwen3", r"qwen3-\d|qwen3-coder", ("qwen3", "qwen3_moe"), (151936,), 1024, *["Qwen/Qwen3-0.6B"] * 2),
+    DraftFamily(
+        "Mistral Large", r"mistral-large", ("mistral",), (32768,), 4096, *["mistralai/Mistral-7B-Instruct-v0.3"] * 2
+    ),
+    DraftFamily(
         "Mistral Small 3",
         r"mistral-small-(3|24b)",
         ("mistral", "mistral3"),
@@ -68,9 +72,9 @@ PAIRS = (
         896,
         *["alamios/Mistral-Small-3.1-DRAFT-0.5B"] * 2,
     ),
-    Pair("Gemma", r"gemma-7b", ("gemma",), (256000,), 2048, "google/gemma-2b", "google/gemma-2b-it"),
-    Pair("Gemma 2", r"gemma-2-\d", ("gemma2",), (256000,), 2304, "google/gemma-2-2b", "google/gemma-2-2b-it"),
-    Pair(
+    DraftFamily("Gemma", r"gemma-7b", ("gemma",), (256000,), 2048, "google/gemma-2b", "google/gemma-2b-it"),
+    DraftFamily("Gemma 2", r"gemma-2-\d", ("gemma2",), (256000,), 2304, "google/gemma-2-2b", "google/gemma-2-2b-it"),
+    DraftFamily(
         "Gemma 3",
         r"gemma-3-\d",
         ("gemma3_text", "gemma3"),
@@ -79,24 +83,26 @@ PAIRS = (
         "google/gemma-3-270m",
         "google/gemma-3-270m-it",
     ),
-    Pair("OLMo 2", r"olmo-2", ("olmo2",), (100352,), 2048, "allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-Instruct"),
-    Pair(
+    DraftFamily(
+        "OLMo 2", r"olmo-2", ("olmo2",), (100352,), 2048, "allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-Instruct"
+    ),
+    DraftFamily(
         "Pythia", r"pythia.*deduped", ("gpt_neox",), (50304, 50432, 50688), 768, *["EleutherAI/pythia-160m-deduped"] * 2
     ),
-    Pair("Pythia", r"pythia", ("gpt_neox",), (50304, 50432, 50688), 768, *["EleutherAI/pythia-160m"] * 2),
-    Pair("OPT", r"\bopt-", ("opt",), (50272,), 768, *["facebook/opt-125m"] * 2),
-    Pair("GPT-2", r"gpt2", ("gpt2",), (50257,), 768, *["distilbert/distilgpt2"] * 2),
-    Pair("BLOOM", r"bloom", ("bloom",), (250880,), 1024, "bigscience/bloom-560m", "bigscience/bloomz-560m"),
+    DraftFamily("Pythia", r"pythia", ("gpt_neox",), (50304, 50432, 50688), 768, *["EleutherAI/pythia-160m"] * 2),
+    DraftFamily("OPT", r"\bopt-", ("opt",), (50272,), 768, *["facebook/opt-125m"] * 2),
+    DraftFamily("GPT-2", r"gpt2", ("gpt2",), (50257,), 768, *["distilbert/distilgpt2"] * 2),
+    DraftFamily("BLOOM", r"bloom", ("bloom",), (250880,), 1024, "bigscience/bloom-560m", "bigscience/bloomz-560m"),
 )
 
-# Drafts that come with this package, by a pattern of the target's name: folders below outpace/drafts/.
+# Shipped drafts: a pattern for the target's name, and a folder below outpace/drafts/.
 SHIPPED: tuple[tuple[str, str], ...] = (("smollm2-135m-instruct", "smollm2-135m-instruct"),)
 SHIPPED_FOLDER = Path(__file__).parents[2] / "drafts"
 NO_DRAFT = "none"
 
 
 def shipped_draft(*names: str) -> str | None:
-    """The folder of the draft that comes with this package for a target of one of these names; None: there is none."""
+    """Return the folder of the draft shipped with outpace for a target of one of these names, or None."""
     for pattern, folder in SHIPPED:
         path = SHIPPED_FOLDER / folder
         if any(re.search(pattern, _plain(name)) for name in names) and (path / "config.json").is_file():
@@ -105,18 +111,18 @@ def shipped_draft(*names: str) -> str | None:
 
 
 def find_draft(name: str, config: Mapping[str, Any]) -> str:
-    """The draft for a target of this name and config.json: a hub id or a folder. UserError where none is known."""
+    """Return the draft, a hub id or folder, for a target with this name and config.json. UserError if none is known."""
     names = [_plain(text) for text in (name, config.get("_name_or_path")) if isinstance(text, str)]
     if (shipped := shipped_draft(*names)) is not None:
         return shipped
-    pair = _find_pair(names, config)
+    pair = _find_family(names, config)
     if pair is None:
-        known = ", ".join(dict.fromkeys(pair.family for pair in PAIRS))
+        known = ", ".join(dict.fromkeys(pair.family for pair in DRAFT_FAMILIES))
         raise UserError(
             f"no draft is known for {name}, there is one for {known}: name a smaller model with the same tokens as the"
             " draft, or train one with `outpace distill`"
         )
-    draft = pair.tuned if any(TUNED.search(text) for text in names) else pair.draft
+    draft = pair.tuned if any(INSTRUCT.search(text) for text in names) else pair.draft
     width = next((config[key] for key in WIDTHS if isinstance(config.get(key), int)), None)
     if width is not None and width <= pair.width:
         raise UserError(
@@ -126,14 +132,16 @@ def find_draft(name: str, config: Mapping[str, Any]) -> str:
     return draft
 
 
-def _find_pair(names: list[str], config: Mapping[str, Any]) -> Pair | None:
-    """By name among the families that the config allows, else the first of those."""
+def _find_family(names: list[str], config: Mapping[str, Any]) -> DraftFamily | None:
+    """Return the first family that the config allows, preferring one whose name matches."""
     kind, size = config.get("model_type"), config.get("vocab_size")
-    fitting = [pair for pair in PAIRS if kind in pair.model_types and (size is None or size in pair.vocab_sizes)]
+    fitting = [
+        pair for pair in DRAFT_FAMILIES if kind in pair.model_types and (size is None or size in pair.vocab_sizes)
+    ]
     named = [pair for pair in fitting if any(re.search(pair.name, text) for text in names)]
     return next(iter([*named, *fitting]), None)
 
 
 def _plain(name: str) -> str:
-    """The last two parts of a path or id, in small letters."""
+    """Return the last two parts of a path or id in lower case."""
     return "/".join(Path(name).parts[-2:]).lower().replace("_", "-")

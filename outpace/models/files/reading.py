@@ -1,4 +1,4 @@
-"""Reads the small files of a model folder: regular files only, of bounded size, with one sentence for what is wrong."""
+"""Reads a model folder's small files, regular files of bounded size only, and memory-maps safetensors without torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import numpy as np
 
 from outpace.core.errors import UserError
 
-LARGEST_TEXT = 2**25  # bytes of a JSON file or a template; the index of a model with 200,000 tensors has half of it
-LARGEST_TOKENIZER = 2**28
+MAX_TEXT_BYTES = 2**25  # the index of a model with 200,000 tensors takes half of it
+MAX_TOKENIZER_BYTES = 2**28
 
 
 def check_file(file: Path, largest: int | None = None) -> None:
-    """UserError unless `file` is a regular file of at most `largest` bytes: a pipe would block, a device never ends."""
+    """Raise UserError unless `file` is a regular file of at most `largest` bytes: a pipe could block, a device never
+    end."""
     try:
         status = file.stat()
     except FileNotFoundError:
@@ -33,13 +34,13 @@ def check_file(file: Path, largest: int | None = None) -> None:
         raise UserError(f"{file} has {status.st_size} bytes, at most {largest} are read")
 
 
-def is_there(file: Path) -> bool:
-    """Whether something has this name, be it a link that leads nowhere."""
+def exists(file: Path) -> bool:
+    """Return whether the name exists, even as a dangling link."""
     return os.path.lexists(file)
 
 
-def read_bytes(file: Path, largest: int = LARGEST_TEXT) -> bytes:
-    """The content of `file`; UserError if it is missing, unreadable or larger than `largest` bytes."""
+def read_bytes(file: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of `file`; UserError if it is missing, unreadable or larger than `largest` bytes."""
     check_file(file, largest)
     try:
         return file.read_bytes()
@@ -48,7 +49,7 @@ def read_bytes(file: Path, largest: int = LARGEST_TEXT) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """The UTF-8 text in `file`; UserError if it is missing, unreadable or something else."""
+    """Return the UTF-8 text in `file`; UserError if it is missing, unreadable or not UTF-8."""
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -56,11 +57,11 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; UserError if the file is missing, unreadable or holds something else."""
+    """Return the JSON object in `file`; UserError if it is missing, unreadable or no JSON object."""
     text = read_text(file)
     try:
         value = json.loads(text)
-        if re.search(r"\\u[dD][89a-fA-F]", text):  # half a character may be written here, and nowhere else
+        if re.search(r"\\u[dD][89a-fA-F]", text):  # JSON escapes can hold lone surrogates, which no other file can
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error})") from error
@@ -69,41 +70,41 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_json_if_there(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, empty if nothing has this name."""
-    return read_json(file) if is_there(file) else {}
+def read_optional_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`, or {} if it does not exist."""
+    return read_json(file) if exists(file) else {}
 
 
 # bfloat16: the upper half of a float32's bits
-KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_ALL = KINDS | {"I32": "<i4"}  # words of nibbles, which are read and not written
-_ORDER = ("F64", "F32", "BF16", "F16")  # of tensors in a file, then by name
-_LENGTH = 8  # bytes before the header, which say how long it is
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_ALL = DTYPES | {"I32": "<i4"}  # packed 4-bit words, read but never written
+_ORDER = ("F64", "F32", "BF16", "F16")  # order of tensors in a file, then by name
+_LENGTH = 8  # bytes of the header's length field
 
 
-class Raw(NamedTuple):
-    """A tensor as a file has it."""
+class RawTensor(NamedTuple):
+    """A tensor in its stored type."""
 
     kind: str  # one of KINDS
     values: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray, kind: str) -> Raw:
-        """float32 values, rounded to the nearest of this type, to the even one of two."""
+    def of(cls, values: np.ndarray, kind: str) -> RawTensor:
+        """Round float32 values to the nearest value of this type, ties to even."""
         if kind != "BF16":
             with np.errstate(over="ignore"):
-                return cls(kind, values.astype(KINDS[kind]))
+                return cls(kind, values.astype(DTYPES[kind]))
         bits = np.ascontiguousarray(values, "<f4").view("<u4")
         return cls(kind, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
 
     def is_finite(self) -> bool:
-        """Whether no value is nan or infinite."""
+        """Return whether no value is nan or infinite."""
         if self.kind == "BF16":
             return not ((self.values & 0x7F80) == 0x7F80).any()
-        return is_finite(self.values)
+        return all_finite(self.values)
 
     def float32(self) -> np.ndarray:
-        """The values, in the same memory where they are float32 already."""
+        """Return the values as float32, without a copy if they are float32 already."""
         held = self.values
         if self.kind == "BF16":
             wide = np.zeros((*held.shape, 2), "<u2")
@@ -112,40 +113,40 @@ class Raw(NamedTuple):
         return np.require(held, np.float32, ["C", "A"])
 
 
-class MappedFile:
-    """A file that safetensors has opened before, and so found whole. Arrays that were handed out keep it mapped."""
+class SafetensorsFile:
+    """A memory-mapped file that the safetensors library has validated before. Returned arrays keep it mapped."""
 
     def __init__(self, path: Path) -> None:
-        """OSError or ValueError where it cannot be mapped, or is no longer what it was."""
+        """Map the file; OSError or ValueError if that fails or the file has changed."""
         with path.open("rb") as stream:
             self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self._start = _LENGTH + int.from_bytes(self._mapped[:_LENGTH], "little")
         self._entries = json.loads(self._mapped[_LENGTH : self._start])
         self._values = np.frombuffer(self._mapped, np.uint8, offset=self._start)
 
-    def raw(self, name: str) -> Raw:
-        """One tensor of a type of KINDS, or of I32, in the file's own memory."""
+    def raw(self, name: str) -> RawTensor:
+        """Return one tensor of a type in DTYPES, or I32, as a view of the mapping."""
         entry = self._entries[name]
         first, last = entry["data_offsets"]
         held = self._values[first:last].view(_ALL[entry["dtype"]]).reshape(entry["shape"])
-        return Raw(entry["dtype"], held)
+        return RawTensor(entry["dtype"], held)
 
     def forget(self, name: str) -> None:
-        """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
+        """Release the memory of a tensor's whole pages; a later access reads them from the file again."""
         first, last = self._entries[name]["data_offsets"]
-        forget_pages(self._mapped, self._start + first, self._start + last)
+        release_pages(self._mapped, self._start + first, self._start + last)
 
 
-def forget_pages(mapped: mmap.mmap, start: int, end: int) -> None:
-    """Gives the memory of the whole pages between two bytes of a file's mapping back, where the system can."""
+def release_pages(mapped: mmap.mmap, start: int, end: int) -> None:
+    """Release the memory of the whole pages between two bytes of a mapping, where the system supports it."""
     page = mmap.PAGESIZE
     start, end = -(-start // page) * page, end // page * page
     if end > start and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def write(file: Path, tensors: Mapping[str, Raw]) -> None:
-    """A new safetensors file, byte by byte as that library writes it. OSError where it cannot be written."""
+def write_safetensors(file: Path, tensors: Mapping[str, RawTensor]) -> None:
+    """Write a new safetensors file, byte-identical to the safetensors library's. Raises OSError."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ordered, end = sorted(tensors.items(), key=lambda one: (_ORDER.index(one[1].kind), one[0])), 0
     for name, (kind, values) in ordered:
@@ -159,7 +160,7 @@ def write(file: Path, tensors: Mapping[str, Raw]) -> None:
             stream.write(np.ascontiguousarray(values).data)
 
 
-def is_finite(values: np.ndarray) -> bool:
-    """Whether no element is nan or infinite: the sum tells at the speed of memory, unless it overflows itself."""
+def all_finite(values: np.ndarray) -> bool:
+    """Return whether no element is nan or infinite. The sum decides at memory speed unless it overflows itself."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.add.reduce(values, axis=None)) or np.isfinite(values).all())

@@ -1,6 +1,6 @@
-"""Reads a SentencePiece `tokenizer.model` (Llama 2, early Mistral) as the fields that a GGUF file has for the same.
+"""Reads a SentencePiece `tokenizer.model` (Llama 2, early Mistral) as the corresponding GGUF fields.
 
-It is a protocol buffer, of which only a few fields matter:
+The file is a protocol buffer, of which a few fields matter:
 https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.files.reading import LARGEST_TOKENIZER, read_bytes, read_json_if_there
+from outpace.models.files.reading import MAX_TOKENIZER_BYTES, read_bytes, read_optional_json
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-PIECE, PARTS = 1, (2, 3)  # fields of the model; the parts are trainer and normalizer
+PIECE, PARTS = 1, (2, 3)  # fields of the model: pieces; trainer and normalizer
 TEXT, SCORE, TYPE = 1, 2, 3  # of a piece; its types are those of tokenizer.ggml.token_type
 MODEL_TYPE, SPACE_LAST = 3, 24  # of the trainer
 SPECIAL = {"unknown_token_id": (40, 0), "bos_token_id": (41, 1), "eos_token_id": (42, 2), "padding_token_id": (43, -1)}
@@ -29,12 +29,13 @@ ADVICE = (
 
 
 def read_fields(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields tokenizer.ggml.* for the folder's tokenizer.model, with the tokens that its other files add.
+    """Return the fields tokenizer.ggml.* for the folder's tokenizer.model, including tokens added by its other files.
 
-    UserError: torn, not SentencePiece (Llama 3 has another format under this name), not BPE, or it changes the text.
+    Raises UserError: damaged, not SentencePiece (Llama 3 uses another format under this name), not BPE, or with a text
+    normalisation that is not supported.
     """
     file = folder / "tokenizer.model"
-    data = read_bytes(file, LARGEST_TOKENIZER)
+    data = read_bytes(file, MAX_TOKENIZER_BYTES)
     try:
         fields = [(number, value) for number, kind, value in _fields(data) if kind == BYTES]
         pieces = [_piece(value) for number, value in fields if number == PIECE]
@@ -61,7 +62,7 @@ def _refuse_unsupported(file: Path, trainer: Mapping[int, Any], normalizer: Mapp
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:
-    """Text, score and type of one token."""
+    """Return text, score and type of one token."""
     text, score, kind = "", 0.0, NORMAL
     for number, wire, value in _fields(data):
         if (number, wire) == (TEXT, BYTES):
@@ -74,15 +75,15 @@ def _piece(data: bytes) -> tuple[str, float, int]:
 
 
 def _values(messages: list[bytes]) -> dict[int, Any]:
-    """The fields of a message by number; one that comes in parts counts as one."""
+    """Return the fields of a message, possibly split over several, by number."""
     return {number: value for message in messages for number, _, value in _fields(message)}
 
 
 def _added(folder: Path, settings: Mapping[str, Any], size: int) -> list[tuple[str, float, int]]:
-    """The tokens behind the model's own, from added_tokens.json and tokenizer_config.json."""
+    """Return the tokens after the model's own, from added_tokens.json and tokenizer_config.json."""
     found: dict[int, tuple[str, int]] = {}
     file = folder / "added_tokens.json"
-    for text, index in read_json_if_there(file).items():
+    for text, index in read_optional_json(file).items():
         if isinstance(index, int) and index >= size:
             found[index] = (text, USER_DEFINED)
     decoder = settings.get("added_tokens_decoder")
@@ -96,7 +97,7 @@ def _added(folder: Path, settings: Mapping[str, Any], size: int) -> list[tuple[s
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
-    """Number, wire type and value of each field of a message; ValueError or IndexError where it is not one."""
+    """Yield number, wire type and value of each field of a message; ValueError or IndexError if it is malformed."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -112,7 +113,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
         else:
             raise ValueError(f"wire type {wire}")
         if size > len(data) - at:
-            raise ValueError("a field ends behind the file")
+            raise ValueError("a field reaches beyond the file")
         yield tag >> 3, wire, data[at : at + size]
         at += size
 
@@ -129,5 +130,5 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _signed(value: Any) -> int:
-    """A negative number takes 64 bits there."""
+    """Decode a negative number, which is stored as 64 bits."""
     return value - 2**64 if value >= 2**63 else value

@@ -20,10 +20,10 @@ from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 
 # layers that share another's keys and values stand in the cache as these; before transformers 5.23 not at all
-_SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+_SHARING_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
-class Plan(NamedTuple):
+class CacheLayout(NamedTuple):
     """What a model's layers store. `stores[i]`: layer i keeps keys and values (else it shares another layer's).
 
     `windows` are how many positions back each type of layer looks, None: all; one entry "" where the layers have no
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShownSlots:
+class SlotView:
     """The slots that one pass is shown: `past` tokens stand before the new ones, which go to the slots `write`.
 
     `read` are the slots of the past and the new tokens in order, None: 0, 1, 2, ... without a gap.
@@ -49,7 +49,7 @@ class ShownSlots:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Other processes make their own indices."""
-        return ShownSlots, (self.past, self.write, self.read)
+        return SlotView, (self.past, self.write, self.read)
 
     def on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
         """`write` and `read` as indices there, made once for all layers."""
@@ -66,9 +66,9 @@ class SlotLayer(DynamicLayer):
         super().__init__()
         self._slots = 0
         self.stored: tuple[Tensor, ...] = ()
-        self.show(ShownSlots(0, np.arange(0), None))
+        self.show(SlotView(0, np.arange(0), None))
 
-    def show(self, shown: ShownSlots) -> None:
+    def show(self, shown: SlotView) -> None:
         """Sets what the next pass sees."""
         self._shown, self._seen = shown, shown.past
         self.keys = self.values = None
@@ -124,14 +124,14 @@ class SlotLayer(DynamicLayer):
 def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
     """A Cache for the model of this config, and those of its layers that store something."""
     cache = DynamicCache(config=config)
-    cache.layers = [layer if isinstance(layer, _SHARING) else SlotLayer() for layer in cache.layers]
+    cache.layers = [layer if isinstance(layer, _SHARING_LAYERS) else SlotLayer() for layer in cache.layers]
     return cache, [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
 
 
-def read_plan(config: Any) -> Plan:
+def read_layout(config: Any) -> CacheLayout:
     """What the layers of a model with this config store; UserError where a token could not be taken back, and where
     this transformers does not show which layers share what another stores."""
-    if not _SHARING and getattr(config, "num_kv_shared_layers", None):
+    if not _SHARING_LAYERS and getattr(config, "num_kv_shared_layers", None):
         raise UserError("a model whose layers share keys and values needs transformers 5.23 or newer")
     try:
         layers = DynamicCache(config=config).layers
@@ -141,14 +141,14 @@ def read_plan(config: Any) -> Plan:
             " be taken back"
         ) from error
     for number, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_SHARING):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_SHARING_LAYERS):
             raise UserError(
                 f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
                 " back: models with recurrent or compressed memory cannot be sped up by speculation here"
             )
-    stores = tuple(not isinstance(layer, _SHARING) for layer in layers)
+    stores = tuple(not isinstance(layer, _SHARING_LAYERS) for layer in layers)
     windows = _windows(getattr(config, "layer_types", None), layers)
-    return Plan(stores, windows, _objection(config))
+    return CacheLayout(stores, windows, _objection(config))
 
 
 def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, int | None]:
@@ -157,7 +157,7 @@ def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, in
     found = {
         name: getattr(layer, "sliding_window", None)
         for name, layer in zip(names, layers, strict=True)
-        if not isinstance(layer, _SHARING)
+        if not isinstance(layer, _SHARING_LAYERS)
     }
     return {"": next(iter(found.values()), None)} if len(set(found.values())) <= 1 else found
 

@@ -12,15 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
-from outpace.models.files.model_kind import check_kind
+from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.hf.model import TransformersModel, probe
-from outpace.models.hf.passes import Passes
-from outpace.models.hf.tokenizer import wrap
+from outpace.models.hf.passes import ForwardPasses
+from outpace.models.hf.tokenizer import wrap_tokenizer
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from outpace.models.hf.split import Lead
+    from outpace.models.hf.split import Leader
 
 
 def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
@@ -38,21 +38,21 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
     """A model that is split over all processes."""
     from outpace.models.hf import split
 
-    rank = split.start()
+    rank = split.join_processes()
     try:
-        module, tokenizer = split.together(lambda: _load(source, revision, options))
+        module, tokenizer = split.run_everywhere(lambda: _load(source, revision, options))
     except BaseException:
-        split.leave()
+        split.leave_processes()
         raise
     if rank:
         try:
-            split.follow(Passes(module), split.link())
+            split.follow(ForwardPasses(module), split.connect_to_leader())
         except Exception as error:
             raise SystemExit(f"outpace, rank {rank}: {error}") from error
         finally:
-            split.leave()
+            split.leave_processes()
         raise SystemExit(0)
-    lead = split.lead()
+    lead = split.connect_followers()
     try:
         model, wrapped = wrap_pair(module, tokenizer, lead)
     except BaseException:
@@ -62,7 +62,7 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
     return model, wrapped
 
 
-def _end(lead: Lead) -> None:
+def _end(lead: Leader) -> None:
     """A split model is not needed any more."""
     from outpace.models.hf import split
 
@@ -94,12 +94,12 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
 def _plan(source: str | Path, common: dict[str, Any]) -> dict[str, Any]:
     """What has transformers split a model over all processes; UserError where it cannot."""
     from outpace.models.devices import processes
-    from outpace.models.hf.split import check_plan
+    from outpace.models.hf.split import check_tp_plan
 
     with _explained(str(source)):
         config = AutoConfig.from_pretrained(source, **common)
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    check_plan(config, kind, processes(), source)
+    check_tp_plan(config, kind, processes(), source)
     try:
         from transformers.distributed import DistributedConfig
     except ImportError:  # before transformers 5.10
@@ -112,8 +112,8 @@ def wrap_pair(module: Any, tokenizer: Any, lead: Any = None) -> tuple[Transforme
     if tokenizer is None:
         raise UserError("a loaded model needs its tokenizer beside it, give tokenizer=...")
     if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-        check_kind(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
-    return adapt(module, lead), wrap(tokenizer, _stop_ids(module))
+        check_causal_lm(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
+    return adapt(module, lead), wrap_tokenizer(tokenizer, _stop_ids(module))
 
 
 def adapt(module: Any, lead: Any = None) -> TransformersModel:
@@ -122,7 +122,7 @@ def adapt(module: Any, lead: Any = None) -> TransformersModel:
 
     UserError for one that has no scores for tokens, is not causal, or cannot take a drafted token back.
     """
-    passes = Passes(module, lead)
+    passes = ForwardPasses(module, lead)
     return TransformersModel(passes, probe(passes))
 
 

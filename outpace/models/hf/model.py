@@ -18,7 +18,7 @@ from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.tree import PREFIX
 from outpace.models.base import Capability, Model, Part, chain, check_forest
-from outpace.models.hf.passes import Passes, TransformersSession
+from outpace.models.hf.passes import ForwardPasses, TransformersSession
 
 PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches, so that slots and positions differ
 BRANCHES = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
@@ -26,7 +26,7 @@ BEFORE = 4  # tokens of prefix
 STEPS = 4  # of the model's precision at the largest score; one was seen where a CPU has no bfloat16 products
 
 
-class Found(NamedTuple):
+class ProbeResult(NamedTuple):
     """`width` of a score row, `token_bytes` of keys and values, and why trees cannot go through one forward."""
 
     width: int
@@ -34,7 +34,7 @@ class Found(NamedTuple):
     objection: str | None
 
 
-def probe(passes: Passes) -> Found:
+def probe(passes: ForwardPasses) -> ProbeResult:
     """UserError for a model that is not causal or cannot take a token back; where trees do not go, it says why."""
     try:
         return _probe(passes)
@@ -46,7 +46,7 @@ def probe(passes: Passes) -> Found:
         raise UserError(f"{name} does not work with a KV cache ({type(error).__name__}: {first})") from error
 
 
-def _probe(passes: Passes) -> Found:
+def _probe(passes: ForwardPasses) -> ProbeResult:
     prefix, nodes = _tokens(passes)
     name = type(passes.module).__name__
     fresh = torch.stack([passes.plain([*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
@@ -64,10 +64,10 @@ def _probe(passes: Passes) -> Found:
         )
     step = max(STEPS * torch.finfo(passes.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     limit = min(most, 8 * rounding + step * fresh.abs().max().item())
-    return Found(fresh.shape[-1], token_bytes, passes.plan.objection or _objection(passes, fresh, limit))
+    return ProbeResult(fresh.shape[-1], token_bytes, passes.plan.objection or _objection(passes, fresh, limit))
 
 
-def _token_bytes(passes: Passes, prefix: list[int]) -> int:
+def _token_bytes(passes: ForwardPasses, prefix: list[int]) -> int:
     """Bytes that the cache stores for a token; UserError where it stores none."""
     session = passes.open(len(prefix), 0)
     _read(passes, session, prefix)
@@ -79,7 +79,7 @@ def _token_bytes(passes: Passes, prefix: list[int]) -> int:
     return sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
 
 
-def _objection(passes: Passes, fresh: Tensor, limit: float) -> str | None:
+def _objection(passes: ForwardPasses, fresh: Tensor, limit: float) -> str | None:
     """Why a tree does not go through one forward, None where it does."""
     if "position_ids" not in passes.arguments:
         return "the model takes no positions"
@@ -92,7 +92,7 @@ def _objection(passes: Passes, fresh: Tensor, limit: float) -> str | None:
     return None
 
 
-def _tree(passes: Passes, prefix: list[int], nodes: list[int], as_trees: bool) -> Tensor:
+def _tree(passes: ForwardPasses, prefix: list[int], nodes: list[int], as_trees: bool) -> Tensor:
     """The small tree's scores behind the prefix, in one forward or in one for each branch. [nodes, vocab]"""
     session = passes.open(BEFORE + len(nodes), BEFORE + len(nodes))
     _read(passes, session, prefix)
@@ -100,11 +100,11 @@ def _tree(passes: Passes, prefix: list[int], nodes: list[int], as_trees: bool) -
     return passes.score([part], width=passes.num_embeddings, as_trees=as_trees).float()
 
 
-def _read(passes: Passes, session: TransformersSession, prefix: list[int]) -> None:
+def _read(passes: ForwardPasses, session: TransformersSession, prefix: list[int]) -> None:
     passes.score([chain(session, prefix)], width=passes.num_embeddings, as_trees=False)
 
 
-def _tokens(passes: Passes) -> tuple[list[int], list[int]]:
+def _tokens(passes: ForwardPasses) -> tuple[list[int], list[int]]:
     """Ids that differ and are not special: some models treat padding apart."""
     special = [getattr(passes.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
     plain = [token for token in range(min(passes.num_embeddings, 64)) if token not in special]
@@ -112,7 +112,7 @@ def _tokens(passes: Passes) -> tuple[list[int], list[int]]:
     return some[:BEFORE], some[BEFORE:]
 
 
-def _most(passes: Passes, fresh: Tensor) -> float:
+def _most(passes: ForwardPasses, fresh: Tensor) -> float:
     """The largest difference that rounding may make: more, and something else is wrong."""
     eps = torch.finfo(passes.dtype).eps
     if getattr(passes.module.config, "quantization_config", None) is not None:
@@ -135,7 +135,7 @@ class TransformersModel(Model):
 
     extras = frozenset({Capability.HIDDEN})
 
-    def __init__(self, passes: Passes, found: Found) -> None:
+    def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
         """`found` is what the probe of these passes found."""
         self._passes, self._found = passes, found
         self.module, self.config = passes.module, passes.config

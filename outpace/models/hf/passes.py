@@ -18,10 +18,10 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, Session
-from outpace.models.hf.cache import ShownSlots, build_cache, read_plan
+from outpace.models.hf.cache import SlotView, build_cache, read_layout
 
 if TYPE_CHECKING:
-    from outpace.models.hf.split import Lead
+    from outpace.models.hf.split import Leader
 
 
 # Names under which configurations give the length of the context; GPT-2's n_positions and others are mapped by
@@ -69,13 +69,13 @@ class TransformersSession(Session):
     What is done to the layers is noted for the other processes of a split model, where there are some.
     """
 
-    def __init__(self, capacity: int, room: int, config: Any, lead: Lead | None = None) -> None:
+    def __init__(self, capacity: int, room: int, config: Any, lead: Leader | None = None) -> None:
         super().__init__(capacity, room)
         self.cache, self.layers = build_cache(config)
         self._lead = lead
         self.number = 0 if lead is None else lead.number(self)
 
-    def show(self, shown: ShownSlots) -> None:
+    def show(self, shown: SlotView) -> None:
         """Sets what the next forward sees of this session."""
         self.on_layers("show", shown)
 
@@ -105,7 +105,7 @@ class TransformersSession(Session):
             self._lead.note("copy", self.number, other.number, length)
 
 
-class Seen(NamedTuple):
+class TreeMask(NamedTuple):
     """What the new nodes of a tree see: `length` committed tokens, and of the pending nodes, whose depths these are,
     those of `sees`. [new, pending]"""
 
@@ -114,24 +114,24 @@ class Seen(NamedTuple):
     sees: np.ndarray
 
 
-class Columns(NamedTuple):
+class RowLayout(NamedTuple):
     """What a row holds: scores of `width` tokens, then the hidden states before each of `layers`."""
 
     width: int
     layers: tuple[int, ...]
 
 
-class Passes:
+class ForwardPasses:
     """The forwards of a model object of transformers, or of one that behaves so."""
 
-    def __init__(self, module: Any, lead: Lead | None = None) -> None:
+    def __init__(self, module: Any, lead: Leader | None = None) -> None:
         """`module` is put in evaluation mode; its weights stay as and where they are. UserError for one that does not
         fit: it is no loaded model, or cannot take a drafted token back. `lead`: whoever has the other processes of a
         split model repeat what is done."""
         _check_module(module)
         self.module, self.lead = module.eval(), lead
         self.config = module.config.get_text_config(decoder=True)
-        self.plan = read_plan(self.config)
+        self.plan = read_layout(self.config)
         self.arguments = _parameters(module)
         self.device = _device(module)
         self._is_spread = len({*map(str, getattr(module, "hf_device_map", {}).values())}) > 1
@@ -150,7 +150,7 @@ class Passes:
 
         A tree is one forward with a mask where `as_trees`, else one for each branch; a chain is one without a mask.
         """
-        columns = Columns(width, tuple(layers))
+        columns = RowLayout(width, tuple(layers))
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
@@ -168,7 +168,7 @@ class Passes:
             raise UserError(f"{name} gives no scores for the next token, load it with AutoModelForCausalLM")
         return logits[0]
 
-    def _score_part(self, part: Part, columns: Columns, as_trees: bool) -> Tensor:
+    def _score_part(self, part: Part, columns: RowLayout, as_trees: bool) -> Tensor:
         """The wanted rows of one session's part."""
         session = part.session
         before = session.pending
@@ -178,11 +178,11 @@ class Passes:
             return self._chains(part, sees, [nodes], before, columns)
         if not as_trees:
             return self._chains(part, sees, _branches(part.parents, before), before, columns)
-        seen = Seen(session.length, list(session.pending_depths), sees)
+        seen = TreeMask(session.length, list(session.pending_depths), sees)
         return self._forward(part, nodes, np.arange(before), seen, list(part.wanted), columns)
 
     def _chains(
-        self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: Columns
+        self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: RowLayout
     ) -> Tensor:
         """A forward for each branch, whose nodes follow one another below what stands already; no mask is needed.
 
@@ -201,7 +201,7 @@ class Passes:
         wanted_rows = [rows.get(node, missing[0]) for node in part.wanted]
         return torch.stack(wanted_rows) if wanted_rows else missing[:0]
 
-    def _zeros(self, columns: Columns) -> Tensor:
+    def _zeros(self, columns: RowLayout) -> Tensor:
         """A row that was not computed. [1, width + hidden]"""
         hidden = int(self.config.hidden_size) * len(columns.layers) if columns.layers else 0
         return torch.zeros(1, columns.width + hidden, dtype=self.dtype, device=self.device)
@@ -211,9 +211,9 @@ class Passes:
         part: Part,
         nodes: np.ndarray,
         above: np.ndarray,
-        seen: Seen | None,
+        seen: TreeMask | None,
         wanted: Sequence[int],
-        columns: Columns,
+        columns: RowLayout,
         before: int | None = None,
     ) -> Tensor:
         """One forward of new nodes, which come after the prefix and the pending nodes `above`: the wanted rows."""
@@ -223,7 +223,7 @@ class Passes:
         read = np.concatenate([above, pending])
         is_gapless = np.array_equal(read, np.arange(len(read)))
         order = None if is_gapless else np.concatenate([np.arange(start), start + read])
-        session.show(ShownSlots(start + len(above), start + pending, order))
+        session.show(SlotView(start + len(above), start + pending, order))
         last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
         positions = [min(start + session.pending_depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
@@ -232,7 +232,7 @@ class Passes:
             with self._led("call", session.number, tokens, positions, seen, places, columns):
                 scores = self.call(session, tokens, positions, seen, places, columns)
         finally:
-            session.show(ShownSlots(0, np.arange(0), None))  # what was gathered for this pass is not held
+            session.show(SlotView(0, np.arange(0), None))  # what was gathered for this pass is not held
         return scores[: len(wanted)]
 
     def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
@@ -245,9 +245,9 @@ class Passes:
         session: TransformersSession,
         tokens: Sequence[int],
         positions: Sequence[int],
-        seen: Seen | None,
+        seen: TreeMask | None,
         rows: Sequence[int],
-        columns: Columns,
+        columns: RowLayout,
     ) -> Tensor:
         """The model's own forward, with those of its arguments that it has. [rows, width + hidden]"""
         given = {"input_ids": self._ids(tokens), "past_key_values": session.cache, "use_cache": True}
@@ -281,7 +281,7 @@ class Passes:
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.device)  # [1, tokens]
 
-    def _mask(self, of: Seen) -> Any:
+    def _mask(self, of: TreeMask) -> Any:
         """What each new node sees, as numbers to add: [1, 1, new, prefix + pending], or such a mask a layer type."""
         start, count = of.length, len(of.sees)
         seen = np.concatenate([np.ones((count, start), dtype=bool), of.sees], axis=1)

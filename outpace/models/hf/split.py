@@ -33,7 +33,7 @@ END = "end"
 Message = list[tuple[str, tuple[Any, ...]]]
 
 
-class Lead:
+class Leader:
     """What rank 0 has of the others: a connection each."""
 
     def __init__(self, links: Sequence[Connection]) -> None:
@@ -71,8 +71,8 @@ class Lead:
         self.note(END)
         with suppress(UserError):  # they have ended already
             self._send()
-        for link in self._links:
-            link.close()
+        for connect_to_leader in self._links:
+            connect_to_leader.close()
         self._links.clear()
 
     def _send(self) -> None:
@@ -83,17 +83,17 @@ class Lead:
             message.append(self._notes.popleft())
         sent = pickle.dumps(message)
         try:
-            for link in self._links:
-                link.send_bytes(sent)
+            for connect_to_leader in self._links:
+                connect_to_leader.send_bytes(sent)
         except OSError as error:
             self._links.clear()
             raise UserError(f"a process of the split model has ended ({error}): load it anew") from error
 
 
-def _has_failed(link: Connection) -> bool:
+def _has_failed(connect_to_leader: Connection) -> bool:
     """Whether the other side says so."""
     try:
-        return link.poll(PATIENCE) and link.recv_bytes() == FAILED
+        return connect_to_leader.poll(PATIENCE) and connect_to_leader.recv_bytes() == FAILED
     except (EOFError, OSError):
         return False
 
@@ -104,7 +104,7 @@ _SETTLED = 0.1  # seconds in which threads of torch finish what the last collect
 T = TypeVar("T")
 
 
-def start() -> int:
+def join_processes() -> int:
     """This process's rank; the processes know one another afterwards."""
     if not dist.is_initialized():
         if torch.cuda.is_available():
@@ -113,7 +113,7 @@ def start() -> int:
     return int(dist.get_rank())
 
 
-def leave() -> None:
+def leave_processes() -> None:
     """This process knows the others no more. One that ends while it does may be aborted by torch: threads that wait for
     a process that died are still there then."""
     settle()
@@ -126,7 +126,7 @@ def settle() -> None:
     time.sleep(_SETTLED)
 
 
-def together(work: Callable[[], T]) -> T:
+def run_everywhere(work: Callable[[], T]) -> T:
     """Does it in every process. UserError in all of them where it fails in one: no other waits for that one then."""
     result, reason = None, None
     try:
@@ -143,7 +143,7 @@ def together(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # None only where `work` gives it
 
 
-def check_plan(config: Any, kind: Any, size: int, source: object) -> None:
+def check_tp_plan(config: Any, kind: Any, size: int, source: object) -> None:
     """UserError for a model that transformers has no plan for, or whose heads do not go into so many parts. `kind`: its
     class, where that is known."""
     text = config.get_text_config(decoder=True)
@@ -155,7 +155,7 @@ def check_plan(config: Any, kind: Any, size: int, source: object) -> None:
             raise UserError(f"{source} has {heads} {name}, which {size} processes cannot share alike: start fewer")
 
 
-def lead() -> Lead:
+def connect_followers() -> Leader:
     """Of rank 0: the connections to all others, which `link` has made."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     secret = secrets.token_bytes(16)
@@ -165,14 +165,16 @@ def lead() -> Lead:
         links: list[Connection] = []
         while len(links) < dist.get_world_size() - 1:
             connection, _ = server.accept()
-            link = _link_of(connection)
+            connect_to_leader = _link_of(connection)
             with suppress(EOFError, OSError):  # whoever it was that knew nothing of us
-                if link.poll(_SECONDS) and secrets.compare_digest(link.recv_bytes(64), secret):
-                    links.append(link)
-    return Lead(links)
+                if connect_to_leader.poll(_SECONDS) and secrets.compare_digest(
+                    connect_to_leader.recv_bytes(64), secret
+                ):
+                    links.append(connect_to_leader)
+    return Leader(links)
 
 
-def link() -> Connection:
+def connect_to_leader() -> Connection:
     """Of all others: the connection to rank 0."""
     found: list[Any] = [None]
     dist.broadcast_object_list(found, src=0)

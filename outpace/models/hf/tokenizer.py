@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.text_stream import WindowText
+from outpace.models.text.text_stream import WindowStream
 from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
 
 
@@ -42,7 +42,7 @@ class PythonBackend:
         return dict(self._tokenizer.added_tokens_decoder)
 
 
-class OtherTokenizer(Tokenizer):
+class SlowTokenizer(Tokenizer):
     """A tokenizer that is Python code, or whose decoder `text_stream` does not know: slower, the text is the same."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class OtherTokenizer(Tokenizer):
         self._special = _special(tokenizer)
         self._add_bos = None
         self._templates = {name: ChatTemplate(text) for name, text in _templates(tokenizer).items()}
-        self._stream = lambda skip_special: WindowText(partial(self.decode, skip_special=skip_special))
+        self._stream = lambda skip_special: WindowStream(partial(self.decode, skip_special=skip_special))
         self._bytes_of = self._added_bytes
         self.size = max(backend.get_vocab().values(), default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
@@ -68,7 +68,7 @@ class OtherTokenizer(Tokenizer):
         return (both[len(alone) :] if both.startswith(alone) else self.decode([index])).encode()
 
 
-def wrap(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
+def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
     """The tokenizer with our methods; `stop_ids` end an answer beside its own. The one given is left as it is."""
     import tokenizers
 
@@ -83,7 +83,7 @@ def wrap(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
             return Tokenizer(copy, _special(tokenizer), stop_ids, _templates(tokenizer))
         except UserError:  # a decoder that text_stream does not know
             pass
-    return OtherTokenizer(tokenizer, stop_ids)
+    return SlowTokenizer(tokenizer, stop_ids)
 
 
 def _special(tokenizer: Any) -> dict[str, str]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-DAMAGED = "\ufffd"
-_NAMES = 1 << 16  # of tokens that are remembered
+REPLACEMENT = "\ufffd"
+_CACHED_NAMES = 1 << 16  # of tokens that are remembered
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,7 +36,7 @@ class TextStream(ABC):
         """What was held back: U+FFFD for a character that never got all its bytes. Call it once, last."""
 
 
-class TokenText(TextStream):
+class TokenStream(TextStream):
     """A text that is put together token by token."""
 
     def __init__(self, tokens: Callable[[Iterable[int]], list[str]]) -> None:
@@ -56,7 +56,7 @@ class TokenText(TextStream):
     def _bytes(self, token: str) -> bytes: ...
 
 
-class ByteText(TokenText):
+class ByteLevelStream(TokenStream):
     """Byte-level BPE: a token is a string of bytes. At most three bytes are held back."""
 
     def __init__(self, tokens: Callable[[Iterable[int]], list[str]], byte_of: dict[str, int]) -> None:
@@ -75,7 +75,7 @@ class ByteText(TokenText):
         return token.encode() if -1 in found else bytes(found)
 
 
-class PieceText(TokenText):
+class SentencePieceStream(TokenStream):
     """SentencePiece BPE: a token is text, or one byte named <0x00> to <0xFF>.
 
     A run of byte tokens is held back to its end: one bad byte in it makes `decode` show every byte as U+FFFD.
@@ -119,7 +119,7 @@ class PieceText(TokenText):
         try:
             return run.decode("utf-8")
         except UnicodeDecodeError:
-            return DAMAGED * len(run)
+            return REPLACEMENT * len(run)
 
     def _without_start(self, text: str) -> str:
         """Takes away the space that encoding put before the text's first character."""
@@ -131,12 +131,12 @@ class PieceText(TokenText):
         return text
 
 
-def stream_maker(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenText]:
+def stream_factory(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenStream]:
     """A function `skip_special -> TextStream` for this tokenizer; UserError if its decoder is of another kind."""
     steps = _decoder_steps(tokenizer)
     kinds = [step.get("type") for step in steps]
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    name_of = lru_cache(_NAMES)(tokenizer.id_to_token)
+    name_of = lru_cache(_CACHED_NAMES)(tokenizer.id_to_token)
 
     def tokens_of(skip_special: bool) -> Callable[[Iterable[int]], list[str]]:
         def tokens(ids: Iterable[int]) -> list[str]:
@@ -147,11 +147,11 @@ def stream_maker(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenText]
 
     if kinds == ["ByteLevel"]:
         byte_of = byte_alphabet()
-        return lambda skip_special: ByteText(tokens_of(skip_special), byte_of)
+        return lambda skip_special: ByteLevelStream(tokens_of(skip_special), byte_of)
     if re.fullmatch("(Replace )*ByteFallback Fuse( Strip)?", " ".join(map(str, kinds))):
         replacements = [_replacement(step) for step in steps if step["type"] == "Replace"]
         strip = _strip(steps[-1]) if kinds[-1] == "Strip" else ("", 0)
-        return lambda skip_special: PieceText(tokens_of(skip_special), replacements, strip)
+        return lambda skip_special: SentencePieceStream(tokens_of(skip_special), replacements, strip)
     raise UserError(f"the tokenizer's decoder {' '.join(map(str, kinds)) or None!r} is not supported")
 
 
@@ -183,11 +183,11 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-KEPT = 16  # tokens that stay in the window when its older ones leave
-LONGEST = 48  # tokens at which they leave
+WINDOW_KEPT = 16  # tokens that stay in the window when its older ones leave
+WINDOW_MAX = 48  # tokens at which they leave
 
 
-class WindowText(TextStream):
+class WindowStream(TextStream):
     """Returns what more text the window has with each new token, U+FFFD at its end held back.
 
     Older tokens leave the window only where the others decode to the same text without them. Where they never do, all
@@ -200,7 +200,7 @@ class WindowText(TextStream):
         self._start = 0  # of the window, which ends with the last id
         self._shown = ""  # what was returned of the window's text
         self._pieces: list[str] = []
-        self._longest = LONGEST
+        self._longest = WINDOW_MAX
         self._last_piece = 0  # how many ids there were when text was returned last
         self._next_look = 0  # how many there must be before they are decoded again
 
@@ -210,9 +210,9 @@ class WindowText(TextStream):
         if len(self._ids) < self._next_look:
             return ""
         text = self._decode(self._ids[self._start :])
-        new = self._since(text.rstrip(DAMAGED))
+        new = self._since(text.rstrip(REPLACEMENT))
         if not new:  # a long stretch without text is decoded ever more seldom
-            self._next_look = len(self._ids) + 1 + (len(self._ids) - self._last_piece) // LONGEST
+            self._next_look = len(self._ids) + 1 + (len(self._ids) - self._last_piece) // WINDOW_MAX
             return ""
         self._last_piece = len(self._ids)
         if len(self._ids) - self._start >= self._longest:
@@ -233,10 +233,10 @@ class WindowText(TextStream):
 
     def _slide(self, text: str) -> None:
         """Leaves all but about KEPT tokens of the window, whose text is given, or doubles the length it may have."""
-        last = len(self._ids) - KEPT
-        for start in range(last, last - KEPT, -1):  # a start within a word or a character may show
+        last = len(self._ids) - WINDOW_KEPT
+        for start in range(last, last - WINDOW_KEPT, -1):  # a start within a word or a character may show
             kept = self._decode(self._ids[start:])
             if kept.strip() and text.endswith(kept):  # a decoder may strip what an empty text begins with
-                self._start, self._shown = start, kept.rstrip(DAMAGED)
+                self._start, self._shown = start, kept.rstrip(REPLACEMENT)
                 return
         self._longest = 2 * (len(self._ids) - self._start)

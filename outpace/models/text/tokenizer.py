@@ -15,9 +15,9 @@ from outpace.core.lazy import lazy_sha256
 from outpace.core.machine import trim_heap
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
+from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, exists, read_optional_json, read_text
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.text_stream import DAMAGED, TextStream, TokenText, stream_maker
+from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,18 +32,18 @@ MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
-def turn_ends(special: Mapping[str, int]) -> set[int]:
+def turn_end_ids(special: Mapping[str, int]) -> set[int]:
     """Of a vocabulary's special tokens, by their texts, those that end a turn."""
     ends = TURN_ENDS if any(end in special for end in ANSWER_ENDS) else (*TURN_ENDS, MESSAGE_END)
     return {special[end] for end in ends if end in special}
 
 
-def text_ends(special: Mapping[str, int]) -> set[int]:
+def document_end_ids(special: Mapping[str, int]) -> set[int]:
     """Those that end a document."""
     return {special[end] for end in TEXT_ENDS if end in special}
 
 
-def without_rows(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[int, str]:
+def tokens_without_embedding(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[int, str]:
     """The tokens of a vocabulary of `size` ids for which an embedding of so many rows has none. UserError unless all of
     them were added to it, as Gemma 3's token for images, which its models without a vision model know not."""
     added = tokenizer.get_added_tokens_decoder()
@@ -53,7 +53,7 @@ def without_rows(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[
     return beyond
 
 
-def check_rows(ids: Sequence[int], beyond: Mapping[int, str]) -> None:
+def check_embedded(ids: Sequence[int], beyond: Mapping[int, str]) -> None:
     """UserError for a text that holds one of the tokens `beyond` the embedding."""
     if beyond and not beyond.keys().isdisjoint(ids):
         token = next(beyond[index] for index in ids if index in beyond)
@@ -84,7 +84,7 @@ class Tokenizer:
         self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
         self._add_bos = settings.get("add_bos_token")
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
-        streams = stream_maker(tokenizer)
+        streams = stream_factory(tokenizer)
         self._stream: Callable[[bool], TextStream] = streams
         self._bytes_of: Callable[[int], bytes] = streams(True).bytes_of
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -99,18 +99,18 @@ class Tokenizer:
         embedding does not have.
         """
         path = Path(path)
-        own = read_json_if_there(path / "tokenizer_config.json")
-        settings = {**read_json_if_there(path / "special_tokens_map.json"), **own}
-        config = read_json_if_there(path / "config.json")
+        own = read_optional_json(path / "tokenizer_config.json")
+        settings = {**read_optional_json(path / "special_tokens_map.json"), **own}
+        config = read_optional_json(path / "config.json")
         stops: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            stops = stops or _ids(path / name, read_json_if_there(path / name).get("eos_token_id"))
-        raw, file = _raw(path, settings)
+            stops = stops or _ids(path / name, read_optional_json(path / name).get("eos_token_id"))
+        raw, file = _load_backend(path, settings)
         rows = config.get("vocab_size")
         try:
             tokenizer = cls(raw, settings, stops, _templates(path, settings))
             if isinstance(rows, int) and tokenizer.size > rows:
-                tokenizer._beyond, tokenizer.size = without_rows(raw, tokenizer.size, rows), rows
+                tokenizer._beyond, tokenizer.size = tokens_without_embedding(raw, tokenizer.size, rows), rows
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
         return tokenizer
@@ -200,7 +200,7 @@ class Tokenizer:
     @cached_property
     def _spelling(self) -> Callable[[int], bytes]:
         stream = self._stream(False)
-        if isinstance(stream, TokenText):
+        if isinstance(stream, TokenStream):
             return stream.bytes_of
         return lambda token: self.decode([token], skip_special=False).encode()
 
@@ -208,7 +208,7 @@ class Tokenizer:
         """What each id adds to a text, special tokens by their names; ids whose bytes cannot be told are left out."""
         special = self.special_ids
         found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self.words.items()}
-        return {index: text for index, text in found.items() if text and DAMAGED.encode() not in text}
+        return {index: text for index, text in found.items() if text and REPLACEMENT.encode() not in text}
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, None where there is none."""
@@ -248,29 +248,29 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(f"the text holds half a character (a lone surrogate) at {error.start}") from error
-        with _panics_told("cannot cut this text"):
+        with _panics_as_errors("cannot cut this text"):
             ids = list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
-        check_rows(ids, self._beyond)
+        check_embedded(ids, self._beyond)
         return ids
 
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
         """The ids that end an answer. Ids that the vocabulary does not have are never written."""
         texts = ((index, self._tokenizer.id_to_token(index)) for index in self.special_ids)
         special = {text: index for index, text in texts if text is not None}
-        ends = {self._id(self._special.get("eos_token")), *named, *turn_ends(special)}
+        ends = {self._id(self._special.get("eos_token")), *named, *turn_end_ids(special)}
         there = [index for index in ends if index is not None and 0 <= index < self.size]
         found = {index for index in there if self._tokenizer.id_to_token(index) is not None}
-        return frozenset(found or text_ends(special))
+        return frozenset(found or document_end_ids(special))
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
-def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
+def _load_backend(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
     """The folder's tokenizer, and the file that it came from."""
     file = path / "tokenizer.json"
-    if not is_there(file):
-        if is_there(path / "tokenizer.model"):
+    if not exists(file):
+        if exists(path / "tokenizer.model"):
             from outpace.models.files import sentence_piece
             from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 
@@ -278,9 +278,9 @@ def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer,
             return gguf_tokenizer.build(file, sentence_piece.read_fields(path, settings)).tokenizer, file
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
         raise UserError(f"{path} holds no tokenizer.json and no tokenizer.model; {advice}")
-    check_file(file, LARGEST_TOKENIZER)
+    check_file(file, MAX_TOKENIZER_BYTES)
     try:
-        with _panics_told(f"cannot be made from {file}"):
+        with _panics_as_errors(f"cannot be made from {file}"):
             return _parsed(file), file
     except UserError:
         raise
@@ -302,7 +302,7 @@ def _parsed(file: Path) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def _panics_told(what: str) -> Iterator[None]:
+def _panics_as_errors(what: str) -> Iterator[None]:
     """A panic of the Rust library is no Exception: a pattern that tries too long raises one, for example."""
     try:
         yield
@@ -329,9 +329,9 @@ def _token_text(value: Any) -> str | None:
 def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates by name: newer folders keep one in a file of its own, older ones in tokenizer_config.json."""
     file = path / "chat_template.jinja"
-    if is_there(file):
+    if exists(file):
         return {"default": read_text(file)}
-    found = read_json_if_there(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    found = read_optional_json(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if isinstance(found, str):
         return {"default": found}
     if isinstance(found, list):

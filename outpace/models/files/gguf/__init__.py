@@ -1,1 +1,1 @@
-"""GGUF files: their header, what it says of the model and its tokenizer, and their weights."""
+"""Reads GGUF files: header, model and tokenizer metadata, and weights."""

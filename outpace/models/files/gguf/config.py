@@ -1,8 +1,8 @@
-"""What a GGUF file says of its model, in Hugging Face terms: config.json's fields, and which tensor is which.
+"""Translates a GGUF file's model metadata to Hugging Face terms: config.json's fields and tensor names.
 
-Names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's constants. llama.cpp stores the query
-and key rows of the `llama` and `smollm3` architectures with rotary pairs side by side, those of all others as they are,
-and the weights of Gemma's norms whole, which checkpoints hold less one.
+Names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's constants. llama.cpp stores query and key
+rows of `llama` and `smollm3` with rotary pairs interleaved, those of other architectures unchanged, and Gemma's norm
+weights plus one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
-from outpace.models.files.model_kind import check_kind
+from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config import llama_config as sizes
 from outpace.models.llama.config.families import GELU
@@ -26,16 +26,16 @@ ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of LongRoPE
 ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 LONG = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
-LLAMA3_CONTEXT = 8192  # tokens that every Llama 3 was first trained on
+LLAMA3_CONTEXT = 8192  # context length in the pre-training of every Llama 3
 
 
-def shortest(value: Any) -> Any:
-    """GGUF keeps float32: 1e-5 comes back as 9.99999975e-06, so the shortest decimal of the same float32 is meant."""
+def shortest_decimal(value: Any) -> Any:
+    """Return the shortest decimal with the same float32 value: GGUF stores 1e-5 as 9.99999975e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def read_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding's scaling as config.json writes it; None where there is none."""
+    """Return the rotary embedding's scaling as in config.json; None if there is none."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
     trained = own.get("rope.scaling.original_context_length")
     if SHORT_FACTORS in header.tensors:
@@ -47,28 +47,28 @@ def read_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[s
     if kind not in ("linear", "yarn"):
         shown = f"rope.scaling.type {kind!r:.50} with rope.scaling.factor {factor!r:.50}"
         raise UserError(f"{header.path}: {shown} is not supported, allowed are linear, yarn and none")
-    scaling = {"rope_type": kind, "factor": shortest(factor)}
+    scaling = {"rope_type": kind, "factor": shortest_decimal(factor)}
     return scaling | ({"original_max_position_embeddings": trained} if trained and kind == "yarn" else {})
 
 
 def _long_scaling(header: GgufHeader, own: Mapping[str, Any], trained: Any) -> dict[str, Any]:
-    """LongRoPE's: a factor for each pair that turns, for texts as long as those that it was first trained on."""
+    """Return LongRoPE's scaling: a factor for each rotary pair, and the original context length."""
     factors = {name: _divisors(header, tensor) for name, tensor in LONG.items() if tensor in header.tensors}
-    gain = shortest(own.get("rope.scaling.attn_factor"))
+    gain = shortest_decimal(own.get("rope.scaling.attn_factor"))
     said = {"original_max_position_embeddings": trained, "attention_factor": gain}
     return {"rope_type": "longrope", **factors, **{name: value for name, value in said.items() if value is not None}}
 
 
 def _divisors(header: GgufHeader, name: str) -> list[float]:
-    """Numbers by which frequencies are divided, float32 in the file."""
+    """Read a tensor of float32 divisors of frequencies."""
     entry = header.tensors[name]
     if entry.kind != 0 or len(entry.shape) != 1:
         raise UserError(f"{header.path}: tensor {name!r} is not a list of float32 divisors")
-    return [shortest(value) for value in np.frombuffer(header.raw(name), np.float32).tolist()]
+    return [shortest_decimal(value) for value in np.frombuffer(header.raw(name), np.float32).tolist()]
 
 
 def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: Any) -> dict[str, Any] | None:
-    """Llama 3 as GGUF carries one divisor a frequency; found again are the four numbers that they were made of."""
+    """Recover Llama 3's four scaling parameters from one divisor per frequency."""
     entry, theta = header.tensors[ROPE_FACTORS], settings["rope_theta"]
     data = np.frombuffer(header.raw(ROPE_FACTORS), np.uint8)
     if entry.kind != 0 or len(entry.shape) != 1 or not isinstance(theta, float) or not theta > 1:
@@ -79,7 +79,7 @@ def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: An
     if divisors.max() < 1 + 1e-6:
         return None
     turns = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)  # turns a token
-    factor = shortest(float(divisors.max()))
+    factor = shortest_decimal(float(divisors.max()))
     contexts = [trained] if isinstance(trained, int) and trained > 0 else []
     for context in [*contexts, LLAMA3_CONTEXT, *_contexts(divisors, turns, factor)]:
         if np.allclose(_llama3_divisors(turns, factor, context), divisors, rtol=1e-4, atol=0):
@@ -89,13 +89,13 @@ def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: An
 
 
 def _llama3_divisors(turns: np.ndarray, factor: float, context: int) -> np.ndarray:
-    """Frequencies with more than 4 turns in the trained context stay, those with less than 1 are divided by factor."""
+    """Return divisors: 1 above 4 turns in the trained context, `factor` below 1 turn, interpolated between."""
     smooth = np.clip((turns * context - 1.0) / 3.0, 0.0, 1.0)
     return 1.0 / ((1.0 - smooth) / factor + smooth)
 
 
 def _contexts(divisors: np.ndarray, turns: np.ndarray, factor: float) -> list[int]:
-    """The trained contexts that the divisors between 1 and factor speak of."""
+    """Return the trained context lengths implied by the divisors between 1 and factor."""
     between = (divisors > 1.001) & (divisors < factor * 0.999)
     smooth = (1.0 / divisors[between] - 1.0 / factor) / (1.0 - 1.0 / factor)
     found = (1.0 + 3.0 * smooth) / turns[between]
@@ -103,7 +103,7 @@ def _contexts(divisors: np.ndarray, turns: np.ndarray, factor: float) -> list[in
 
 
 GEMMA_LARGEST = 62  # layers of Gemma 3 27B
-SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding; the file does not say so, llama.cpp knows it
+SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding: hard-coded in llama.cpp, not in the file
 
 LAYER_PARTS = {
     "attn_norm": "input_layernorm",
@@ -126,7 +126,7 @@ GEMMA_PARTS = LAYER_PARTS | {
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-# Metadata that changes the arithmetic, with the values under which it changes nothing.
+# Metadata that changes the arithmetic, with its neutral values.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -144,8 +144,10 @@ REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GgufModel:
-    """`settings` are config.json's fields, `sources` maps Hugging Face tensor names to the file's; `is_paired`: query
-    and key rows stand in llama.cpp's order."""
+    """A model's config.json fields (`settings`), and the GGUF name of each Hugging Face tensor (`sources`).
+
+    `is_paired`: query and key rows are stored in llama.cpp's interleaved order.
+    """
 
     settings: dict[str, Any]
     config: sizes.LlamaConfig
@@ -154,7 +156,8 @@ class GgufModel:
 
 
 def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama 1 to 3, and Mistral, which llama.cpp calls llama too: only the window tells them apart."""
+    """Translate Llama 1 to 3 and Mistral: llama.cpp calls both llama, and only the sliding window distinguishes
+    them."""
     window = own.get("attention.sliding_window")
     if window:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
@@ -181,15 +184,18 @@ def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "smollm3",
         "use_sliding_window": False,
         "no_rope_layer_interval": SMOLLM3_NO_ROPE,
-        "no_rope_layers": [int((layer + 1) % SMOLLM3_NO_ROPE != 0) for layer in layers],  # 1: has one
+        "no_rope_layers": [int((layer + 1) % SMOLLM3_NO_ROPE != 0) for layer in layers],  # 1: with rotary embedding
         "attention_bias": has_bias(header, "attn_q"),
         "mlp_bias": has_bias(header, "ffn_down"),
     }
 
 
 def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model of Gemma 3. What the file does not say is as llama.cpp knows it: which layers see a window, their
-    rotary base, and that the largest model scales scores by the width of an even share of the hidden state."""
+    """Translate the text model of Gemma 3.
+
+    What the file lacks is filled in as in llama.cpp: which layers use a sliding window, their rotary base, and that the
+    largest model scales scores by hidden_size / heads.
+    """
     window, layers = own.get("attention.sliding_window"), own["block_count"]
     pattern, local = own.get("attention.sliding_window_pattern", gemma.PATTERN), own.get("rope.freq_base_swa")
     types = [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
@@ -202,15 +208,17 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": window or None,
         "sliding_window_pattern": pattern if window and types is None else None,
         "layer_types": types if window else [FULL] * layers,
-        "rope_local_base_freq": gemma.LOCAL_THETA if local is None else shortest(local),
-        "query_pre_attn_scalar": _even_share(own) if is_largest else own.get("attention.key_length", _even_share(own)),
+        "rope_local_base_freq": gemma.LOCAL_THETA if local is None else shortest_decimal(local),
+        "query_pre_attn_scalar": _default_head_dim(own)
+        if is_largest
+        else own.get("attention.key_length", _default_head_dim(own)),
         "attention_bias": has_bias(header, "attn_q"),
     }
 
 
 def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Phi-3 and Phi-4. A window of 0 tokens is none."""
-    turning, head_dim = own.get("rope.dimension_count"), own.get("attention.key_length", _even_share(own))
+    """Translate Phi-3 and Phi-4. A window of 0 tokens means none."""
+    turning, head_dim = own.get("rope.dimension_count"), own.get("attention.key_length", _default_head_dim(own))
     is_part = isinstance(turning, int) and isinstance(head_dim, int) and 0 < turning < head_dim
     return {
         "architectures": [phi.ARCHITECTURE],
@@ -228,15 +236,15 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "gemma3": _gemma3,
     "phi3": _phi3,
 }
-PAIRED = ("llama", "smollm3")
+INTERLEAVED_ROPE = ("llama", "smollm3")
 
 
 def read_model(header: GgufHeader) -> GgufModel:
-    """What the file's metadata and tensor table say; UserError if it is not one of ARCHITECTURES or does not add up."""
+    """Translate metadata and tensor table; UserError for other ARCHITECTURES or inconsistent values."""
     path, metadata = header.path, header.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        check_kind({"model_type": architecture}, path)
+        check_causal_lm({"model_type": architecture}, path)
         known = f"GGUF files are read of {', '.join(ARCHITECTURES)}"
         advice = "`--runtime transformers` may run the Hugging Face checkpoint of the same model"
         raise UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
@@ -249,11 +257,11 @@ def read_model(header: GgufHeader) -> GgufModel:
         settings["rope_scaling"] = scaling
     settings = {name: value for name, value in settings.items() if value is not None}
     config = _checked(header, prefix, settings)
-    return GgufModel(settings, config, _sources(header, config), architecture in PAIRED)
+    return GgufModel(settings, config, _sources(header, config), architecture in INTERLEAVED_ROPE)
 
 
 def has_bias(header: GgufHeader, part: str) -> bool:
-    """Whether the first layer's `part` has a bias; that all others have it too is checked with the tensors."""
+    """Return whether the first layer's `part` has a bias; the other layers are checked along with the tensors."""
     return f"blk.0.{part}.bias" in header.tensors
 
 
@@ -282,17 +290,17 @@ def _common(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": own.get("block_count"),
         "num_attention_heads": own.get("attention.head_count"),
         "num_key_value_heads": own.get("attention.head_count_kv"),
-        "head_dim": own.get("attention.key_length", _even_share(own)),
+        "head_dim": own.get("attention.key_length", _default_head_dim(own)),
         "hidden_act": "silu",
-        "rms_norm_eps": shortest(eps) if eps is not None else 1e-5,
-        "rope_theta": shortest(theta) if theta is not None else 10000.0,
+        "rms_norm_eps": shortest_decimal(eps) if eps is not None else 1e-5,
+        "rope_theta": shortest_decimal(theta) if theta is not None else 10000.0,
         "max_position_embeddings": own.get("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
 
-def _even_share(own: Mapping[str, Any]) -> int | None:
-    """A head's size where the file does not say it: Qwen 3 has another default in its config.json."""
+def _default_head_dim(own: Mapping[str, Any]) -> int | None:
+    """Return hidden_size / heads, the head size if the file has none: Qwen 3's config.json has another default."""
     hidden, heads = own.get("embedding_length"), own.get("attention.head_count")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads <= 0 or hidden % heads:
         return None
@@ -300,7 +308,7 @@ def _even_share(own: Mapping[str, Any]) -> int | None:
 
 
 def _refuse_window(header: GgufHeader, own: Mapping[str, Any]) -> None:
-    """llama.cpp runs these architectures without a window, so a file that names one means something unknown."""
+    """Refuse a sliding window, which llama.cpp ignores for these architectures, so its meaning is unknown."""
     window = own.get("attention.sliding_window")
     if window:
         raise UserError(f"{header.path}: attention.sliding_window {window!r:.50} is not supported here")
@@ -323,7 +331,7 @@ def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> si
 
 
 def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
-    """Hugging Face name -> GGUF name; UserError if a tensor is missing, unknown or of another shape."""
+    """Map Hugging Face names to GGUF names; UserError for a tensor that is missing, unknown or of another shape."""
     expected, sources = sizes.tensor_shapes(config), dict[str, str]()
     parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
     for name, entry in header.tensors.items():

@@ -1,7 +1,10 @@
-"""Reads a GGUF file's metadata and tensor table; every count and offset is checked against the file's size.
+"""Reads the metadata and tensor table of GGUF files; every count and offset is checked against the file's size.
 
-The reader of the `gguf` package trusts the counts in the file, so that a torn file can make it run for ever.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The reader of the `gguf` package trusts the file's counts, so that a damaged file can make it run for ever. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+A model may be split over several files, named -00001-of-00003.gguf and so on, as `llama-gguf-split` writes them: the
+first has the metadata, all have tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.reading import forget_pages
+from outpace.models.files.reading import release_pages
 from outpace.models.llama.weight_sources import Q4_1, BlockFormat
 
-COMMON = {
+COMMON_TYPES = {
     0: BlockFormat("F32", 1, 4),
     1: BlockFormat("F16", 1, 2),
     2: BlockFormat("Q4_0", 32, 18),
@@ -38,10 +41,10 @@ COMMON = {
 }
 
 
-def type_of(kind: int) -> BlockFormat:
-    """The type of that number; ValueError or KeyError where there is none."""
-    if kind in COMMON:
-        return COMMON[kind]
+def ggml_type(kind: int) -> BlockFormat:
+    """Return the ggml type of this number; ValueError or KeyError if there is none."""
+    if kind in COMMON_TYPES:
+        return COMMON_TYPES[kind]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     found = GGMLQuantizationType(kind)
@@ -51,10 +54,10 @@ def type_of(kind: int) -> BlockFormat:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-LARGEST_ALIGNMENT = 2**20
-MOST_DIMENSIONS = 4
-MOST_VALUES = 2**24  # of all metadata together: a vocabulary has a million at most
-DEEPEST_ARRAY = 4
+MAX_ALIGNMENT = 2**20
+MAX_DIMENSIONS = 4
+MAX_METADATA_VALUES = 2**24  # in all metadata together; a vocabulary has a million at most
+MAX_ARRAY_DEPTH = 4
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {
     0: "<u1",
@@ -73,8 +76,7 @@ SCALARS = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `shape` is outermost first, `start` and `num_bytes` count bytes from the file's start, which
-    is number `part` of the model's."""
+    """Location of a tensor: `shape` is outermost first, `start` and `num_bytes` count bytes in file number `part`."""
 
     shape: tuple[int, ...]
     kind: int
@@ -85,39 +87,40 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A GGUF file's metadata (text, numbers, lists) and its tensors by name, those of a model's further parts too."""
+    """A GGUF file's metadata (text, numbers, lists) and its tensors by name, including those in the model's other
+    files."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     data: Any = field(repr=False)  # the mapped file
-    further: tuple[GgufHeader, ...] = ()  # the model's other parts, in their order
+    further: tuple[GgufHeader, ...] = ()  # the model's other parts, in order
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes of one tensor, mapped from the file."""
+        """Return the stored bytes of one tensor, mapped from the file."""
         entry = self.tensors[name]
         return np.frombuffer(self._part(entry).data, np.uint8, entry.num_bytes, entry.start)
 
     def file_of(self, name: str) -> Path:
-        """Where a tensor lies."""
+        """Return the file that holds a tensor."""
         return self._part(self.tensors[name]).path
 
     def _part(self, entry: TensorEntry) -> GgufHeader:
         return self.further[entry.part - 1] if entry.part else self
 
     def forget(self, name: str) -> None:
-        """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
+        """Release the memory of a tensor's whole pages; a later access reads them from the file again."""
         entry = self.tensors[name]
-        forget_pages(self._part(entry).data, entry.start, entry.start + entry.num_bytes)
+        release_pages(self._part(entry).data, entry.start, entry.start + entry.num_bytes)
 
     def forget_front(self) -> None:
-        """As `forget`, of what stands before all tensors."""
-        forget_pages(self.data, 0, min((one.start for one in self.tensors.values() if not one.part), default=0))
+        """Release the memory of everything before the first tensor."""
+        release_pages(self.data, 0, min((one.start for one in self.tensors.values() if not one.part), default=0))
 
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GgufHeader]:
-    """Maps the file and reads its header; UserError names the file and what is wrong with it."""
+    """Map the file and read its header; UserError names the file and what is wrong with it."""
     try:
         stream = path.open("rb")
     except OSError as error:
@@ -125,7 +128,7 @@ def open_gguf(path: Path) -> Iterator[GgufHeader]:
     with stream:
         if stream.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{path} is not a GGUF file")
-        # Not closed by hand: arrays that still point into the mapping would make close() raise.
+        # Never closed explicitly: close() raises while arrays still point into the mapping.
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             header = _Reader(path, data).header()
@@ -135,7 +138,7 @@ def open_gguf(path: Path) -> Iterator[GgufHeader]:
 
 
 class _Reader:
-    """A position in the mapped file; every read moves it on and stays inside the file."""
+    """A position in the mapped file; every read advances it and stays inside the file."""
 
     def __init__(self, path: Path, data: Any) -> None:
         self.path, self.data, self.position = path, data, len(MAGIC)
@@ -165,7 +168,7 @@ class _Reader:
         return self.data[start:end]
 
     def check_count(self, count: int) -> None:
-        if count > len(self.data) - self.position:  # everything that is counted takes at least one byte
+        if count > len(self.data) - self.position:  # every counted entry takes at least one byte
             raise UserError(
                 f"{self.path} is damaged: it announces {count} entries, the file has {len(self.data)} bytes"
             )
@@ -184,7 +187,7 @@ class _Reader:
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
-            if depth == DEEPEST_ARRAY:
+            if depth == MAX_ARRAY_DEPTH:
                 raise UserError(f"{self.path} is damaged: its metadata nests too deep")
             return self.array(self.unsigned(4), self.unsigned(8), depth + 1)
         return self.numbers(kind, 1)[0]
@@ -192,8 +195,8 @@ class _Reader:
     def array(self, kind: int, count: int, depth: int) -> list[Any]:
         self.check_count(count)
         self.num_values += count
-        if self.num_values > MOST_VALUES:
-            raise UserError(f"{self.path} is damaged: its metadata announces more than {MOST_VALUES} values")
+        if self.num_values > MAX_METADATA_VALUES:
+            raise UserError(f"{self.path} is damaged: its metadata announces more than {MAX_METADATA_VALUES} values")
         if kind == STRING:
             return self.texts(count)
         if kind == ARRAY:
@@ -201,7 +204,7 @@ class _Reader:
         return self.numbers(kind, count)
 
     def texts(self, count: int) -> list[str]:
-        """As `text`, for many: a vocabulary and its merges are 100,000."""
+        """Read many strings at once: a vocabulary and its merges are 100,000."""
         data, position, found = self.data, self.position, []
         length_at, most = struct.Struct("<Q").unpack_from, len(self.data)
         for _ in range(count):
@@ -225,13 +228,13 @@ class _Reader:
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 8 <= alignment <= LARGEST_ALIGNMENT or alignment % 8:
+        if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
             raise UserError(f"{self.path} is damaged: general.alignment is {alignment!r}")
         return alignment
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dimensions = self.text(), self.unsigned(4)
-        if num_dimensions > MOST_DIMENSIONS:
+        if num_dimensions > MAX_DIMENSIONS:
             raise UserError(f"{self.path} is damaged: tensor {name!r} has {num_dimensions} dimensions")
         shape = tuple(self.unsigned(8) for _ in range(num_dimensions))[::-1]
         return name, shape, self.unsigned(4), self.unsigned(8)
@@ -251,13 +254,13 @@ class _Reader:
         end = start
         for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
             if entry.start < end:
-                raise UserError(f"{self.path} is damaged: tensor {name!r} lies over another")
+                raise UserError(f"{self.path} is damaged: tensor {name!r} overlaps another")
             end = entry.start + entry.num_bytes
         return tensors
 
     def num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
         try:
-            _, block, block_bytes = type_of(kind)
+            _, block, block_bytes = ggml_type(kind)
         except (ValueError, KeyError):
             raise UserError(f"{self.path}: tensor {name!r} has the unknown quantisation {kind}") from None
         if not shape or 0 in shape or shape[-1] % block:
@@ -273,7 +276,7 @@ NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model of which this is one, by the names alone; the name itself of any other file."""
+    """List the file names of all parts of a model from the name of one; just that name if it is not split."""
     found = _NAME.fullmatch(name)
     if found is None or not 1 <= int(found[2]) <= int(found[3]):
         return [name]
@@ -281,13 +284,13 @@ def part_names(name: str) -> list[str]:
 
 
 def part_files(path: P) -> list[P]:
-    """The same of files."""
+    """List the paths of all parts of a model from the path of one."""
     return [path.with_name(name) for name in part_names(path.name)]
 
 
 @contextmanager
-def open_model(path: Path) -> Iterator[GgufHeader]:
-    """As `open_gguf`, of all files of a model whose first one is `path`; UserError names a part that is missing."""
+def open_gguf_model(path: Path) -> Iterator[GgufHeader]:
+    """Open all files of the model whose first file is `path`, as `open_gguf`; UserError names a missing part."""
     with ExitStack() as stack:
         first = stack.enter_context(open_gguf(path))
         count = first.metadata.get(COUNT, 0)
@@ -299,11 +302,11 @@ def open_model(path: Path) -> Iterator[GgufHeader]:
         missing = next((file for file in files if not file.is_file()), None)
         if missing is not None:
             raise UserError(f"{missing} is missing: {path} is the first of {count} parts of a model")
-        yield joined(first, [stack.enter_context(open_gguf(file)) for file in files[1:]])
+        yield join_parts(first, [stack.enter_context(open_gguf(file)) for file in files[1:]])
 
 
-def joined(first: GgufHeader, further: Sequence[GgufHeader]) -> GgufHeader:
-    """One header of all parts; UserError where they do not belong together."""
+def join_parts(first: GgufHeader, further: Sequence[GgufHeader]) -> GgufHeader:
+    """Merge the headers of all parts; UserError if they do not belong together."""
     tensors: dict[str, TensorEntry] = dict(first.tensors)
     for number, part in enumerate(further, 1):
         said, expected = (part.metadata.get(NUMBER), part.metadata.get(COUNT)), (number, len(further) + 1)

@@ -1,4 +1,4 @@
-"""Builds the tokenizer that GGUF metadata describe: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`)."""
+"""Builds the tokenizer described by GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from outpace.models.files.gguf.header import GgufHeader
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
-SPACE = "\u2581"  # how SentencePiece writes a space
-LONGEST_PIECE = 1000  # characters of a token that merges are sought for, which takes their square
+SPACE = "\u2581"  # SentencePiece's character for a space
+LONGEST_PIECE = 1000  # characters per token; the search for merges is quadratic
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 LLAMA3_SPLIT = (
@@ -38,22 +38,22 @@ O200K_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]*[{SMALL}]+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]+[{SMALL}]*{ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# A file without a pre-tokenizer's name is read as llama.cpp reads it.
+# A file without a pre-tokenizer's name is split as in llama.cpp.
 DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)",
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-# Names under which llama.cpp knows the same pre-tokenizer.
+# llama.cpp's other names for the same pre-tokenizers.
 SAME_PRE = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2"),
     "dbrx": "smaug-bpe",
     "llama4": "gpt-4o",
 }
-WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is taken as it is, whatever the merges say
-EATING = ("phi3",)  # architectures whose special tokens take the white space behind them, but for those that are plain
+WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not split by merges
+EATING = ("phi3",)  # architectures whose special tokens, except PLAIN, absorb following white space
 PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 END_OF_TURN_IDS = ("eot_token_id", "eom_token_id")
@@ -61,7 +61,7 @@ END_OF_TURN_IDS = ("eot_token_id", "eom_token_id")
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer, its number of ids, and what belongs into tokenizer_config.json and config.json."""
+    """A tokenizer, its number of ids, and its fields of tokenizer_config.json and config.json."""
 
     tokenizer: tokenizers.Tokenizer
     size: int
@@ -70,7 +70,7 @@ class GgufTokenizer:
 
 
 def build_for(header: GgufHeader, model: GgufModel) -> GgufTokenizer:
-    """As `build`; UserError where it names more tokens than the embedding has rows."""
+    """Build the model's tokenizer; UserError if it names more tokens than the embedding has rows."""
     built, rows = build(header.path, header.metadata), model.config.vocab_size
     if built.size > rows:
         raise UserError(f"{header.path} names {built.size} tokens, its embedding has {rows} rows")
@@ -78,12 +78,12 @@ def build_for(header: GgufHeader, model: GgufModel) -> GgufTokenizer:
 
 
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of special tokens, without the tokenizer."""
+    """Return config.json's fields for special tokens, without building the tokenizer."""
     return _special_ids(_Vocabulary(path, metadata))
 
 
 def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
-    """The tokenizer in the metadata of the file `path`; UserError names the field that is missing or not supported."""
+    """Build the tokenizer in the metadata of `path`; UserError names the field that is missing or not supported."""
     from tokenizers import AddedToken
 
     vocabulary = _Vocabulary(path, metadata)
@@ -115,7 +115,7 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
 
 
 class _Vocabulary:
-    """The fields tokenizer.ggml.* of a file, checked as they are read."""
+    """The fields tokenizer.ggml.* of a file, checked when they are read."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self.path, self.metadata = path, metadata
@@ -168,7 +168,7 @@ class _Vocabulary:
         return self.token_at(SPECIAL_IDS[name])
 
     def token_at(self, name: str) -> tuple[str, int] | None:
-        """The token, and its id, that an id field names; None if the file has no such field or means none by it."""
+        """Return the token and id that an id field names; None if the field is missing or unset."""
         index = self.metadata.get(f"tokenizer.ggml.{name}")
         if index is None or index in (-1, 2**32 - 1):
             return None
@@ -238,8 +238,10 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, best score of the result first, as SentencePiece merges. As
-    numbers until they are sorted: a vocabulary of 262,144 tokens has half a million of them."""
+    """List all ways to join two tokens to a third, highest score first, as SentencePiece merges.
+
+    Kept as integers until sorted: a vocabulary of 262,144 tokens has half a million.
+    """
     ids, tokens = vocabulary.ids, vocabulary.tokens
     whole, lefts, rights = array("i"), array("i"), array("i")
     for token, index in ids.items():
@@ -284,7 +286,7 @@ def _settings(vocabulary: _Vocabulary, add_bos: bool) -> dict[str, Any]:
 
 
 def _special_ids(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """The ids that config.json and generation_config.json name; several ends of a text make a list."""
+    """Return the ids in config.json and generation_config.json; several end tokens make a list."""
     named = {name: vocabulary.special(name) for name in ("bos", "eos", "pad")}
     ids: dict[str, Any] = {f"{name}_token_id": found[1] for name, found in named.items() if found is not None}
     ends = [ids["eos_token_id"]] if "eos_token_id" in ids else []
