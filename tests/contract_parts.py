@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -111,10 +111,8 @@ class Forgiving(Greedy):
     """A drafted token stands, match or not, where a probe on the hidden state after a layer says that it matters
     little: the shape of AutoJudge. Lossy."""
 
-    lossless = keyed = False
-
     def __init__(self, layer: int, probe: Sequence[float], threshold: float) -> None:
-        self.needs = Needs(layers=(layer,))
+        self.traits = replace(Greedy.traits, lossless=False, same_text=False, pick=None, hidden_layers=(layer,))
         self._probe, self._threshold = torch.tensor(probe, dtype=torch.float64), threshold
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, bool]]:

@@ -36,7 +36,7 @@ class ByToken(DrawCounts):
     """One child below even tokens, two below odd ones."""
 
     def below(self, tree: TokenTree, node: int, request: Request) -> int:
-        return 1 + tree.tokens[node] % 2 if request.rule.fan else 1
+        return 1 + tree.tokens[node] % 2 if request.rule.traits.several_draws else 1
 
 
 class Shaped(ModelDrafter):
@@ -60,7 +60,7 @@ def rule_of(name: str, chance: RandomSource | None = None, **options: Any) -> Ru
     module = registry.find("rules", name)
     rule: Rule = module.build(module.Options(**options))
     if chance is not None:
-        rule.chance = chance
+        rule.random_source = chance
     return rule
 
 
@@ -82,7 +82,7 @@ def go_every_way(
     beside: int = 0,
 ) -> Found:
     """Runs the real engine once for every way that the rule's chance may go."""
-    chance = rule.chance
+    chance = rule.random_source
     assert isinstance(chance, Enumerating)
     request = make_request(PROMPT, rule, length, **ASKED[asked])
     accepted: defaultdict[str, float] = defaultdict(float)

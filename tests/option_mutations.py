@@ -113,7 +113,7 @@ def own_token_of_the_root(walk: Original) -> Original:
         verdict = walk(self, tree, picks)
         p, last = picks[0].p, picks[verdict.path[-1]].row
         key = _ratio.key_of(last, last.node_id, noise.RESIDUAL)
-        return verdict._replace(next_token=self.chance.draw(key, p))
+        return verdict._replace(next_token=self.random_source.draw(key, p))
 
     return mutated
 

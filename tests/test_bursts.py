@@ -17,7 +17,6 @@ from outpace.decoders import auto, autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TARGET, TokenSequence
 from outpace.models.llama.native.runtime import NativeLlama
-from outpace.rules.base import by_score
 
 kernels = pytest.importorskip("outpace_kernels")
 LONG = 1000.0  # seconds: as many rounds as there can be
@@ -170,7 +169,6 @@ def test_a_row_without_a_pick_ends_the_burst_before_it(model: NativeLlama, monke
         assert run.tokens == whole[:10]
 
 
-@by_score
 def _refuses(logits: Any, rows: Sequence[Any]) -> list[int]:
     raise ValueError("no order among these scores")
 

@@ -160,8 +160,8 @@ def test_a_row_is_masked_once_and_half_precision_stays_a_copy() -> None:
 
 
 def test_rules_say_where_no_mask_is_needed() -> None:
-    assert make_rule("greedy").picks_among_all(GREEDY)
-    assert make_rule("gumbel").picks_among_all(Sampling(0.7))
+    assert make_rule("greedy").traits.picks_before_masking(GREEDY)
+    assert make_rule("gumbel").traits.picks_before_masking(Sampling(0.7))
     for filtered in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.5), Sampling(1.0, min_p=0.1)):
-        assert not make_rule("gumbel").picks_among_all(filtered)
-    assert not make_rule("match").picks_among_all(Sampling(1.0))
+        assert not make_rule("gumbel").traits.picks_before_masking(filtered)
+    assert not make_rule("match").traits.picks_before_masking(Sampling(1.0))

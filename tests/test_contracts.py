@@ -43,7 +43,7 @@ def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
 
 def decode_by(target: Any, drafter: Any, requests: Sequence[Request], **options: Any) -> list[list[int]]:
     settings = EngineOptions(nodes=12, rows=100, chunk=4, **options)
-    needs = requests[0].rule.needs
+    needs = Needs(layers=requests[0].rule.traits.hidden_layers)
     with Engine(target, drafter, options=settings, needs=needs) as engine:
         runs = [engine.submit(one, speculative, speculative.Options(draft_length=1)) for one in requests]
         return finish(engine, runs)

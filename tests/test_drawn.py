@@ -79,8 +79,8 @@ def test_q_of_a_leaf_stays_and_may_be_asked_for() -> None:
     cut = tree.copy(best_nodes(tree, 2))
     assert [(group.q is Q, group.tokens) for group in cut.drawn.values()] == [(True, (0,)), (True, ())]
     assert best_nodes(tree, 9) == [0, 1, 2, 3]
-    assert best_nodes(tree, 9, leaf_q=True) == [0, 1, 2]
-    assert best_nodes(tree, 1, leaf_q=True) == [0]
+    assert best_nodes(tree, 9, q_at_leaves=True) == [0, 1, 2]
+    assert best_nodes(tree, 1, q_at_leaves=True) == [0]
 
 
 def request_of(rule: str, chance: RandomSource | None = None) -> Request:

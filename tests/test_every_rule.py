@@ -16,8 +16,10 @@ from ways import ASKED, TARGETS, Ways
 from outpace.core import registry
 from outpace.core.types import Drafter
 
-RATIO = [name for name in registry.names("rules") if not (rule := rule_of(name)).keyed and rule.lossless]
-FANS = [name for name in RATIO if rule_of(name).fan]
+RATIO = [
+    name for name in registry.names("rules") if not (rule := rule_of(name)).traits.same_text and rule.traits.lossless
+]
+FANS = [name for name in RATIO if rule_of(name).traits.several_draws]
 CHAINS = {
     "chain": (Shape(layers=2), "bare", 2),
     "chain over rounds": (Shape(), "bare", LENGTH),

@@ -247,7 +247,7 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
         again = run_cell(cell, requests)
         assert again is not None
         assert again.texts == run.texts
-    if requests[0].rule.lossless:
+    if requests[0].rule.traits.lossless:
         check_possible(requests, run.texts)
     if cell.drafter is None or cell.draft == "silent":
         assert run.figures.drafted == run.figures.accepted == 0

@@ -1,18 +1,24 @@
-"""The kernels' ranking of rows against its definition over all tokens, and the rules' ways with them and without."""
+"""Rows ranked by the kernels and on the host, against their definitions over all tokens."""
 
 from __future__ import annotations
 
 import math
+import pickle
 import sys
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from turns import in_turn, one_of
 
-from outpace.core.logits import SparseLogits
-from outpace.core.noise import gumbel_from_hashes, key_words, row_key, row_words, token_hashes
+from outpace.core.logits import SparseLogits, largest_indices
+from outpace.core.logprobs import token_logprobs
+from outpace.core.noise import gumbel as gumbel_noise
+from outpace.core.noise import key_words, row_key, row_words
+from outpace.core.noise_constants import FACTORS, UNIT
 from outpace.core.sampling import Sampling
-from outpace.core.types import Adjustments, Request, Row, TopK
+from outpace.core.types import Adjustments, LogprobsOptions, Request, Row, TopK
 from outpace.rules import _ranking, greedy, gumbel, match
 from outpace.rules._ranking import clear_winner
 from outpace.rules.base import top_k_rows
@@ -42,12 +48,24 @@ def kinds(held: int, seed: int) -> np.ndarray:
     return x
 
 
+def exact_noise(key: int, tokens: np.ndarray) -> np.ndarray:
+    """g of these tokens from their 31-bit hashes, in float64."""
+    bits = tokens.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
+    for number, factor in enumerate(FACTORS):
+        bits *= np.uint32(factor & 0xFFFFFFFF)
+        bits ^= bits >> np.uint32(15)
+        bits ^= np.uint32(0 if number else key >> 32)
+    v = ((bits & np.uint32(0x7FFFFFFF)).astype(np.float32) + np.float32(0.5)) * np.float32(UNIT)
+    g: np.ndarray = -np.log(-np.log1p(-v.astype(np.float64)))
+    return g
+
+
 def definition(row: np.ndarray, temperature: float, key: int | None, ids: np.ndarray | None, whole: bool) -> tuple:
     """All possible tokens, best first, and their values, in float64."""
     tokens = np.arange(len(row)) if ids is None else ids
     top = float(row.max())
     beside = (row.astype(np.float64) - top) / temperature
-    values = beside + (0.0 if key is None else gumbel_from_hashes(token_hashes(key, tokens)))
+    values = beside + (0.0 if key is None else exact_noise(key, tokens))
     values += -math.log(np.exp(beside).sum()) if whole else top / temperature
     order = np.argsort(-values, kind="stable")
     order = order[: int((row > -np.inf).sum())]
@@ -138,13 +156,11 @@ def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest
         assert values == pytest.approx(best.values[:possible].tolist(), abs=1e-5)
 
 
-def by_both(
-    patch: pytest.MonkeyPatch, function: str, instead: object, held: SparseLogits, rows: list[Row], count: int
-) -> list[tuple[TopK, TopK]]:
-    """What is offered for each row, and what is where this function of `_ranking` gives something else."""
+def by_both(patch: pytest.MonkeyPatch, held: SparseLogits, rows: list[Row], count: int) -> list[tuple[TopK, TopK]]:
+    """Return each row's best tokens with the kernels, and without them."""
     fast = top_k_rows(held, rows, count)
     with patch.context() as patched:
-        patched.setattr(_ranking, function, lambda: instead)
+        patched.setattr(_ranking, "native_rank", lambda: None)
         return [*zip(fast, top_k_rows(held, rows, count), strict=True)]
 
 
@@ -154,7 +170,7 @@ def test_both_ways_offer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     held = SparseLogits(scores, np.arange(3000) * 3 + 1, 9001)
     for rule, sampling in ((GREEDY, Sampling()), (GUMBEL, Sampling(0.8)), (MATCH, Sampling(1.1, min_p=0.01))):
         rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(40)]
-        for (tokens, values), (expected, exact) in by_both(monkeypatch, "native_rank", None, held, rows, 8):
+        for (tokens, values), (expected, exact) in by_both(monkeypatch, held, rows, 8):
             assert tokens == expected
             assert values == pytest.approx(exact, abs=1e-5)
 
@@ -174,7 +190,10 @@ def test_filters_leave_what_their_definition_leaves(held: int) -> None:
             sampling = Sampling(temperature, top_k, top_p, min_p)
             seeds = chance.integers(1 << 40, size=len(scores)).tolist()
             rows = [Row(Request((1,), GUMBEL, sampling=sampling, seed=seed), [1] * 9) for seed in seeds]
-            winners = GUMBEL._winners(scores, rows)
+            keys = [row_key(seed, 0, 9) for seed in seeds]
+            two = _ranking.ranked(scores, [sampling] * len(rows), 2, keys=keys, whole=False)
+            assert two is not None
+            winners = [clear_winner(*best) for best in two]
             picks = GUMBEL.run(torch.from_numpy(scores), rows)
             for kind, (winner, pick) in enumerate(zip(winners, picks, strict=True)):
                 assert winner in (None, pick), (sampling, kind)
@@ -193,7 +212,7 @@ def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPa
         for rule in (GUMBEL, MATCH):
             sampling = Sampling(0.8, top_k, top_p, min_p)
             rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(60)]
-            for (tokens, values), (others, exact) in by_both(monkeypatch, "filters_natively", False, held, rows, 6):
+            for (tokens, values), (others, exact) in by_both(monkeypatch, held, rows, 6):
                 same += tokens == others and values == pytest.approx(exact, abs=0.01)
     assert same > 0.99 * 60 * 2 * len(FILTERS)
 
@@ -213,9 +232,141 @@ def test_kernels_that_are_missing_or_old_are_done_without(found: object, monkeyp
     assert _ranking.native_rank.__wrapped__() is None
 
 
+def test_the_noise_of_single_tokens_is_that_of_the_row() -> None:
+    for seed in range(20):
+        key, tokens = row_key(seed, 1, 2), np.random.default_rng(seed).integers(200_000, size=500)
+        assert np.abs(exact_noise(key, tokens) - gumbel_noise([key], 200_000)[0].double().numpy()[tokens]).max() < 4e-6
+
+
 def test_the_keys_of_many_positions_are_those_of_each() -> None:
     places = np.array([0, 1, 77, 2**31, 2**40])
     for seed, choice in ((0, 0), (5, 3), (2**63 - 1, 2**32)):
         found = row_words(seed, choice, places)
         assert found.dtype == np.int32
         assert found.tolist() == [list(key_words(row_key(seed, choice, int(place)))) for place in places]
+
+
+SAMPLINGS = (
+    Sampling(0.8),
+    Sampling(0.05),
+    Sampling(2.5),
+    Sampling(0.9, top_k=5),
+    Sampling(1.2, top_p=0.9),
+    Sampling(0.7, min_p=0.05),
+    Sampling(1.0, top_k=40, top_p=0.8, min_p=0.01),
+)
+VOCABULARIES = (1, 2, 63, 64, 130, 2048, 49152)
+
+
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rank by the kernels, or as without them."""
+    if request.param == "torch":
+        monkeypatch.setattr(_ranking, "native_rank", lambda: None)
+    elif _ranking.native_rank() is None:
+        pytest.skip("the kernels are not installed")
+    name: str = request.param
+    return name
+
+
+def rows_of(rule: object, sampling: Sampling, seed: int, count: int) -> list[Row]:
+    request = Request((1,), rule, sampling=sampling, seed=seed)
+    return [Row(request, [1] * (place + 1)) for place in range(count)]
+
+
+def shapes(vocab: int, seed: int) -> Tensor:
+    """Rows of many kinds: flat, peaked, tied, far from 0, mostly -inf, coarse. [rows, vocab]"""
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(9, vocab, generator=chance)
+    x[1] *= 12
+    x[2] = x[2].mul(2).round()  # full of ties
+    x[3] += 3e4
+    x[4] = 0.0
+    x[5, torch.randperm(vocab, generator=chance)[: vocab // 2]] = -math.inf
+    x[6] = torch.where(x[6] > x[6].max() - 0.5, 40.0, -1e30)
+    x[7] *= 1e-4
+    x[8] = x[8].mul(4).sub(5).bfloat16().float()
+    return x
+
+
+@needs_kernels
+@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_winners_are_those_of_the_whole_race(vocab: int, sampling: Sampling, seeds: int) -> None:
+    for seed in range(min(seeds, 3 if vocab > 5000 else 30)):
+        logits = shapes(vocab, seed)
+        rows = rows_of(GUMBEL, sampling, seed, len(logits))
+        assert GUMBEL.reduce(logits, rows) == GUMBEL.run(logits, rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", one_of(4, range(4)))
+def test_a_token_that_the_noise_lifts_wins_from_any_depth(seed: int) -> None:
+    """The luckiest token of all, as far below the top as it can be and still win, or just lose."""
+    vocab = 4096
+    for position in range(60):
+        key = row_key(seed, 0, position)
+        noise = gumbel_noise([key], vocab)[0]
+        lucky, top = int(noise.argmax()), int(noise.argmin())
+        logits = torch.full((1, vocab), -60.0)
+        logits[0, top] = 0.0
+        for gap in (-0.1, -1e-3, -1e-6, 0.0, 1e-6, 1e-3, 0.1):
+            logits[0, lucky] = noise[top] - noise[lucky] + gap
+            rows = [Row(Request((1,), GUMBEL, sampling=Sampling(1.0), seed=seed), [1] * position)]
+            picks = GUMBEL.reduce(logits, rows)
+            assert picks == GUMBEL.run(logits, rows)
+            assert abs(gap) < 0.01 or noise[top] < -2.4 or picks == [lucky if gap > 0 else top]
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_the_largest_of_a_row(vocab: int) -> None:
+    for row in shapes(vocab, 5).numpy():
+        for count in {0, 1, min(8, vocab), min(200, vocab), vocab}:
+            expected = sorted(range(vocab), key=lambda place: (-row[place], place))[:count] if vocab < 5000 else None
+            got = largest_indices(row, count)
+            assert expected is None or got.tolist() == expected
+            assert np.array_equal(row[got], -np.sort(-row)[:count])
+
+
+@pytest.mark.parametrize(("sampling", "vocab"), in_turn([Sampling(), *SAMPLINGS], [64, 2048, 20000]), ids=str)
+def test_the_best_tokens_are_the_top_of_the_rank(vocab: int, sampling: Sampling, way: str) -> None:
+    """From all rows or from held ones; values to float32's precision, tokens where these differ."""
+    ids = np.sort(np.random.default_rng(3).permutation(vocab)[: max(vocab // 5, 8)])
+    for rule in (GREEDY,) if sampling.is_greedy else (GUMBEL, MATCH):
+        for seed in range(4):
+            logits = shapes(vocab, seed)
+            rows = rows_of(rule, sampling, seed, len(logits))
+            for held in (SparseLogits(logits, None, vocab), SparseLogits(logits[:, torch.from_numpy(ids)], ids, vocab)):
+                wide = held.wide()
+                ranked = rule.rank(wide, rows)
+                for (tokens, values), rank, row in zip(top_k_rows(held, rows, 8), ranked, wide, strict=True):
+                    # The kernels divide x - top, the definition x, in float32: it is the rougher of the two.
+                    # Far from 0 its logarithms are so coarse that it may leave another token at a filter's border.
+                    near = (2.0**-20 if sampling.filters else 2.0**-22) if way == "native" else 0.0
+                    rough = near * abs(float(row.max())) / (sampling.temperature or 1.0)
+                    expected = [value for value in rank.topk(8).values.tolist() if value > -math.inf]
+                    slack = rough + (2e-3 if abs(expected[0]) > 1e3 else 1e-4)
+                    assert values == pytest.approx(expected, abs=slack, rel=near)
+                    assert rank[tokens].tolist() == pytest.approx(expected, abs=rough + 2e-3)
+                    assert len(set(tokens)) == len(tokens)
+
+
+def test_a_rule_that_is_pickled_picks_the_same() -> None:
+    logits, rows = shapes(2048, 1), rows_of(GUMBEL, Sampling(0.8), 1, 9)
+    before = GUMBEL.reduce(logits, rows)
+    again = pickle.loads(pickle.dumps(GUMBEL))
+    assert again.reduce(logits, rows) == before
+    assert len(pickle.dumps(GUMBEL)) < 500
+
+
+def test_log_probabilities_are_those_of_the_whole_softmax() -> None:
+    logits = shapes(2048, 2)
+    tokens = list(range(len(logits)))
+    whole = torch.log_softmax(logits, dim=-1)
+    records = token_logprobs(logits, [], tokens, LogprobsOptions(5))
+    for row, record in zip(whole, records, strict=True):
+        best = row.topk(5)
+        assert record.logprob == row[record.token].item()
+        assert [value for _, value in record.top] == [value for value in best.values.tolist() if value > -math.inf]
+        assert all(row[token].item() == value for token, value in record.top)

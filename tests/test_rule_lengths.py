@@ -37,9 +37,9 @@ TWINS = {
 }
 CASES = [
     *((name, (1, 1), asked) for name in TWINS for asked in ("top-k", "min-p")),
-    *((name, (3,), "bare") for name in TWINS if rule_of(name).fan),
-    *((name, (2, 1), "top-k") for name in TWINS if rule_of(name).fan),
-    *((name, (1, 2), "top-k") for name in TWINS if rule_of(name).fan),
+    *((name, (3,), "bare") for name in TWINS if rule_of(name).traits.several_draws),
+    *((name, (2, 1), "top-k") for name in TWINS if rule_of(name).traits.several_draws),
+    *((name, (1, 2), "top-k") for name in TWINS if rule_of(name).traits.several_draws),
 ]
 
 

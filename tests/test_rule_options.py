@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -37,8 +37,7 @@ class Options:
 class SecondBest(Greedy):
     """Lossy on purpose, at any temperature."""
 
-    lossless = False
-    judges_sampled = True
+    traits = replace(Greedy.traits, lossless=False, sampled=True)
 
     def __init__(self, options: Options) -> None:
         self.every = options.every
@@ -100,8 +99,10 @@ def test_it_says_itself_for_which_temperatures_it_is(temperature: float) -> None
         find_rule(name, Sampling(temperature))
 
 
-def test_a_rule_that_is_not_keyed_is_not_planned_by_the_clock(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SecondBest, "keyed", False)
+def test_a_rule_whose_text_depends_on_drafts_is_not_planned_by_the_clock(
+    target: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SecondBest, "traits", replace(SecondBest.traits, same_text=False))
     with LLM(target, target, rule=NAME) as llm:
         assert llm.method == "speculative"
 

@@ -61,7 +61,7 @@ class Prescribed(RandomSource):
 def by_chance(chance: RandomSource) -> Rejection:
     """The rule with something else to decide for it."""
     rule = Rejection()
-    rule.chance = chance
+    rule.random_source = chance
     return rule
 
 

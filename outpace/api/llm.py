@@ -285,7 +285,7 @@ class LLM(AbstractContextManager["LLM"]):
         key = params.sampling.is_greedy, plain
         if key not in self._rules:
             rule = find_rule(self.rule, params.sampling, self.build_options.part_options)
-            if plain and rule.leaf_q:  # it needs a draft's q, which plain decoding does not have
+            if plain and rule.traits.q_at_leaves:  # it needs a draft's q, which plain decoding does not have
                 rule = find_rule("auto", params.sampling)
             self._rules.setdefault(key, rule)
         return self._rules[key]

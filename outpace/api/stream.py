@@ -100,7 +100,7 @@ class Stream:
             figures=summarize(history.steps),
             choice=run.request.choice,
             prompt_tokens=len(run.request.prompt),
-            lossless=run.request.rule.lossless,
+            lossless=run.request.rule.traits.lossless,
             logprobs=tuple(history.logprobs[: self._sent]),
             prompt_logprobs=tuple(history.prompt_logprobs),
         )

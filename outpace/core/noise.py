@@ -98,24 +98,6 @@ def key_words(key: int) -> tuple[int, int]:
     return _signed(key), _signed(key >> 32)
 
 
-def token_hashes(key: int, tokens: np.ndarray) -> np.ndarray:
-    """The 31-bit integers behind the noise of these tokens alone, as `exponential` makes them. uint32 [tokens]"""
-    bits = tokens.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
-    for factor in FACTORS:
-        bits *= np.uint32(factor & 0xFFFFFFFF)
-        bits ^= bits >> np.uint32(15)
-        if factor == FACTORS[0]:
-            bits ^= np.uint32(key >> 32)
-    return bits & np.uint32(0x7FFFFFFF)
-
-
-def gumbel_from_hashes(numbers: np.ndarray) -> np.ndarray:
-    """g = -log E of tokens with these hashes: float64 [tokens], E within 1e-6 of what `exponential` gives."""
-    v = (numbers.astype(np.float32) + np.float32(0.5)) * np.float32(UNIT)
-    g: np.ndarray = -np.log(-np.log1p(-v.astype(np.float64)))
-    return g
-
-
 def _words(keys: Sequence[int], device: torch.device | str) -> Tensor:
     return to_device([key_words(key) for key in keys], np.int32, device).view(len(keys), 2)
 

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import Siblings
-from outpace.core.types import Drafter, Rule
+from outpace.core.types import Drafter
 
 DRAFT_MODEL = "a draft model"  # what a drafter needs that runs one
 ON_TARGET = "no other model"  # one that runs the target's own layers
@@ -108,8 +108,9 @@ def _needs(kind: str, module: ModuleType) -> str:
     if kind == "decoders":
         return _DRAFTING[module.NEEDS]
     if kind == "rules":
-        rule: Rule = module.build(build_options(module, {}))
-        return "q after every token, from a draft model" if rule.leaf_q else _DRAFTS[rule.siblings, rule.fan]
+        traits = module.build(build_options(module, {})).traits
+        kind = _DRAFTS[traits.siblings, traits.several_draws]
+        return "q after every token, from a draft model" if traits.q_at_leaves else kind
     found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Drafter))
     own = next((value for value in found if value.__module__ == module.__name__), None)
     if own is None:

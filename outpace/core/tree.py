@@ -264,15 +264,15 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
     return mask
 
 
-def best_nodes(tree: TokenTree, count: int, leaf_q: bool = False) -> list[int]:
+def best_nodes(tree: TokenTree, count: int, q_at_leaves: bool = False) -> list[int]:
     """The `count` nodes with the best W, parents first: closed under ancestors because no child outscores its parent.
 
     Drawn nodes are never chosen by what they are, which would bias any rule: of them whole groups of siblings are taken
     in the order in which they were drawn, counted in draws. A chain may be cut: that asks for its length alone.
-    `leaf_q`: every drawn node that is taken has a q of its own.
+    `q_at_leaves`: every drawn node that is taken has a q of its own.
     """
     if tree.drawn:
-        return _first_groups(tree, count, leaf_q)
+        return _first_groups(tree, count, q_at_leaves)
     if count >= len(tree):
         return list(range(len(tree)))
     if all(parent == node - 1 for node, parent in enumerate(tree.parents)):
@@ -282,13 +282,13 @@ def best_nodes(tree: TokenTree, count: int, leaf_q: bool = False) -> list[int]:
     return sorted(sorted(range(len(tree)), key=tree.scores.__getitem__, reverse=True)[:count])
 
 
-def _first_groups(tree: TokenTree, count: int, leaf_q: bool) -> list[int]:
+def _first_groups(tree: TokenTree, count: int, q_at_leaves: bool) -> list[int]:
     """The root, and as many whole groups as fit: their number depends on how many were drawn before, not on what."""
     nodes, room = [0], count - 1
     for node, drawn in tree.drawn.items():
         room -= len(drawn.tokens)
         children = tree.children(node)
-        if room < 0 or (leaf_q and any(child not in tree.drawn for child in children)):
+        if room < 0 or (q_at_leaves and any(child not in tree.drawn for child in children)):
             break
         nodes += children
     return sorted(nodes)

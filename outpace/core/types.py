@@ -1,16 +1,24 @@
-"""What the floors hand to one another: requests, what coroutines ask for, verdicts, steps, and the drafter's verb."""
+"""The values that pass between the layers, and the contracts of a rule and of a drafter. Start reading here.
+
+One request lives like this. The engine opens a `Request` and a decoder, a coroutine that yields `Draft`, `Verify`,
+`Await` and `Commit`. Draft: a `Drafter` grows a `TokenTree` below the last committed token. Verify: the target scores
+the tree's nodes in one pass, and the request's `Rule` reduces each `Row` of logits to a small value. Commit: the rule's
+`walk` turns these values into a `Verdict`, whose tokens are appended to the text; the drafter receives an `Observation`
+of it, and the next round begins with a tree that holds the new root alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outpace.core.carried import Carries
 from outpace.core.carried import CarryOut as CarryOut
 from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource, TokenDistribution
-from outpace.core.drafting import NO_NEEDS, Needs, TakesOrders, TargetFeedback
+from outpace.core.drafting import NO_NEEDS, DraftDirectives, Needs, TargetFeedback
 from outpace.core.errors import check_range, check_whole
 from outpace.core.logits import SparseLogits
 from outpace.core.logits import TopK as TopK
@@ -22,57 +30,97 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Rule:
-    """Judges a tree by the target's scores. `reduce` runs where the scores are, `walk` on the host with integers."""
+class Pick(Enum):
+    """How a rule picks one token per row, where the kernels can do the same."""
 
-    lossless: bool  # the distribution of the answers is the target's own
-    keyed: bool = False  # the text follows from the request and the target alone, however it is drafted
-    siblings: Siblings  # how a drafter that can choose is to make a node's children
-    fan: bool = False  # a node may have several drawn children
-    raw: bool = False  # it compares q at temperature 1 and without filters too
-    leaf_q: bool = False  # it wants q after every node that is verified, the last ones too
-    chance: RandomSource = RandomSource()  # decides what the rule, and a drafter that draws for it, leave to chance
-    judges_greedy, judges_sampled = False, True  # requests of temperature 0, all others
-    needs: Needs = NO_NEEDS  # its rows then carry hidden states
+    BEST_SCORE = "best score"  # the argmax of the adjusted logits; of equal ones the lowest id
+    RACE = "race"  # the argmax of log p plus the noise of the row's position
+
+
+@dataclass(frozen=True)
+class RuleTraits:
+    """What the engine, the drafters and the kernels need to know about a rule.
+
+    lossless: answers have the target's own distribution. same_text: the text depends on the request and the target
+    alone, however it is drafted. siblings: how drafters must make the children of a node. several_draws: a node may
+    have several drawn children. unscaled_q: the rule also reads q at temperature 1 and without filters. q_at_leaves: it
+    reads q after every verified node, the last ones included. greedy, sampled: it accepts requests of temperature 0,
+    of other temperatures. pick: see `Pick`; None for other rules. takes_arrays: `reduce` accepts float32 numpy arrays
+    as well as tensors. hidden_layers: its rows carry the hidden states after these layers.
+    """
+
+    lossless: bool
+    siblings: Siblings
+    same_text: bool = False
+    several_draws: bool = False
+    unscaled_q: bool = False
+    q_at_leaves: bool = False
+    greedy: bool = False
+    sampled: bool = True
+    pick: Pick | None = None
+    takes_arrays: bool = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def picks_before_masking(self, sampling: Sampling) -> bool:
+        """Whether the best token among all, where a constraint allows it, is also the best among the allowed ones.
+
+        A row then needs the constraint's mask only if its pick is refused. Filters depend on the other tokens.
+        """
+        return self.pick is Pick.BEST_SCORE or (self.pick is Pick.RACE and not sampling.filters)
+
+
+class Rule:
+    """Verifies a tree by the target's logits: `reduce` runs where the logits are, `walk` on the host with integers.
+
+    A subclass of a rule with a `pick` loses it if it overrides a method, and `takes_arrays` if it overrides `reduce`.
+    """
+
+    traits: RuleTraits
+    random_source: RandomSource = RandomSource()  # shared with drafters that draw for the rule
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        inherited = getattr(super(cls, cls), "traits", None)
+        if inherited and inherited.pick and vars(cls).keys() & {"reduce", "walk", "best"}:
+            cls.traits = replace(cls.traits, pick=None)
+        if inherited and inherited.takes_arrays and "reduce" in vars(cls):
+            cls.traits = replace(cls.traits, takes_arrays=False)
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
-        """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""
+        """Reduce logits [rows, vocab] to one small value per row, usually the token that the target writes there."""
         raise NotImplementedError
 
-    def picks_among_all(self, sampling: Sampling) -> bool:
-        """Whether the walk follows one picked token a row, and the pick among the tokens that a constraint allows is
-        the pick among all wherever that is allowed: a row then needs a mask only where its pick is refused."""
-        return False
-
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        """The verdict on a tree whose first len(picks) nodes have a row."""
+        """Return the verdict on a tree whose first len(picks) nodes have a reduced row."""
         raise NotImplementedError
 
     def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
-        """What the node's children are drawn from, where q is the draft's own."""
+        """Return the distribution from which a node's children are drawn, given the draft model's q."""
         return q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """A drafter's scores [rows, vocab] on the scale by which this rule's target will choose, highest first."""
+        """Map a drafter's logits [rows, vocab] to the scale on which this rule's target will choose, higher first."""
         raise NotImplementedError
 
     def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
-        """The best `count` tokens of each row of a drafter's scores on the host [rows, held], faster than by `rank`;
-        an empty offer, or None for all rows, where `rank` has to say."""
+        """Return the best `count` tokens of each row of a drafter's scores on the host [rows, held].
+
+        This is a faster `rank`; an empty entry, or None for all rows, means that `rank` has to be used.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What moves single tokens' logits before temperature; see `core.adjust` for the order and the formulas."""
+    """Changes to single tokens' logits before temperature; `core.adjust` has the order and the formulas."""
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     banned: BannedText | None = None  # strings that the answer must not contain
-    min_tokens: int = 0  # no stop token before so many tokens
-    allowed: tuple[int, ...] | None = None  # no token but these; None: all
+    min_tokens: int = 0  # stop tokens are forbidden before this many tokens
+    allowed: tuple[int, ...] | None = None  # all other tokens are forbidden; None: no restriction
 
     def __post_init__(self) -> None:
         check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -85,8 +133,10 @@ class Adjustments:
 
 @dataclass(frozen=True)
 class LogprobsOptions:
-    """Asks for log-probabilities: of the written tokens and the `top` best beside them, as the model gave them or
-    `processed` (after adjustments, temperature and filters); `prompt`: of the prompt's tokens too."""
+    """Requests log-probabilities of the written tokens and of the `top` most likely ones at each position.
+
+    `processed`: after adjustments, temperature and filters instead of before; `prompt`: for the prompt's tokens too.
+    """
 
     top: int = 0
     processed: bool = False
@@ -97,7 +147,7 @@ class LogprobsOptions:
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms: of the token that was written, and of the best tokens there, best first."""
+    """Natural log-probabilities at one position: of the written token, and of the most likely ones, best first."""
 
     token: int
     logprob: float
@@ -106,44 +156,47 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to write. With the target, it alone decides the text: method, drafter and batch do not."""
+    """One answer to write. The request and the target alone decide the text's distribution, not how it is drafted."""
 
     prompt: tuple[int, ...]
     rule: Rule
     max_tokens: int = 128
     sampling: Sampling = GREEDY
     seed: int = 0
-    choice: int = 0  # tells the answers of one prompt apart
+    choice: int = 0  # distinguishes several answers to one prompt
     stop_ids: frozenset[int] = frozenset()
     adjustments: Adjustments | None = None
     logprobs: LogprobsOptions | None = None
-    constraint: Constraint | None = None  # of this request alone
-    nodes: int | None = None  # that its trees may have at most, of those that the engine allows
-    rounds: bool = False  # what each round verified is kept for whoever asks
-    prediction: tuple[int, ...] = ()  # what the caller expects to be written: drafted from, and nothing else
-    recalled: tuple[int, ...] = ()  # what followed this prompt in an earlier text: drafted from as a prediction is
-    cache_salt: str | None = None  # keys and values are reused among requests of one key only
+    constraint: Constraint | None = None  # belongs to this request alone
+    nodes: int | None = None  # limit on the tree's nodes, within the engine's own
+    rounds: bool = False  # keep a record of what each round verified
+    prediction: tuple[int, ...] = ()  # the caller's guess of the answer, used for drafting only
+    recalled: tuple[int, ...] = ()  # what followed this prompt in an earlier answer, used like `prediction`
+    cache_salt: str | None = None  # keys and values are shared among requests of equal key only
 
 
 class Row(NamedTuple):
-    """Whose score row this is. `committed` is the prompt and what is written of the answer, `path` the drafted tokens
-    from there down to the row's node, `node_id` that node's id. Read at once: `committed` grows when the round ends."""
+    """Identifies one row of logits: the request, and the text after which the row predicts the next token.
+
+    `committed` is the prompt and the answer so far; `path` are the drafted tokens from there to the row's node, and
+    `node_id` is that node's id. `committed` is the live list, which grows when the round ends: use a row at once.
+    """
 
     request: Request
     committed: Sequence[int]
     path: tuple[int, ...] = ()
     node_id: int = 0
-    is_open: bool = False
-    hidden: Tensor | None = None  # after the layers that its rule needs [layers, width]
+    is_open: bool = False  # the request's constraint does not mask this row
+    hidden: Tensor | None = None  # [traits.hidden_layers, width]
 
     @property
     def position(self) -> int:
-        """Where the token that the row decides stands in the text."""
+        """Return the position in the text of the token that this row predicts."""
         return len(self.committed) + len(self.path)
 
 
 def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> list[Row]:
-    """One row for every node of a tree whose root is the last committed token."""
+    """Return one row for each node of a tree whose root is the last committed token."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         paths.append((*paths[parent], token))
@@ -151,9 +204,11 @@ def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> li
 
 
 class Verdict(NamedTuple):
-    """What a rule accepted: nodes from the root down, and the target's own token after the last of them.
-    `next_token` is None where the path ends on a late child, which has no score row yet. `relaxed`: of the accepted
-    tokens, those that the exact rule would have rejected with the same random numbers."""
+    """The result of verifying a tree: the accepted nodes, from the root (node 0) down, and the token after them.
+
+    `next_token` is the recovery or bonus token; None if the path ends on a node that had no row yet. `relaxed` counts
+    the accepted tokens that the exact rule would have rejected with the same random numbers.
+    """
 
     path: list[int]
     next_token: int | None
@@ -161,8 +216,10 @@ class Verdict(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where proposals come from: a drafter by its file's name, and whether it runs a model for them. Costs and trust
-    are kept by source. `is_fitted`: its chances follow what came true in this request already."""
+    """Names one origin of proposals, to which costs and acceptance are attributed.
+
+    `name` is a drafter's file name; `is_fitted`: its scores already follow what was accepted in this request.
+    """
 
     name: str
     runs_model: bool
@@ -170,42 +227,46 @@ class Source(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Asks for the tree to grow, by one source or by all (None); it is sent the number of nodes added (0: no more)."""
+    """Yielded by a decoder to grow the tree, by one source or all (None). It receives the number of nodes added."""
 
     tree: TokenTree
     source: Source | None = None
 
 
 class Verify(NamedTuple):
-    """A coroutine asks for the target's judgement of the tree as it stands; it is sent the rule's reduced rows."""
+    """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows."""
 
     tree: TokenTree
-    more: int = 0  # passes that may follow one over a root alone: each adds what was picked at the last node, below it
+    more: int = 0  # further passes allowed after one over a root alone, each over the token picked last
 
 
 class Await(NamedTuple):
-    """Lets the worker add `layers` since the last correction, and grow the tree to `depth` below its root, within its
-    patience. Before Verify a coroutine asks for itself alone; after Verify all requests wait."""
+    """Yielded by a decoder to let the worker add `layers` since the last correction and reach `depth`, up to a limit.
+
+    Before Verify it waits for this request; after Verify all requests wait together.
+    """
 
     layers: int = 0
     depth: int = 0
 
 
 class Commit(NamedTuple):
-    """A coroutine hands in its verdict; it is sent a tree that holds the new root alone."""
+    """Yielded by a decoder to append the verdict's tokens. It receives a tree that holds the new root alone."""
 
     tree: TokenTree
     verdict: Verdict
-    hit: str | None = None  # CARD: where the next token stood (primary, secondary, late) or "miss"
+    hit: str | None = None  # CARD: where the next token was found (primary, secondary, late), or "miss"
 
 
 Ask = Draft | Verify | Await | Commit | CarryOut
 
 
 class Observation(NamedTuple):
-    """What a drafter is told after a verdict: `tokens` were committed, `path` are the ids of the nodes that they follow
-    (so `tokens[i]` is what the target wrote after `path[i]`), `tree` lives on below the last token, its root. `seen`:
-    of all nodes that were judged, what the drafter needs."""
+    """What the target did since the drafter's last observation.
+
+    `tokens[i]` was committed after the node with id `path[i]`; `tree` now has the last of them as its root. `seen` is
+    the target's output at the verified nodes, as far as the drafter's `needs` request it.
+    """
 
     path: Sequence[int]
     tokens: Sequence[int]
@@ -213,93 +274,8 @@ class Observation(NamedTuple):
     seen: TargetFeedback | None = None
 
 
-@dataclass
-class DraftState:
-    """A drafter's own memory of one request. `tokens` are the committed ones, the tree's root last. `base` is the
-    target's session where the drafter needs it, which has all but the root: pending nodes may be added to it.
-    `has_other_requests`: other requests wait while this one's drafter works."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    base: Any = None
-    has_other_requests: bool = False
-
-
-class Drafter(TakesOrders, Carries):
-    """Whatever proposes. Its one verb is `grow`; who calls it, and when, is the difference between the methods."""
-
-    name = "drafter"  # its file's
-    runs_model = True  # False: what it proposes costs next to nothing
-    is_fitted = False  # see `Source`
-    needs: Needs = NO_NEEDS  # the same for all its requests
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """What `grow_by` may be asked for: itself, or its parts."""
-        return (Source(self.name, self.runs_model, self.is_fitted),)
-
-    def sources_for(self, request: Request) -> Sequence[Source]:
-        """Those of them that can have something for this request: no other needs to be asked."""
-        return self.sources
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Bytes of weights that a step of a source reads; None where it does not tell."""
-        return None
-
-    def reads_at_most(self, source: Source) -> int | None:
-        """Tokens of a text that a source reads before its first step; None: all."""
-        return None
-
-    def open(self, request: Request) -> Any:
-        """A DraftState for this request, with the prompt as committed tokens."""
-        raise NotImplementedError
-
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Adds the next bit to every tree in one go; the number of nodes added to each."""
-        raise NotImplementedError
-
-    def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """As `grow`, by one of the sources alone; None: by all."""
-        return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
-
-    def observe(self, state: Any, seen: Observation) -> None:
-        """The target has judged, perhaps several times since this drafter was asked last: follow it."""
-        raise NotImplementedError
-
-    def read(self, state: Any, seen: TargetFeedback) -> None:
-        """A chunk of the prompt was read, where `needs.prompt`; of its last token, the first root, `observe` tells."""
-        raise NotImplementedError
-
-    def likelihood(self, state: Any, tokens: Sequence[int]) -> list[float] | None:
-        """log q of these tokens one after the other, as it would draft them next; None where it does not tell."""
-        return None
-
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        """The most bytes of keys and values that it holds for requests whose texts have so many tokens each; not what
-        it has in the target's sessions."""
-        return 0
-
-    def pause(self, state: Any) -> None:
-        """The request waits for memory: keys and values that are held for it are given back, and read again when it is
-        drafted for the next time. The target's session is taken back by whoever lent it."""
-
-    def close(self, state: Any) -> None:
-        """The request is over."""
-
-    def end(self) -> None:
-        """The engine is closed: what is to be kept between runs is written."""
-
-    def state_dict(self) -> Any:
-        """What a profile keeps of it, as JSON has it; None for nothing."""
-        return None
-
-    def load_state_dict(self, kept: Any) -> None:
-        """Begins from what `state_dict` gave."""
-
-
 class PendingObservations:
-    """What the target walked and wrote since a drafter was told last. It is told when it is asked next, of all rounds
-    together: whoever is not asked costs nothing."""
+    """Collects the rounds that a drafter has not observed yet; it observes them together before it drafts again."""
 
     def __init__(self) -> None:
         self._path: list[int] = []
@@ -307,16 +283,120 @@ class PendingObservations:
         self._last: Observation | None = None
 
     def add(self, seen: Observation) -> None:
-        """One more round is over."""
+        """Append one round."""
         self._path += seen.path
         self._tokens += seen.tokens
         self._last = seen
 
     def take(self) -> Observation | None:
-        """All these rounds as one; None where there are none."""
-        last = self._last
-        if last is None:
+        """Return all collected rounds as one observation and forget them; None if there are none."""
+        if self._last is None:
             return None
-        together = Observation(self._path, self._tokens, last.tree, last.seen)
+        joined = self._last._replace(path=self._path, tokens=self._tokens)
         self._path, self._tokens, self._last = [], [], None
-        return together
+        return joined
+
+
+@dataclass
+class DraftState:
+    """A drafter's state for one request, from `open` to `close`.
+
+    `tokens` are the committed tokens, the tree's root last. `base` is the target's session, for drafters with
+    `needs.session`: it holds all tokens but the root, and the drafter may add pending nodes to it.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    base: Any = None
+    has_other_requests: bool = False  # other requests are waiting while this one is drafted
+
+
+class Drafter(Carries):
+    """Proposes tokens. A drafter has one verb, `grow`; methods differ in when, and in which thread, they call it."""
+
+    name = "drafter"  # the name of its file
+    runs_model = True  # False: proposals cost next to nothing
+    is_fitted = False  # see `Source`
+    needs: Needs = NO_NEEDS  # the same for all requests
+    shares_work = False  # one growth may do work for other requests: see `amortized`
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Return the sources that `grow_by` accepts: the drafter itself, or its parts."""
+        return (Source(self.name, self.runs_model, self.is_fitted),)
+
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        """Return the sources that may have proposals for this request."""
+        return self.sources
+
+    def weight_bytes(self, source: Source) -> int | None:
+        """Return the bytes of weights that one step of a source reads; None if unknown."""
+        return None
+
+    def reads_at_most(self, source: Source) -> int | None:
+        """Return the number of trailing tokens that a source reads before its first step; None: all."""
+        return None
+
+    def open(self, request: Request) -> Any:
+        """Return a new DraftState for a request, with the prompt as its committed tokens."""
+        raise NotImplementedError
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        """Add the next nodes to every tree in one batch; return the number of nodes added to each."""
+        raise NotImplementedError
+
+    def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        """Do as `grow`, but with one source only; None: with all."""
+        return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        """Follow the target to its new root, perhaps over several rounds at once."""
+        raise NotImplementedError
+
+    def read(self, state: Any, seen: TargetFeedback) -> None:
+        """Receive the feedback for a chunk of the prompt, if `needs.prompt`; its last token belongs to `observe`."""
+        raise NotImplementedError
+
+    def likelihood(self, state: Any, tokens: Sequence[int]) -> list[float] | None:
+        """Return log q of these tokens as a continuation of the text; None if the drafter does not compute it."""
+        return None
+
+    def configure(self, state: Any, directives: DraftDirectives) -> None:
+        """Set how and where to draft for a request from now on. Drafters that cannot comply ignore it."""
+
+    def begin_concurrent(self) -> None:
+        """Prepare for drafting in parallel with the target, with calls of `on_root_moved` during `grow`."""
+
+    def on_root_moved(self, state: Any, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        """Learn from another thread, perhaps during `grow`, where the target went.
+
+        `path` are the ids of the nodes that it accepted, `tokens` what it wrote after each, `root_id` the new root.
+        `observe` will report the same later, so ignoring this call is correct.
+        """
+
+    def amortized(self, seconds: float) -> float:
+        """Return this request's share of a growth that took `seconds`, where growths do work for each other."""
+        return seconds
+
+    def limit_threads(self, most: int) -> None:
+        """Let the drafter's models use at most `most` CPU threads for what this thread runs."""
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """Return an upper bound of the drafter's own KV bytes for requests whose texts have these lengths."""
+        return 0
+
+    def pause(self, state: Any) -> None:
+        """Free the keys and values of a request that waits for memory; they are computed again when it drafts next."""
+
+    def close(self, state: Any) -> None:
+        """Release the state of a finished request."""
+
+    def end(self) -> None:
+        """Write what is kept between runs; called when the engine closes."""
+
+    def state_dict(self) -> Any:
+        """Return what a profile keeps of this drafter, as JSON; None for nothing."""
+        return None
+
+    def recall(self, kept: Any) -> None:
+        """Restore what `state_dict` returned."""

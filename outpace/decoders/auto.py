@@ -31,7 +31,7 @@ NEEDS = "drafter"
 
 def decode(place: RequestContext, options: Options) -> Coroutine:
     """Plan, grow, verify, learn, commit."""
-    if not place.request.rule.keyed:
+    if not place.request.rule.traits.same_text:
         raise UserError(
             "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
         )

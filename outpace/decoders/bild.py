@@ -48,10 +48,10 @@ def decode(place: RequestContext, options: Options) -> Coroutine:
             if not (yield Draft(tree)) or _is_unsure(tree, range(known, len(tree)), options.fallback):
                 break
             sure = 1 + sum(len(drawn.tokens) for drawn in tree.drawn.values())
-        if rule.leaf_q:
+        if rule.traits.q_at_leaves:
             yield Draft(tree)
         count = min(sure, place.budget) if tree.drawn else place.budget
-        tree = tree.copy(best_nodes(tree, count, rule.leaf_q))
+        tree = tree.copy(best_nodes(tree, count, rule.traits.q_at_leaves))
         picks = yield Verify(tree)
         tree = yield Commit(tree, rule.walk(tree, picks))
 

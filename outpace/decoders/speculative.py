@@ -51,9 +51,9 @@ def decode(place: RequestContext, options: Options) -> Coroutine:
             known = len(tree)
             if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):
                 break
-        if rule.leaf_q:
+        if rule.traits.q_at_leaves:
             yield Draft(tree)
-        tree = tree.copy(best_nodes(tree, place.budget, rule.leaf_q))
+        tree = tree.copy(best_nodes(tree, place.budget, rule.traits.q_at_leaves))
         picks = yield Verify(tree)
         verdict = rule.walk(tree, picks)
         lengths.learn(tree, verdict.path)

@@ -37,7 +37,7 @@ class DrawCounts:
 
     def below(self, tree: TokenTree, node: int, request: Request) -> int:
         """Of one node. A token that was drawn several times stands for as many branches."""
-        if not request.rule.fan:
+        if not request.rule.traits.several_draws:
             return 1
         parent = tree.parents[node]
         times = tree.drawn[parent].tokens.count(tree.tokens[node]) if node else 1
@@ -46,7 +46,7 @@ class DrawCounts:
 
 def is_drawn(request: Request) -> bool:
     """Whether the request's rule judges children that were drawn."""
-    return request.rule.siblings is not Siblings.PICKED
+    return request.rule.traits.siblings is not Siblings.PICKED
 
 
 def draw_layer(
@@ -66,7 +66,7 @@ def proposed(scores: SparseLogits, row: Row) -> tuple[TokenDistribution, Callabl
     """What a draft's row [1, held] gives: q, and for rules that ask for it the same unscaled."""
     own, ids = _adjusted(scores, row)[0], scores.ids
     q = row.request.rule.proposal(distribution_of(own, row.request.sampling, ids), row)
-    return q, cache(partial(distribution_of, own, UNFILTERED, ids)) if row.request.rule.raw else None
+    return q, cache(partial(distribution_of, own, UNFILTERED, ids)) if row.request.rule.traits.unscaled_q else None
 
 
 def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
@@ -93,12 +93,12 @@ def draw_children(
     number of nodes added. Nothing is drawn anew for the same node."""
     if not q.total > 0:  # a constraint allows none of the tokens that the draft has
         return 0
-    kind = request.rule.siblings
+    kind = request.rule.traits.siblings
     key = DecisionKey(request.seed, request.choice, tree.ids[node], DRAW)
     tokens: list[int] = []
     left = q
     while len(tokens) < count:
-        tokens.append(request.rule.chance.draw(key.again(len(tokens)), left))
+        tokens.append(request.rule.random_source.draw(key.again(len(tokens)), left))
         if kind is Siblings.WITHOUT_REPLACEMENT and len(tokens) < count:
             left = left.without(tokens[-1])
             if not left.total > 0:

@@ -81,7 +81,7 @@ class ExpansionState(DraftState):
     proposes_best_scores: bool = field(init=False)  # what is proposed, as a model may tell it
 
     def __post_init__(self) -> None:
-        self.offers_by_score = proposes_best_scores(self.request)
+        self.proposes_best_scores = proposes_best_scores(self.request)
 
     @property
     def missing(self) -> int:
@@ -236,7 +236,7 @@ class TreeExpander:
             tips = outcome_frontier(tree, state.slots, state.orders.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]
         floor = self._floor if state.orders.floor is None else _log(state.orders.floor)
-        floor = -math.inf if state.request.rule.leaf_q else floor  # such a rule wants q after every token
+        floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule wants q after every token
         ids, scores, roles = tree.ids, tree.scores, tree.roles
         for node in range(state.seen, count):
             is_worthy = scores[node] >= floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
@@ -314,7 +314,7 @@ class TreeExpander:
             parents.append(above + missing)
             slots[tree.ids[node]] = slot
             tokens.append(tree.tokens[node])
-        best = self._proposed if state.offers_by_score else 0
+        best = self._proposed if state.proposes_best_scores else 0
         return Part(session, self.known(tokens), parents, range(missing, len(tokens)), best=best)
 
     def known(self, tokens: list[int]) -> list[int]:

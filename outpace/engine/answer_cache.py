@@ -35,7 +35,7 @@ class AnswerCache:
 
     def find(self, request: Request) -> tuple[int, ...]:
         """What stood behind this prompt in the latest text that begins with it and was picked in the same way."""
-        if not request.rule.keyed:
+        if not request.rule.traits.same_text:
             return ()
         prompt, way = _packed(request.prompt), _way(request)
         for kept in reversed(self._kept.of(request.cache_salt)):
@@ -46,7 +46,7 @@ class AnswerCache:
     def keep(self, request: Request, tokens: Sequence[int]) -> None:
         """Remembers a text, prompt and answer, in place of those that it begins with; the oldest go where there are too
         many."""
-        if not (request.rule.keyed and len(request.prompt) < len(tokens) <= _TOKENS):
+        if not (request.rule.traits.same_text and len(request.prompt) < len(tokens) <= _TOKENS):
             return
         kept, new = self._kept.of(request.cache_salt), _Kept(_way(request), _packed(tokens))
         kept[:] = [one for one in kept if one.way != new.way or not new.text.startswith(one.text)]

@@ -11,7 +11,7 @@ from typing import Any
 from outpace.card.loop import check_concurrent
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
-from outpace.core.drafting import NO_NEEDS, BuildContext
+from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
@@ -110,10 +110,10 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
     clock. UserError for a rule that needs a particular way of drafting.
     """
     chosen = None if rule == "auto" else _build_rule(rule)
-    if chosen is not None and chosen.leaf_q:
+    if chosen is not None and chosen.traits.q_at_leaves:
         *others, last = [name for name in registry.names("decoders") if _takes(name, rule)]
         raise UserError(f"rule {rule} does not go with method auto, use it with method {', '.join(others)} or {last}")
-    if chosen is not None and not chosen.keyed:
+    if chosen is not None and not chosen.traits.same_text:
         return "speculative"
     if tuned:
         return tuned
@@ -168,7 +168,7 @@ def find_rule(name: str, sampling: Sampling, values: Mapping[str, Any] | None = 
 
 
 def _judges(rule: Rule, sampling: Sampling) -> bool:
-    return rule.judges_greedy if sampling.is_greedy else rule.judges_sampled
+    return rule.traits.greedy if sampling.is_greedy else rule.traits.sampled
 
 
 def default_rule(decoder: ModuleType, rule: str) -> str:
@@ -187,13 +187,13 @@ def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
 def _misfit(name: str, decoder: ModuleType, drafter: str | None) -> str | None:
     """Return why a rule does not fit a method and its drafters, None if it does."""
     rule = _build_rule(name)
-    is_drawn = rule.siblings is not Siblings.PICKED
-    if decoder.NEEDS == "worker" and not rule.keyed:
+    is_drawn = rule.traits.siblings is not Siblings.PICKED
+    if decoder.NEEDS == "worker" and not rule.traits.same_text:
         what = "needs sequential drafting" if is_drawn else "writes a text that depends on what was drafted"
         return f"rule {name} {what}, use it with method speculative"
     if is_drawn and drafter is not None and "+" in drafter:
         return f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens cannot be mixed"
-    if rule.leaf_q and not _draws(drafter):
+    if rule.traits.q_at_leaves and not _draws(drafter):
         given = f"drafter {drafter} has none" if drafter else "this method drafts nothing"
         return f"rule {name} mixes the target with a draft model's distribution, {given}"
     return None
@@ -222,7 +222,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     needs = NO_NEEDS
     if options.rule != "auto":
         modules[f"rule {options.rule}"] = registry.find("rules", options.rule)
-        needs = _build_rule(options.rule, values).needs
+        needs = Needs(layers=_build_rule(options.rule, values).traits.hidden_layers)
     if decoder.NEEDS is None:
         if options.drafter is not None:
             raise UserError(

@@ -357,7 +357,7 @@ def isolate(run: TokenSequence, call: Callable[..., None], *arguments: Any) -> N
 
 def check_rule_needs(request: Request, needs: Needs) -> None:
     """UserError for a rule whose hidden states an engine's passes do not show."""
-    missing = [layer for layer in request.rule.needs.layers if layer not in needs.layers]
+    missing = [layer for layer in request.rule.traits.hidden_layers if layer not in needs.layers]
     if missing:
         name = type(request.rule).__name__
         raise UserError(

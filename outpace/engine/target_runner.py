@@ -159,7 +159,7 @@ class TargetRunner:
         for (run, tree), share in zip(trees, shares, strict=True):
             mine, hidden = tree_rows(run.request, run.committed, tree), scored.hidden
             if hidden is not None:
-                own = pick_layers(hidden[:, share.shown], self._layers, run.request.rule.needs.layers)
+                own = pick_layers(hidden[:, share.shown], self._layers, run.request.rule.traits.hidden_layers)
                 if own is not None:
                     mine = [row._replace(hidden=own[:, node]) for node, row in enumerate(mine)]
             rows += mine
@@ -229,5 +229,5 @@ def _of_prompt(run: TokenSequence, part: Part) -> Part:
 
 def _of_tree(run: TokenSequence, tree: TokenTree, best: int) -> Part:
     every, storage = range(len(tree)), run.storage
-    shown = every if run.draft.needs.layers or run.request.rule.needs.layers else ()
+    shown = every if run.draft.needs.layers or run.request.rule.traits.hidden_layers else ()
     return Part(storage.session, tuple(tree.tokens), tuple(tree.parents), every, storage.keep, shown, best=best)

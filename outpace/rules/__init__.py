@@ -1,1 +1,1 @@
-"""Rules: how the target's scores judge a tree."""
+"""Verification rules: which drafted tokens are accepted, and which token follows them."""

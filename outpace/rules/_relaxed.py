@@ -1,8 +1,8 @@
-"""The walk of the rules that take what the target finds good enough: the longest path of such tokens, then its own.
+"""The lossy rules that accept a token if the target finds it good enough: the longest such path, then the target's own.
 
 The target's own token is the one that plain decoding writes there: its likeliest at temperature 0, else argmax(log p +
-g) with noise keyed by position. So where nothing is good enough, the text is plain decoding's. Elsewhere it depends on
-what was drafted; a drafter that learns from answer to answer may lead to another text for the same seed.
+g) with noise keyed by position. So if nothing is good enough, the text is plain decoding's. Otherwise it depends on the
+draft; a drafter that learns from earlier answers may lead to another text for the same seed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.adjust import adjust_logits
-from outpace.core.logits import SparseLogits
-from outpace.core.sampling import log_probs
 from outpace.core.tree import Role, Siblings, TokenTree, path_to
-from outpace.core.types import Row, Rule, TopK, Verdict
+from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules._ratio import NodeScores
-from outpace.rules.base import most_likely, takes_arrays
+from outpace.rules.base import LogProbRule
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
@@ -26,20 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Relaxed(Rule):
-    """Accepts by `acceptable`; whatever was drafted, and however."""
+class Relaxed(LogProbRule):
+    """Accepts tokens by `acceptable`, however they were drafted."""
 
-    lossless = False
-    siblings = Siblings.PICKED
+    traits = RuleTraits(lossless=False, siblings=Siblings.PICKED, takes_arrays=True)
 
     def __init__(self) -> None:
         self._greedy, self._sampled = Greedy(), Gumbel()
 
-    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
-        """Says of a token whether it is good enough after this node."""
+    def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
+        """Return a function that says whether a token is good enough after this node."""
         raise NotImplementedError
 
-    @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[NodeScores]:
         return [NodeScores(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
@@ -59,14 +54,6 @@ class Relaxed(Rule):
         relaxed = sum(tree.tokens[node] != token for node, token in zip(path[1:], own, strict=False))
         return Verdict(path, own[-1] if len(own) == len(path) else None, relaxed)
 
-    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """log q"""
-        return log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        """The `count` best by log q of each row of scores [rows, held]."""
-        return most_likely(scores, held, [row.request.sampling for row in rows], count)
-
-    def _own(self, judged: NodeScores) -> int:
-        rule: Greedy | Gumbel = self._greedy if judged.row.request.sampling.is_greedy else self._sampled
-        return rule.reduce(judged.logits[None], [judged.row])[0]
+    def _own(self, scores: NodeScores) -> int:
+        rule: Greedy | Gumbel = self._greedy if scores.row.request.sampling.is_greedy else self._sampled
+        return rule.reduce(scores.logits[None], [scores.row])[0]

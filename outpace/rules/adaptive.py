@@ -1,23 +1,23 @@
 """Lossy: lenient where a token matters little, strict where the target is confident and the draft differs.
 
-After decentralised speculative decoding, arXiv:2511.11733, whose formula is not public; this one is our own.
+After decentralised speculative decoding, arXiv:2511.11733, whose formula is not public; this formula is our own.
 
-A drafted token is accepted with min(1, p / ((1 - l) q)), l = l_max (1 - importance), and its importance is
-sqrt(exp(-H(p)) TV(p, q)): near 1 where p has hardly any entropy H and q lies far from it, near 0 where p is flat or q
-is the same. l_max 0 is exact.
+A drafted token is accepted with min(1, p / ((1 - l) q)), where l = l_max (1 - importance) and the importance is
+sqrt(exp(-H(p)) TV(p, q)): near 1 where p has little entropy H and q differs from it, near 0 where p is flat or q equals
+it. l_max 0 is exact.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
 
 LOSSLESS = False
-COST = "as rejection, and an entropy and a distance for each judged token"
+COST = "as rejection, and an entropy and a distance for each scores token"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Options:
 
 
 class Adaptive(TopDown):
-    """The ratio rule with its ratios raised, each by what its place allows."""
+    """The ratio rule with each ratio raised according to the importance of its position."""
 
-    lossless = LOSSLESS
+    traits = replace(TopDown.traits, lossless=LOSSLESS)
 
     def __init__(self, options: Options) -> None:
         self._most = options.most_lenience
@@ -43,10 +43,10 @@ class Adaptive(TopDown):
 
 
 def importance(p: TokenDistribution, q: TokenDistribution) -> float:
-    """sqrt(exp(-H(p)) TV(p, q)), in [0, 1]."""
+    """Return sqrt(exp(-H(p)) TV(p, q)), in [0, 1]."""
     return math.sqrt(math.exp(-p.entropy) * p.above(q).total)
 
 
 def build(options: Options) -> Adaptive:
-    """The rule."""
+    """Build the rule."""
     return Adaptive(options)

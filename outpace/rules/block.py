@@ -2,8 +2,8 @@
 
 Block verification, Sun et al., arXiv:2403.10444.
 
-A token whose p / q is low may be accepted because those before it stood above q, and it does not cut off what follows
-it, because the scan runs from the end. No rule for a drawn chain accepts more tokens on average.
+A token with a low p / q may be accepted if p exceeded q at earlier tokens, and it does not cut off the tokens after it,
+because the scan runs from the end. No rule for a drawn chain accepts more tokens on average.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ class Options:
 
 
 class Block(BottomUp):
-    """The walk from the leaves up, for chains."""
-
-    lossless = LOSSLESS
+    """The bottom-up walk for chains."""
 
 
 def build(options: Options) -> Block:
-    """The rule."""
+    """Build the rule."""
     return Block()

@@ -3,20 +3,20 @@
 Speculative cascades, Narasimhan et al., arXiv:2405.19261.
 
 The ratio rule with pi in place of p: a drafted token is accepted with min(1, pi / q), the residual is norm((pi - q)+),
-and what follows the last one comes from pi too. So pi is kept exactly; what is given up is that pi is not p. With P and
-Q at temperature 1 and without filters, pi is q as processed
+and the bonus token is drawn from pi too. So the output distribution is exactly pi, which is not p. With P and Q at
+temperature 1 and without filters, pi is q (after the sampling options)
 - chow: where max Q >= 1 - a;
 - diff: where max Q >= max P - a;
 - opt: where max Q >= max P - a TV(P, Q);
-- token_v1, v2, v3: on a set of tokens A, with p for the rest of q's mass: pi = q 1_A + (1 - q(A)) p. A has v where
-  Q(v) >= max P - a, where P(v) >= max P - a, where P(v) >= (1 - a) max P;
-and p elsewhere. a = -2 is the target alone by each of them.
+- token_v1, v2, v3: on a set of tokens A, with p for the rest of q's mass: pi = q 1_A + (1 - q(A)) p. A contains v if
+  Q(v) >= max P - a, if P(v) >= max P - a, if P(v) >= (1 - a) max P, respectively;
+and p otherwise. a = -2 is the target alone in each case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ COST = "as rejection, with p and q at temperature 1 too; one more draft step a r
 
 
 class DistributionPair(NamedTuple):
-    """Both models' distributions after one node: as processed, and P and Q unscaled."""
+    """Both models' distributions after one node: with the sampling options, and P and Q without."""
 
     p: TokenDistribution
     q: TokenDistribution
@@ -40,14 +40,14 @@ class DistributionPair(NamedTuple):
 
 
 def _whole(defers: Callable[[DistributionPair, float], bool]) -> Callable[[DistributionPair, float], TokenDistribution]:
-    """Follows the draft altogether or not at all."""
+    """Build a mixture that is q if `defers` returns True, else p."""
     return lambda pair, a: pair.q if defers(pair, a) else pair.p
 
 
 def _by_token(
     chosen: Callable[[np.ndarray, np.ndarray, float], np.ndarray],
 ) -> Callable[[DistributionPair, float], TokenDistribution]:
-    """Follows the draft for some tokens."""
+    """Build a mixture that is q on the tokens that `chosen` returns, with p for the rest of the mass."""
 
     def mixed(pair: DistributionPair, a: float) -> TokenDistribution:
         vocab = pair.raw_p.size
@@ -69,8 +69,8 @@ MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """`defer`: how pi is made: chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: the higher, the more the draft
-    is followed; -2 is the target alone."""
+    """`defer`: how pi is computed: chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: higher values follow the
+    draft more; -2 is the target alone."""
 
     defer: str = "opt"
     alpha: float = 0.2
@@ -82,29 +82,27 @@ class Options:
 
 
 class Cascade(TopDown):
-    """The ratio rule against pi."""
+    """The ratio rule with pi in place of p."""
 
-    lossless = LOSSLESS
-    raw = True
-    leaf_q = True
+    traits = replace(TopDown.traits, lossless=LOSSLESS, unscaled_q=True, q_at_leaves=True)
 
     def __init__(self, options: Options) -> None:
         self._mix, self._alpha = MIXTURES[options.defer], options.alpha
 
-    def goal(self, tree: TokenTree, node: int, judged: NodeScores, p: TokenDistribution) -> TokenDistribution:
+    def goal(self, tree: TokenTree, node: int, scores: NodeScores, p: TokenDistribution) -> TokenDistribution:
         drawn = tree.drawn.get(node)
         if drawn is None or drawn.raw is None:
             raise UserError(
                 "rule cascade needs the draft model's q after every token, but none came; use drafter model"
             )
-        vocab = judged.logits.shape[-1]
+        vocab = scores.logits.shape[-1]
         q = drawn.q if drawn.q.size <= vocab else TokenDistribution(drawn.q.wide(vocab))
-        return self._mix(DistributionPair(p, q, judged.raw_p, drawn.raw()), self._alpha)
+        return self._mix(DistributionPair(p, q, scores.raw_p, drawn.raw()), self._alpha)
 
     def strict(self, goal: TokenDistribution, p: TokenDistribution) -> TokenDistribution:
         return p
 
 
 def build(options: Options) -> Cascade:
-    """The rule."""
+    """Build the rule."""
     return Cascade(options)

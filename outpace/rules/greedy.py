@@ -1,6 +1,6 @@
 """Accept while the token is the target's most likely one.
 
-No paper: the definition of greedy decoding. Its own rule, never "temperature to 0".
+No paper: this is the definition of greedy decoding, a rule of its own rather than a limit of temperature 0.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 from outpace.core.adjust import adjust_logits
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits, host_rows
-from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.sampling import GREEDY
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Rule, TopK, Verdict
-from outpace.rules.base import by_score, follow_picks, most_likely, takes_arrays
+from outpace.core.types import Pick, Row, Rule, RuleTraits, TopK, Verdict
+from outpace.rules._ranking import ranked
+from outpace.rules.base import follow_picks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,37 +33,34 @@ class Options:
 
 
 class Greedy(Rule):
-    """argmax p; equal logits go to the lowest id."""
+    """Picks argmax p; of equal logits the lowest id."""
 
-    lossless = LOSSLESS
-    keyed = True
-    judges_greedy, judges_sampled = True, False
-    siblings = Siblings.PICKED
+    traits = RuleTraits(
+        lossless=LOSSLESS,
+        siblings=Siblings.PICKED,
+        same_text=True,
+        greedy=True,
+        sampled=False,
+        pick=Pick.BEST_SCORE,
+        takes_arrays=True,
+    )
 
-    @by_score
-    @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjust_logits(logits, rows)
         host = host_rows(logits)
         picks: list[int] = (logits if host is None else host).argmax(-1).tolist()
         return picks
 
-    def picks_among_all(self, sampling: Sampling) -> bool:
-        return True
-
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
         return follow_picks(tree, picks)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """log q"""
         return torch.log_softmax(adjust_logits(logits, rows).float(), dim=-1)
 
-    @by_score
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        """The `count` best by `rank` of each row of scores [rows, held]."""
-        return most_likely(scores, held, [GREEDY] * len(rows), count)
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
+        return ranked(scores, [GREEDY] * len(rows), count, ids=held.ids)
 
 
 def build(options: Options) -> Greedy:
-    """The rule."""
+    """Build the rule."""
     return Greedy()

@@ -15,11 +15,11 @@ from outpace.core.adjust import adjust_logits
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.noise import exponential, gumbel, row_key
-from outpace.core.sampling import Sampling, log_probs
+from outpace.core.sampling import log_probs
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Rule, TopK, Verdict
-from outpace.rules._ranking import Race, clear_winner, log_chances, prepared, ranked
-from outpace.rules.base import by_race, follow_picks, offer_at, takes_arrays
+from outpace.core.types import Pick, Row, Rule, RuleTraits, TopK, Verdict
+from outpace.rules._ranking import clear_winner, ranked
+from outpace.rules.base import follow_picks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,71 +33,41 @@ class Options:
     """None."""
 
 
-@by_race
 class Gumbel(Rule):
-    """The exponential race argmax(p / E), with E the same for target and drafter."""
+    """Picks the winner of the exponential race argmax(p / E), with the same E for target and drafter."""
 
-    lossless = LOSSLESS
-    keyed = True
-    siblings = Siblings.PICKED
+    traits = RuleTraits(lossless=LOSSLESS, siblings=Siblings.PICKED, same_text=True, pick=Pick.RACE, takes_arrays=True)
 
-    def __init__(self) -> None:
-        self._race = Race()
-
-    @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjust_logits(logits, rows)
         host = host_rows(logits)
-        if host is None:
+        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
+        best = None if host is None else ranked(host, samplings, 2, keys=keys, whole=False)
+        if best is None:
             return self.run(tensor_of(logits), rows)
         return [
-            self.run(tensor_of(logits[number : number + 1]), [row])[0] if pick is None else pick
-            for number, (row, pick) in enumerate(zip(rows, self._winners(host, rows), strict=True))
+            self.run(tensor_of(logits[number : number + 1]), [rows[number]])[0] if winner is None else winner
+            for number, winner in enumerate(clear_winner(*two) for two in best)
         ]
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """The race of all tokens, which says what `reduce` has to give. Adjusted logits [rows, vocab]"""
+        """Run the race of all tokens on adjusted logits [rows, vocab]: the definition of `reduce`."""
         log_p = log_probs(logits, [row.request.sampling for row in rows])
         weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
         race = exponential([_key(row) for row in rows], logits.shape[-1], logits.device)
         picks: list[int] = (weights / race).argmax(dim=-1).tolist()
         return picks
 
-    def picks_among_all(self, sampling: Sampling) -> bool:
-        """The noise belongs to the token, whoever else takes part; a filter's bound does not."""
-        return not sampling.filters
-
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
         return follow_picks(tree, picks)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """log q + g"""
         log_q = log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
         return log_q + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
 
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        """The `count` best by `rank` of each row of scores [rows, held]."""
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
         samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
-        offers = ranked(scores, samplings, count, ids=held.ids, keys=keys)
-        if offers is None:
-            rows_log_q = log_chances(scores, samplings)
-            offers = [self._best(log_q, key, held, count) for log_q, key in zip(rows_log_q, keys, strict=True)]
-        return offers
-
-    def _winners(self, scores: np.ndarray, rows: Sequence[Row]) -> list[int | None]:
-        """Each row's pick, or None where it is too close to call. Adjusted scores [rows, vocab]"""
-        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
-        offers = ranked(scores, samplings, 2, keys=keys, whole=False)
-        if offers is not None:
-            return [clear_winner(*offer) for offer in offers]
-        scores, temperatures = prepared(scores, samplings)
-        return [self._race.winner(*each) for each in zip(scores, temperatures, keys, strict=True)]
-
-    def _best(self, log_q: np.ndarray, key: int, held: SparseLogits, count: int) -> TopK:
-        if not len(log_q):
-            return [], []
-        places, values = self._race.best(log_q, key, held.vocab, held.ids, min(count, len(log_q)))
-        return offer_at(places, values, held)
+        return ranked(scores, samplings, count, ids=held.ids, keys=keys)
 
 
 def _key(row: Row) -> int:
@@ -105,5 +75,5 @@ def _key(row: Row) -> int:
 
 
 def build(options: Options) -> Gumbel:
-    """The rule."""
+    """Build the rule."""
     return Gumbel()

@@ -2,13 +2,13 @@
 
 Leviathan, Kalman, Matias, arXiv:2211.17192, appendix A.5.
 
-No token is written with more than p / (1 - l). After a rejection the target's own token comes from norm((p - q)+), by
-which acceptance and loss together stay as small as they can be (Yin et al., NeurIPS 2024). Lenience 0 is exact.
+No token is written with a probability above p / (1 - l). After a rejection the recovery token is drawn from norm((p -
+q)+), which loses the least at this acceptance rate (Yin et al., NeurIPS 2024). Lenience 0 is exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import check_range
@@ -29,9 +29,9 @@ class Options:
 
 
 class Lenience(TopDown):
-    """The ratio rule with its ratios raised."""
+    """The ratio rule with all ratios raised by a constant factor."""
 
-    lossless = LOSSLESS
+    traits = replace(TopDown.traits, lossless=LOSSLESS)
 
     def __init__(self, options: Options) -> None:
         self._kept = 1.0 - options.lenience
@@ -41,5 +41,5 @@ class Lenience(TopDown):
 
 
 def build(options: Options) -> Lenience:
-    """The rule."""
+    """Build the rule."""
     return Lenience(options)

@@ -15,24 +15,23 @@ import numpy as np
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.arrays import to_device
-from outpace.core.distribution import distribution_of
+from outpace.core.distribution import UNFILTERED, distribution_of
 from outpace.core.lazy import torch
-from outpace.core.logits import SparseLogits, host_array, host_rows, tensor_of
+from outpace.core.logits import host_array, host_rows, tensor_of
 from outpace.core.noise import uniform
-from outpace.core.sampling import Sampling, log_probs
+from outpace.core.sampling import log_probs
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Rule, TopK, Verdict
+from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules._ranking import prepared
 from outpace.rules._ratio import NodeScores
-from outpace.rules.base import follow_picks, most_likely, takes_arrays
+from outpace.rules.base import LogProbRule, follow_picks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
 COST = "p and its cumulative sum for each node that the walk reaches"
-_DOUBT = 1e-5  # by so much of the whole at most a running sum errs
-_BARE = Sampling(1.0)
+_DOUBT = 1e-5  # bound on the error of a cumulative sum, relative to the total
 _BELOW_ONE = 1.0 - 2.0**-53
 
 
@@ -41,22 +40,19 @@ class Options:
     """None."""
 
 
-class Match(Rule):
-    """The least x whose cumulative p exceeds u."""
+class Match(LogProbRule):
+    """Picks the lowest x whose cumulative p exceeds u."""
 
-    lossless = LOSSLESS
-    keyed = True
-    siblings = Siblings.PICKED
+    traits = RuleTraits(lossless=LOSSLESS, siblings=Siblings.PICKED, same_text=True, takes_arrays=True)
 
-    @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
-        """On the host the rows themselves, drawn from where the walk comes to them; elsewhere each row's token."""
+        """Return the rows themselves on the host, to be drawn when the walk reaches them; else each row's token."""
         if host_rows(logits) is None:
             return self.run(adjust_logits(tensor_of(logits), rows), rows)
         return [NodeScores(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """The draws over all tokens, which say what the faster ones have to give. Adjusted logits [rows, vocab]"""
+        """Draw over all tokens of adjusted logits [rows, vocab]: the definition of `pick`."""
         log_p = log_probs(logits, [row.request.sampling for row in rows])
         cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
         u = to_device([self.draw(row) for row in rows], np.float64, logits.device)
@@ -65,37 +61,28 @@ class Match(Rule):
         return picks
 
     def draw(self, row: Row) -> float:
-        """The uniform number in [0, 1) that decides this position."""
+        """Return the uniform number in [0, 1) that decides this position."""
         return uniform(row.request.seed, row.request.choice, row.position)
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        return follow_picks(tree, Drawing(self, picks))
+        return follow_picks(tree, LazyPicks(self, picks))
 
-    def pick(self, judged: NodeScores) -> int:
-        """One row's token: what two numbers give that lie around its own by more than sums in float32 may err, where
-        they give the same."""
-        logits, sampling = adjust_logits(judged.logits[None], [judged.row]), judged.row.request.sampling
+    def pick(self, node: NodeScores) -> int:
+        """Draw one row's token in float32, if rounding cannot change it, else by `run`."""
+        logits, sampling = adjust_logits(node.logits[None], [node.row]), node.row.request.sampling
         (scores,), (temperature,) = prepared(host_array(logits), [sampling])
         if temperature != 1.0:
             scores = scores / np.float32(temperature)  # rounded as `run` rounds it
-        p, u = distribution_of(scores, _BARE), self.draw(judged.row)
+        p, u = distribution_of(scores, UNFILTERED), self.draw(node.row)
         if p.total > 0:
             token = p.at(max(u - _DOUBT, 0.0))
             if token == p.at(min(u + _DOUBT, _BELOW_ONE)):
                 return token
-        return self.run(tensor_of(logits), [judged.row])[0]
-
-    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """log q"""
-        return log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        """The `count` best by `rank` of each row of scores [rows, held]."""
-        return most_likely(scores, held, [row.request.sampling for row in rows], count)
+        return self.run(tensor_of(logits), [node.row])[0]
 
 
-class Drawing(Sequence[int]):
-    """The tokens of a tree's rows, each drawn where it is asked for."""
+class LazyPicks(Sequence[int]):
+    """The tokens of a tree's rows, each drawn when it is read."""
 
     def __init__(self, rule: Match, picks: Sequence[Any]) -> None:
         self._rule, self._picks, self._drawn = rule, picks, dict[int, int]()
@@ -111,5 +98,5 @@ class Drawing(Sequence[int]):
 
 
 def build(options: Options) -> Match:
-    """The rule."""
+    """Build the rule."""
     return Match()

@@ -1,14 +1,14 @@
-"""Several children drawn from q are tried in turn, each against what the rejections before it have left of p.
+"""Several children drawn from q are tried one after another, each against what the earlier rejections left of p.
 
 Multi-step speculative sampling of SpecInfer, Miao et al., arXiv:2305.09781.
 
-A child x is accepted with min(1, P(x) / q(x)), P = p at first; after a rejection P = norm((P - q)+), and what is left
-in the end gives the target's own token. Children are drawn independently: a token that came out twice is tried twice.
+A child x is accepted with min(1, P(x) / q(x)), P = p at first; after a rejection P = norm((P - q)+), and the recovery
+token is drawn from the last P. Children are drawn independently: a token drawn twice is tried twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.rules._ratio import TopDown
 
@@ -22,12 +22,11 @@ class Options:
 
 
 class MultiRound(TopDown):
-    """The ratio rule for several children that were drawn independently."""
+    """The ratio rule for several independently drawn children."""
 
-    lossless = LOSSLESS
-    fan = True
+    traits = replace(TopDown.traits, several_draws=True)
 
 
 def build(options: Options) -> MultiRound:
-    """The rule."""
+    """Build the rule."""
     return MultiRound()

@@ -23,9 +23,7 @@ class Options:
 class Rejection(TopDown):
     """The ratio rule."""
 
-    lossless = LOSSLESS
-
 
 def build(options: Options) -> Rejection:
-    """The rule."""
+    """Build the rule."""
     return Rejection()

@@ -2,15 +2,15 @@
 
 The rollback policy of BiLD, Kim et al., arXiv:2302.07863; the rule of method bild.
 
-A token is kept that is the target's likeliest, or has -log P(x) of at most `rollback`, P at temperature 1 and without
-filters. Rollback 0 keeps what greedy decoding would write, and nothing else.
+A token is kept if it is the target's likeliest or -log P(x) is at most `rollback`, with P at temperature 1 and without
+filters. Rollback 0 keeps exactly what greedy decoding would write.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outpace.core.distribution import TokenDistribution, one_hot
@@ -30,7 +30,7 @@ COST = "p of every node with accepted ancestors"
 
 @dataclass(frozen=True)
 class Options:
-    """`rollback`: the highest -log p, in nats, at which the target accepts a token; the paper has 2 to 5."""
+    """`rollback`: the highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5."""
 
     rollback: float = 5.0
 
@@ -39,27 +39,25 @@ class Options:
 
 
 class Rollback(Relaxed):
-    """The relaxed walk over what the draft itself writes: its likeliest token at temperature 0, else one drawn."""
+    """Judges the draft model's own text: its likeliest token at temperature 0, else a drawn one."""
 
-    siblings = Siblings.DRAWN
-    raw = True
-    judges_greedy = True
+    traits = replace(Relaxed.traits, siblings=Siblings.DRAWN, unscaled_q=True, greedy=True)
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._rollback = options.rollback
 
-    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
-        p = judged.raw_p
+    def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
+        p = scores.raw_p
         best, floor = p.likeliest, math.exp(-self._rollback)
         return lambda token: token == best or p.of(token) >= floor
 
     def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
-        """At temperature 0 all of it is on the likeliest token."""
+        """Return q, at temperature 0 with all mass on the likeliest token."""
         return one_hot(q.likeliest) if row.request.sampling.is_greedy and q.total else q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """log q; of temperature 0 all of it is on the likeliest token"""
+        """Return log q, at temperature 0 with all mass on the likeliest token."""
         log_q = super().rank(logits, rows)
         for number, row in enumerate(rows):
             if row.request.sampling.is_greedy:
@@ -70,5 +68,5 @@ class Rollback(Relaxed):
 
 
 def build(options: Options) -> Rollback:
-    """The rule."""
+    """Build the rule."""
     return Rollback(options)

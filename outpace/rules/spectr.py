@@ -1,16 +1,16 @@
-"""Several independent drafts are judged together: each is accepted with the same chance min(1, p / (rho q)).
+"""Several independent drafts are judged together: each is accepted with the same probability min(1, p / (rho q)).
 
 K-SEQ of SpecTr, Sun et al., arXiv:2310.15141.
 
-With beta(rho) the sum of min(p / rho, q), rho in [1, K] is where 1 - (1 - beta)^K = rho beta: as high an acceptance as
-keeps the target's distribution. With a = 1 - (1 - beta)^K, the chance that any of the K is accepted, the target's own
-token comes from norm(p - min(p / rho, q) a / beta).
+With beta(rho) the sum of min(p / rho, q), rho in [1, K] solves 1 - (1 - beta)^K = rho beta: the highest acceptance that
+keeps the target's distribution. With a = 1 - (1 - beta)^K, the probability that any of the K is accepted, the recovery
+token is drawn from norm(p - min(p / rho, q) a / beta).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,16 +28,15 @@ class Options:
 
 
 class SpecTr(TopDown):
-    """K-SEQ: below a child, as many go on as had its token."""
+    """K-SEQ: of the drafts, those that have the accepted token continue below it."""
 
-    lossless = LOSSLESS
-    fan = True
+    traits = replace(TopDown.traits, several_draws=True)
 
     def judge(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
-        own, other, count = p.on(p), group.q.on(p), len(group.draws)  # of the tokens that p gives
+        own, other, count = p.on(p), group.q.on(p), len(group.draws)  # for the tokens that p keeps
         rho = least_rho(own, other, count)
         for token, child, key in group.draws:
-            if self.chance.accepts(key, p.of(token) / (rho * group.q.of(token))):
+            if self.random_source.accepts(key, p.of(token) / (rho * group.q.of(token))):
                 return child, p
         shared = np.minimum(own / own.dtype.type(rho), other)
         beta = float(shared.sum(dtype=np.float64))
@@ -48,22 +47,22 @@ class SpecTr(TopDown):
 
 
 def any_of(beta: float, count: int) -> float:
-    """1 - (1 - beta)^count, exact for a small beta too."""
+    """Return 1 - (1 - beta)^count, accurate for a small beta too."""
     return -math.expm1(count * math.log1p(-beta)) if beta < 1.0 else 1.0
 
 
 def least_rho(p: np.ndarray, q: np.ndarray, count: int) -> float:
-    """The least rho in [1, count] by which no token is accepted more often than p has it, or just above.
+    """Return the lowest rho in [1, count] for which no token is accepted more often than p allows, or slightly more.
 
-    The distribution is kept by any rho from there on, so the end of a bisection decides nothing but the acceptance. A
-    token gives min(p / rho, q) to beta: p / rho for good once rho is known to be above p / q, q once it is below; those
-    in between become fewer with each halving.
+    Any larger rho keeps the distribution as well, so the precision of the bisection affects the acceptance rate only.
+    A token adds min(p / rho, q) to beta: p / rho once rho is known to be above p / q, and q once it is known to be
+    below; the tokens still undecided become fewer with each halving.
     """
     low, high = 1.0, float(count)
     if count == 1:
         return high
     open_ = np.flatnonzero(p > q)
-    scaled, fixed = _sum(p) - _sum(p[open_]), 0.0  # of tokens that give p / rho, and of those that give q
+    scaled, fixed = _sum(p) - _sum(p[open_]), 0.0  # sums over tokens that add p / rho, and that add q
     p, q = p[open_], q[open_]
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -83,5 +82,5 @@ def _sum(values: np.ndarray) -> float:
 
 
 def build(options: Options) -> SpecTr:
-    """The rule."""
+    """Build the rule."""
     return SpecTr()

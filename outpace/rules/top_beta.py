@@ -2,14 +2,14 @@
 
 SpecDec, Xia et al., arXiv:2203.16487.
 
-A token is accepted that is one of the target's `beta` likeliest and at most `tau` nats below the likeliest of them; the
-paper drafts 25 tokens at a time. Beta 1 is exact greedy decoding.
+A token is accepted if it is among the target's `beta` likeliest and at most `tau` nats below the likeliest; the paper
+drafts 25 tokens at a time. Beta 1 is exact greedy decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.core.errors import check_range, check_whole
 from outpace.core.logits import largest_indices
@@ -22,7 +22,7 @@ COST = "the `beta` best tokens of every node with accepted ancestors"
 
 @dataclass(frozen=True)
 class Options:
-    """`beta`: how many of the target's likeliest tokens are acceptable; `tau`: the most nats below the best of them."""
+    """`beta`: number of the target's likeliest tokens that are acceptable; `tau`: largest gap to the best, in nats."""
 
     beta: int = 3
     tau: float = 1.0
@@ -33,22 +33,22 @@ class Options:
 
 
 class TopBeta(Relaxed):
-    """The relaxed walk among the best."""
+    """Accepts tokens among the target's best."""
 
-    judges_greedy, judges_sampled = True, False
+    traits = replace(Relaxed.traits, greedy=True, sampled=False)
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
 
-    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
-        scores = judged.scores
-        best = largest_indices(scores, min(self._options.beta, len(scores)))
-        floor = float(scores[best[0]]) - self._options.tau
-        good = {int(token) for token in best if float(scores[token]) >= floor}
+    def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
+        row = scores.scores
+        best = largest_indices(row, min(self._options.beta, len(row)))
+        floor = float(row[best[0]]) - self._options.tau
+        good = {int(token) for token in best if float(row[token]) >= floor}
         return good.__contains__
 
 
 def build(options: Options) -> TopBeta:
-    """The rule."""
+    """Build the rule."""
     return TopBeta(options)

@@ -7,7 +7,7 @@ For children drawn without replacement. On a chain it is block verification.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.core.tree import Siblings
 from outpace.rules._ratio import BottomUp
@@ -22,13 +22,11 @@ class Options:
 
 
 class Traversal(BottomUp):
-    """The walk from the leaves up, for trees."""
+    """The bottom-up walk for trees."""
 
-    lossless = LOSSLESS
-    siblings = Siblings.WITHOUT_REPLACEMENT
-    fan = True
+    traits = replace(BottomUp.traits, siblings=Siblings.WITHOUT_REPLACEMENT, several_draws=True)
 
 
 def build(options: Options) -> Traversal:
-    """The rule."""
+    """Build the rule."""
     return Traversal()

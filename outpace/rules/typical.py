@@ -2,9 +2,9 @@
 
 Typical acceptance of Medusa, Cai et al., arXiv:2401.10774.
 
-Where p is flat (its entropy H is high) less is asked of a token. The longest accepted path counts; the token after it
-is the one that plain decoding writes there. With epsilon 1 and a delta so high that nothing is accepted, the text is
-plain decoding's.
+Where p is flat (its entropy H is high), the threshold is lower. The longest accepted path is kept, followed by the
+token that plain decoding writes there. With epsilon 1 and a delta so high that nothing is accepted, the text is plain
+decoding's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COST = "p and its entropy for every node with accepted ancestors"
 
 @dataclass(frozen=True)
 class Options:
-    """`epsilon`: a token with a higher p is always accepted; `delta`: factor of the bound where p is flat."""
+    """`epsilon`: a token with a higher p is always accepted; `delta`: factor of the threshold where p is flat."""
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -34,18 +34,18 @@ class Options:
 
 
 class Typical(Relaxed):
-    """The relaxed walk with a floor under p."""
+    """Accepts tokens whose p exceeds a threshold that falls with the entropy."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
 
-    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
-        p = judged.p
+    def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
+        p = scores.p
         floor = min(self._options.epsilon, self._options.delta * math.exp(-p.entropy))
         return lambda token: p.of(token) > floor
 
 
 def build(options: Options) -> Typical:
-    """The rule."""
+    """Build the rule."""
     return Typical(options)

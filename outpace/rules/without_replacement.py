@@ -1,14 +1,14 @@
-"""As multi_round, for children drawn without replacement: after a rejection q loses that token too.
+"""As multi_round, for children drawn without replacement: after a rejection that token is removed from q too.
 
 Sequoia, Chen et al., arXiv:2402.12374.
 
-After a rejected child x, P = norm((P - q)+) with the q that x was drawn from, then q(x) = 0 and q is normalised again.
-No child is tried twice, so more of them are accepted than of children that were drawn independently.
+After a rejected child x, P = norm((P - q)+) with the q from which x was drawn, then q(x) = 0 and q is normalised again.
+No token is tried twice, so the acceptance rate is higher than with independent draws.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.core.distribution import TokenDistribution
 from outpace.core.tree import Siblings
@@ -26,14 +26,12 @@ class Options:
 class WithoutReplacement(TopDown):
     """The ratio rule for distinct children."""
 
-    lossless = LOSSLESS
-    siblings = Siblings.WITHOUT_REPLACEMENT
-    fan = True
+    traits = replace(TopDown.traits, siblings=Siblings.WITHOUT_REPLACEMENT, several_draws=True)
 
     def after(self, q: TokenDistribution, token: int) -> TokenDistribution:
         return q.without(token)
 
 
 def build(options: Options) -> WithoutReplacement:
-    """The rule."""
+    """Build the rule."""
     return WithoutReplacement()

@@ -8,6 +8,7 @@ so that wrong branches compete for width with realistic chances; what the target
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from outpace.core.logits import SparseLogits, largest_indices
 from outpace.core.types import Row, TopK
 from outpace.models.base import PREFIX, Model, Part, Session
-from outpace.rules.base import offer_at
+from outpace.rules.base import without_excluded
 from outpace.rules.greedy import Greedy
 from outpace.simulate.indexed_trace import IndexedTrace, Script
 
@@ -28,11 +29,15 @@ _MASK = (1 << 63) - 1
 class Recorded(Greedy):
     """The rule greedy, for a draft whose rows are recorded as the trace's rule ranked them."""
 
-    judges_sampled = True
+    traits = replace(Greedy.traits, sampled=True)
 
     def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         """The `count` best of each row of scores [rows, held], with their values as they are."""
-        return [offer_at(places, row[places], held) for row in scores for places in [largest_indices(row, count)]]
+        return [
+            without_excluded((ids if held.ids is None else held.ids[ids]).tolist(), row[ids].tolist())
+            for row in scores
+            for ids in [largest_indices(row, count)]
+        ]
 
 
 class ReplaySession(Session):
