@@ -127,7 +127,7 @@ class Fixed(LookupDrafter[LookupState]):
 
     def propose(self, state: LookupState, tree: TokenTree) -> None:
         for branch in self.branches:
-            self.branch(state, tree, *branch)
+            self.attach_branch(state, tree, *branch)
 
 
 def judge(drafter: Fixed, state: LookupState, written: Sequence[int]) -> TokenTree:
@@ -169,14 +169,14 @@ def test_what_another_drafter_planted_is_learnt_from_too() -> None:
     assert drafter.grow([state], [tree]) == [0]
     drafter.observe(state, Observation([0, 1], [5, 9], TokenTree(9, 10, 11)))
     assert drafter.rate(state, kind_of(3)) > before
-    assert state.planted == {}
+    assert state.proposed == {}
 
 
 def test_of_two_branches_that_begin_alike_only_the_fork_is_in_doubt() -> None:
     drafter = Fixed(([5, 6, 7], 3, Certainty.SURE), ([5, 8, 9], 3, Certainty.OTHER))
     state, tree = drafter.open(request(1)), TokenTree(1)
     drafter.grow([state], [tree])
-    kinds = {token: kind for below in state.planted.values() for token, kind in below.items()}
+    kinds = {token: kind for below in state.proposed.values() for token, kind in below.items()}
     assert kinds[5] == kind_of(3)
     assert (kinds[6], kinds[7]) == (kind_of(4), kind_of(5))
     assert (kinds[8], kinds[9]) == (kind_of(4, Certainty.OTHER), kind_of(5))
@@ -222,7 +222,7 @@ def test_ngrams_hold_a_window_of_the_text() -> None:
 
 
 def branch_slowly(
-    grafter: LookupDrafter[Any],
+    drafter: LookupDrafter[Any],
     state: Any,
     tree: TokenTree,
     tokens: Sequence[int],
@@ -234,10 +234,10 @@ def branch_slowly(
     node = 0
     for place, token in enumerate(tokens):
         kind = kind_of(length + place, grade)
-        if least and tree.scores[node] + math.log(grafter.rate(state, kind)) < math.log(least):
+        if least and tree.scores[node] + math.log(drafter.rate(state, kind)) < math.log(least):
             break
-        is_new = token not in state.planted.get(tree.ids[node], ())
-        node = grafter.plant(state, tree, node, token, kind)
+        is_new = token not in state.proposed.get(tree.ids[node], ())
+        node = drafter.attach(state, tree, node, token, kind)
         grade = Certainty.SURE if is_new else grade
 
 
@@ -252,17 +252,19 @@ def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> Non
             tokens = [chance.randint(0, 2) for _ in range(chance.randint(0, 9))]
             length, grade = chance.choice([0, 1, 3, 60, 70]), Certainty(chance.randint(0, 2))
             least = chance.choice([0.0, 0.02, 0.3])
-            for way, (grafter, state), tree in zip((LookupDrafter.branch, branch_slowly), sides, trees, strict=True):
-                way(grafter, state, tree, tokens, length, grade, least)
+            for way, (drafter, state), tree in zip(
+                (LookupDrafter.attach_branch, branch_slowly), sides, trees, strict=True
+            ):
+                way(drafter, state, tree, tokens, length, grade, least)
             assert vars(trees[0]) == vars(trees[1])
-            assert sides[0][1].planted == sides[1][1].planted
+            assert sides[0][1].proposed == sides[1][1].proposed
         path, written = [0], []
         while below := trees[0].children(path[-1]):
             path.append(chance.choice(below))
             written.append(trees[0].tokens[path[-1]])
         seen = Observation([trees[0].ids[node] for node in path], [*written, 1], TokenTree(1, root_id=-1))
-        for grafter, state in sides:
-            LookupDrafter.learn(grafter, state, seen)
+        for drafter, state in sides:
+            LookupDrafter.learn(drafter, state, seen)
         rates = [{kind: rate.value for kind, rate in state.rates.items()} for _, state in sides]
         assert rates[0] == rates[1]
     assert rates[0]

@@ -120,7 +120,7 @@ def test_an_error_in_the_block_gives_it_back() -> None:
 def test_who_has_it_cannot_wait_for_it() -> None:
     lock = FairLock()
     with lock.hold():
-        with pytest.raises(RuntimeError, match="this thread has the lock"):
+        with pytest.raises(RuntimeError, match="this thread holds the lock already"):
             take(lock)
         assert not is_free(lock)
         assert len(lock) == 1

@@ -165,7 +165,7 @@ def test_memory_and_work_are_bounded_over_many_tokens() -> None:
         root = TokenTree(written[-1], 1000 * number + 1000, 1000 * number + 1001)
         drafter.observe(state, Observation([tree.ids[0]], written, root, seen))
         assert len(state.pool) <= 50 * 3
-        assert [len(state.columns), state.planted] == [7, {}]
+        assert [len(state.columns), state.proposed] == [7, {}]
         assert all(len(column) < 5 for column in state.columns)
 
 

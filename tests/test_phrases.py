@@ -32,7 +32,7 @@ def test_a_table_comes_back_as_it_was() -> None:
     chance, table, again = random.Random(0), PhraseTable(20, 3), PhraseTable(20, 3)
     for _ in range(500):
         table.learn(chance.randrange(30), tuple(chance.randrange(9) for _ in range(chance.randrange(1, 5))))
-    again.load_state_dict(table.arrays())
+    again.load_arrays(table.arrays())
     assert [again.followers(lead) for lead in range(30)] == [table.followers(lead) for lead in range(30)]
     for held in (table, again):
         held.learn(99, (1,))
@@ -94,7 +94,7 @@ def test_a_torn_file_is_refused_and_stays(tmp_path: Path, cut: int) -> None:
     drafter.end()
     torn = path.read_bytes()[:cut]
     path.write_bytes(torn)
-    with pytest.raises(UserError, match="delete it, and the phrases are learnt anew"):
+    with pytest.raises(UserError, match="delete it, and the phrases are learnt again"):
         build_drafter("cacheback", GIVEN, {"phrases": str(path)})
     assert path.read_bytes() == torn
 

@@ -83,7 +83,7 @@ def tree_slowly(drafter: SuffixDrafter, text: Sequence[int], options: Options) -
 
 
 def grow_slowly(
-    grafter: SuffixDrafter, state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
+    drafter: SuffixDrafter, state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
 ) -> None:
     """What `grow_copies` does, node by node."""
     least, waiting, left = math.log(limits.least_chance), [(0.0, 0, 0, copies)], limits.offered
@@ -98,8 +98,8 @@ def grow_slowly(
             sure = weights[token] >= 0.8 * sum(weights.values())
             grade = Certainty.SURE if sure else Certainty.OTHER if rank else Certainty.LIKELY
             kind = kind_of(max(copy.length for copy in those) + depth, grade, min(copy.origin for copy in those))
-            if math.log(grafter.rate(state, kind)) - loss >= least or not (depth or rank):
-                child = grafter.plant(state, tree, node, token, kind)
+            if math.log(drafter.rate(state, kind)) - loss >= least or not (depth or rank):
+                child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1
 
@@ -125,7 +125,7 @@ def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node
         for grow in (grow_continuations, grow_slowly):
             state, tree = drafter.open(request([7])), base.copy(range(len(base)))
             grow(drafter, state, tree, copies, limits)
-            made.append((tree.tokens, tree.parents, tree.scores, tree.ids, tree.siblings, state.planted))
+            made.append((tree.tokens, tree.parents, tree.scores, tree.ids, tree.siblings, state.proposed))
         assert made[0] == made[1]
 
 
@@ -208,7 +208,7 @@ def test_memory_is_bounded_over_many_tokens() -> None:
             assert len(state.index) <= 2048 + 16 + 1024
             assert state.index.entries <= 5 * 2048
             assert len(state.rates) <= len(drafter._rates)
-            assert state.planted == {}
+            assert state.proposed == {}
         drafter.close(state)
         assert state.past is not None
         assert state.past.entries <= 5 * 2048

@@ -79,7 +79,9 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
         }
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):
-            costs.recall(costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, prompts, options)})
+            costs.load_state_dict(
+                costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, prompts, options)}
+            )
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
         chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[PLANNED] else PLANNED

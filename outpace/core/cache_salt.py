@@ -1,4 +1,5 @@
-"""What a drafter learns from answers, apart for each reuse key: nobody finds what another key's texts taught."""
+"""Tables learnt from answers, kept separately for each cache salt: no request finds what another salt's texts
+taught."""
 
 from __future__ import annotations
 
@@ -6,21 +7,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-MOST = 8  # keys whose tables are held: each may be as large as the one of requests without a key
+MOST = 8  # salts with a table; each may be as large as the shared one
 
-Learnt = TypeVar("Learnt")
+Table = TypeVar("Table")
 
 
-class PerSalt(Generic[Learnt]):
-    """Tables that `make` makes: `shared`, of all requests without a reuse key, and those of the keys used last."""
+class PerSalt(Generic[Table]):
+    """The table `shared` by requests without a cache salt, and one for each recently used salt, created by `make`."""
 
-    def __init__(self, make: Callable[[], Learnt]) -> None:
+    def __init__(self, make: Callable[[], Table]) -> None:
         self.shared = make()
         self._make = make
-        self._own: OrderedDict[str, Learnt] = OrderedDict()
+        self._own: OrderedDict[str, Table] = OrderedDict()
 
-    def of(self, key: str | None) -> Learnt:
-        """The table of requests with this reuse key; where there are too many, that of the key unused longest goes."""
+    def of(self, key: str | None) -> Table:
+        """Return the table of requests with this salt; beyond `MOST` salts, the least recently used is dropped."""
         if key is None:
             return self.shared
         if key not in self._own:

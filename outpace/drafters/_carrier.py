@@ -1,6 +1,5 @@
-"""Whole rounds of a draft model and its target, carried out by their kernels: what the drafter's own side of a request
-adds to a planner's plan, and how it follows.
-"""
+"""Whole rounds of a draft model and its target that the kernels run: what the drafter's side of a request adds to a
+planner's plan, and how the drafter follows."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ Parts = Sequence[tuple[Carrying, Reading]]
 
 
 class NativeModelPair(Protocol):
-    """Two models that carry out rounds together, as `models/llama/native/pair.py` does."""
+    """Two models that can run whole rounds together, see `models/llama/native/pair.py`."""
 
     def carry(self, growing: Growing, parts: Parts, rounds: int, seconds: float) -> list[list[Carried]]:
-        """Up to so many rounds of all requests, round by round."""
+        """Run up to this many rounds of all requests; return the results round by round."""
 
     def copies(self, longest: int, tokens: int, branches: int, places: int, window: int, least: float) -> Any:
-        """What copies from a request's text, as drafter `ngram` does with these options."""
+        """Return a native lookup drafter that copies from a request's text, like drafter `ngram` with these options."""
 
     @property
     def adjusts(self) -> bool:
-        """Whether it can adjust scores."""
+        """Whether it can adjust logits."""
 
     def adjusting(self, request: Request) -> Any:
-        """What adjusts scores as this request asks for, when it is told of its text."""
+        """Return an object that adjusts logits for this request, once it has its text."""
 
 
 class ModelCarrier(Carrier):
-    """Carries out rounds of a `ModelDrafter`, whose sessions and fitted chances are its own."""
+    """Runs whole native rounds for a `ModelDrafter`, with the drafter's sessions and fitted probabilities."""
 
     copied: Collection[str] = ()
 
@@ -56,7 +55,7 @@ class ModelCarrier(Carrier):
         rounds: int,
         seconds: float,
     ) -> list[list[Carried]]:
-        """The same, with who copies from each request's text."""
+        """Like `carry`, with a native lookup drafter for each request's text."""
         parts = []
         for state, one, copies in zip(states, asked, copied, strict=True):
             if state.session.pending or (state.request.adjustments is not None and not self.pair.adjusts):
@@ -71,27 +70,27 @@ class ModelCarrier(Carrier):
         return done
 
     def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:
-        """There is nothing to do: `carry` has noted what was picked already."""
+        """Do nothing: `carry` has noted the picks already."""
 
     def _is_close(self, state: Any) -> bool:
-        """Whether the draft has read nearly all of a text, and its context has room behind that. What is more than one
-        chunk is read where that is timed, and where others need not wait for all of it."""
+        """Whether the draft has read nearly all of a text and has space left in its context. More than one chunk is
+        read in a normal step, where it is timed and other requests do not wait for all of it."""
         self._grower.begin(state)
         return state.missing <= CHUNK and state.room >= 0
 
     def _reading(self, state: Any, asked: Carrying, copied: Copied, rounds: int) -> Reading:
-        """The draft's side of a request; its session is given the slots."""
+        """Return the draft's side of a request, after reserving slots in its session."""
         session, growing, trust, plan = state.session, self._grower.growing, state.choice.trust, asked.ask.plan
         missing = list[int]()
         if plan.deepest:
-            missing = self._grower.known(state.tokens[state.start + session.length :])[:-1]
+            missing = self._grower.clamp_ids(state.tokens[state.start + session.length :])[:-1]
             expanded = min(growing.width * plan.deepest, growing.tree_nodes)
             grown = len(missing) + rounds * plan.most + expanded
             session.reserve(min(session.length + grown, session.capacity + session.room))
         return Reading(session, missing, state.room, trust, copied, self._adjusting(state))
 
     def _adjusting(self, state: Any) -> Any:
-        """What adjusts a request's scores, which knows all of its text; None where nothing is to be adjusted."""
+        """Return the object that adjusts a request's logits, up to date with its text; None if nothing is adjusted."""
         if state.request.adjustments is None:
             return None
         if state.adjusting is None:
@@ -101,28 +100,28 @@ class ModelCarrier(Carrier):
 
 
 class CopiesText:
-    """A drafter without a model whose copies the kernels can make, as drafter `ngram` is."""
+    """A drafter without a model whose copies the kernels can make, like drafter `ngram`."""
 
     name: str
     can_be_copied = True
 
     def copied(self, state: Any, text: Sequence[int], made: Callable[..., Any]) -> Copied:
-        """What copies from `text`, the request's: where it is new what `made` gives, which is `NativeModelPair.copies`."""
+        """Return the native lookup drafter for this text; `made` is `NativeModelPair.copies`."""
         raise NotImplementedError
 
     def note(self, state: Any, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """What was copied below the nodes with these ids: tokens, and their kinds."""
+        """Note the tokens that were proposed below the nodes with these ids, with their kinds."""
         raise NotImplementedError
 
 
 class PartCarrier(Carrier):
-    """The same where other drafters stand beside the model's, of which one may copy from the text."""
+    """Like `ModelCarrier`, for a drafter that shares its tree with others, one of which may copy from the text."""
 
     def __init__(
         self, inner: ModelCarrier, told: Callable[[Any, int], Any], number: int, copier: tuple[int, CopiesText] | None
     ) -> None:
-        """`told(state, number)`: a part's own state, when it was told what it had not been told yet; the model's is of
-        this number. `copier`: number and drafter of the one that copies."""
+        """`told(state, number)`: returns a part's state after it has observed everything pending; `number` is the
+        model's part. `copier`: number and drafter of the part that copies."""
         self._inner, self._told, self._number, self._copier = inner, told, number, copier
         self.copied = () if copier is None else (copier[1].name,)
 
@@ -140,7 +139,7 @@ class PartCarrier(Carrier):
             self._copier[1].note(state.parts[self._copier[0]], ids, carried.planted)
 
     def _copies(self, state: Any, text: Sequence[int]) -> Copied:
-        """Who copies from this text in a request's rounds."""
+        """Return the native lookup drafter for a request's text."""
         assert self._copier is not None
         number, copier = self._copier
         return copier.copied(self._told(state, number), text, self._inner.pair.copies)

@@ -1,4 +1,4 @@
-"""Several drafters on one tree: each grafts its own nodes, and each may grow what another has planted."""
+"""Drafters made of several: on one shared tree, or as alternatives from which each round takes one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from outpace.drafters._carrier import CopiesText, ModelCarrier, PartCarrier
 
 @dataclass
 class CompositeState(DraftState):
-    """The parts' own states, in the parts' order; `untold`: what each is still to be told, where it is told late."""
+    """The parts' own states, in the parts' order; `untold`: what each part has not observed yet, if it observes
+    late."""
 
     parts: list[Any] = field(default_factory=list)
     untold: list[PendingObservations] = field(default_factory=list)
 
 
 class CompositeDrafter(Drafter):
-    """Who drafts when, and what each is shown, is said in a class for each way."""
+    """A drafter made of several `parts`; forwards to all of them what concerns all. Subclasses decide which part
+    drafts."""
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         self.parts = parts
@@ -54,7 +56,7 @@ class CompositeDrafter(Drafter):
             part.limit_threads(most)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        """Of all parts together."""
+        """Return the sum over all parts."""
         return sum(part.stored_bytes(lengths) for part in self.parts)
 
     def pause(self, state: CompositeState) -> None:
@@ -72,7 +74,8 @@ class CompositeDrafter(Drafter):
 
 
 class SharedTree(CompositeDrafter):
-    """Drafters that grow in turn; cheap ones stand first, so that a model expands their branches in the same round."""
+    """Several drafters that add to one tree; each may expand what another has added. Drafters without a model come
+    first, so that a model expands their branches in the same round."""
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         super().__init__(parts)
@@ -81,23 +84,23 @@ class SharedTree(CompositeDrafter):
         for number, part in enumerate(parts):
             self._growers[None].append((number, part, None))
             for source in part.sources:
-                own = source if len(part.sources) > 1 else None  # else whatever the part has
+                own = source if len(part.sources) > 1 else None  # otherwise all that the part has
                 self._growers.setdefault(source, []).append((number, part, own))
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Those of all parts."""
+        """The sources of all parts."""
         return tuple(source for part in self.parts for source in part.sources)
 
     def sources_for(self, request: Request) -> Sequence[Source]:
         return tuple(source for part in self.parts for source in part.sources_for(request))
 
     def weight_bytes(self, source: Source) -> int | None:
-        """Of the part that has this source."""
+        """Ask the part that has this source."""
         return next((part.weight_bytes(source) for part in self.parts if source in part.sources), None)
 
     def reads_at_most(self, source: Source) -> int | None:
-        """That of the part that has this source."""
+        """Ask the part that has this source."""
         return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
 
     def open(self, request: Request) -> CompositeState:
@@ -105,11 +108,11 @@ class SharedTree(CompositeDrafter):
         return CompositeState(request, parts=[part.open(request) for part in self.parts], untold=untold)
 
     def grow(self, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> list[int]:
-        """Nodes added to each tree by all parts together."""
+        """Grow by all parts; return the number of nodes added to each tree by all of them together."""
         return self.grow_by(None, states, trees)
 
     def grow_by(self, source: Source | None, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> list[int]:
-        """Nodes added to each tree by the parts that have this source."""
+        """Grow by the parts that have this source, or by all (None)."""
         before = [*map(len, trees)]
         for number, part, asked in self._growers.get(source, ()):
             inner = []
@@ -122,7 +125,8 @@ class SharedTree(CompositeDrafter):
         return [*map(sub, map(len, trees), before)]
 
     def carrier(self, target: Any) -> Carrier | None:
-        """That of the one part that runs a model, which copies as the one that copies from the text would."""
+        """Return the carrier of the only part that runs a model, combined with the only lookup part that the kernels
+        can run."""
         numbers = [number for number, part in enumerate(self.parts) if part.runs_model]
         inner = self.parts[numbers[0]].carrier(target) if len(numbers) == 1 else None
         if not isinstance(inner, ModelCarrier):
@@ -132,23 +136,24 @@ class SharedTree(CompositeDrafter):
         return PartCarrier(inner, self._told, numbers[0], copier)
 
     def _told(self, state: CompositeState, number: int) -> Any:
-        """A part's own state, when it was told what it had not been told yet."""
+        """Return a part's own state after it has observed everything pending."""
         if (seen := state.untold[number].take()) is not None:
             self.parts[number].observe(state.parts[number], seen)
         return state.parts[number]
 
     def state_dict(self) -> list[Any]:
-        """What a profile keeps, of each part."""
+        """Return the learnt state of each part, for the profile."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, kept: Sequence[Any]) -> None:
-        """Begins from a profile."""
+        """Restore each part's learnt state."""
         for part, known in zip(self.parts, kept, strict=True):
             if known is not None:
                 part.load_state_dict(known)
 
     def observe(self, state: CompositeState, seen: Observation) -> None:
-        """Each part is told when it is asked next; at once where it is shown something of the pass."""
+        """Note the observation for each part, which sees it when it drafts next; at once if it contains details of the
+        target pass."""
         if seen.seen is None:
             for untold in state.untold:
                 untold.add(seen)
@@ -158,7 +163,7 @@ class SharedTree(CompositeDrafter):
         self._tell(state)
 
     def _tell(self, state: CompositeState) -> None:
-        """Tells all parts what they were not told yet."""
+        """Let all parts observe what is pending."""
         for number in range(len(self.parts)):
             self._told(state, number)
 
@@ -176,16 +181,16 @@ class SharedTree(CompositeDrafter):
                 part.read(inner, seen.only(part.needs, self.needs.layers))
 
 
-_FIRST, _EVERY = 6, 16  # rounds of an answer that all drafts read at once, and of the later ones one in so many
-_FADE = 0.96  # of the past's weight, a token that was read
-_BELIEF = 4.0  # tokens that other answers count as, at the beginning of one
-_BETTER = 1.03  # by so much another draft must be faster to take over: it has to read what was written
-_DEEPEST = 8  # tokens of a chain
-UNKNOWN = 0.1  # of a pass, what a draft's step is held to cost
+_FIRST, _EVERY = 6, 16  # drafts are compared in the first 6 rounds of an answer, then in every 16th
+_FADE = 0.96  # decay per token
+_BELIEF = 4.0  # weight of other answers at the beginning of one, in tokens
+_BETTER = 1.03  # speed ratio at which another draft takes over; it has to read the text first
+_DEEPEST = 8  # longest chain considered
+UNKNOWN = 0.1  # cost of a draft step as a fraction of a target pass, if unknown
 
 
 class AgreementRate:
-    """How much of the chance a draft gave to what was written, on average."""
+    """Decayed mean of the probability that a draft gave to the written tokens."""
 
     def __init__(self, value: float = 0.5, weight: float = 4.0) -> None:
         self._sum, self._count = value * weight, weight
@@ -195,14 +200,14 @@ class AgreementRate:
         return self._sum / self._count
 
     def learn(self, logs: Sequence[float]) -> None:
-        """The logarithms of these chances, one for each token."""
+        """Add the log probabilities of some tokens."""
         for value in logs:
             self._sum, self._count = self._sum * _FADE + math.exp(value), self._count * _FADE + 1.0
 
 
 @dataclass
 class SelectorState(CompositeState):
-    """What the drafts agreed with in this answer, and which of them drafts."""
+    """How well each draft agreed with this answer, and which of them drafts."""
 
     shares: list[AgreementRate] = field(default_factory=list)
     rounds: int = 0
@@ -210,22 +215,27 @@ class SelectorState(CompositeState):
 
 
 class DraftSelector(CompositeDrafter):
-    """Drafts of one kind, as one source. By costs that are told beforehand and not by the clock, so that the same
-    request is drafted alike again."""
+    """Several draft models as one source: each round is drafted by the one that would have been the fastest on the
+    recent text.
+
+    Full-information selection, as in HedgeSpec: the tokens that the target wrote tell how every draft would have done,
+    also those that did not draft, without a further target pass. Costs are fixed in advance and not measured, so that
+    the same request is drafted in the same way again.
+    """
 
     def __init__(self, parts: Sequence[Drafter], costs: Sequence[float | None]) -> None:
-        """`costs`: of a draft's step, as a share of the target's pass; None where that is not known."""
+        """`costs`: of each draft's step as a fraction of the target pass; None if unknown."""
         super().__init__(parts)
         self.name = parts[0].name
         self._costs = [UNKNOWN if cost is None else cost for cost in costs]
         self._shares = [AgreementRate() for _ in parts]
 
     def weight_bytes(self, source: Source) -> int | None:
-        """The most of any."""
+        """Return the maximum over the drafts."""
         return max(part.weight_bytes(source) or 0 for part in self.parts) or None
 
     def reads_at_most(self, source: Source) -> int | None:
-        """The most of any; None where one reads all."""
+        """Return the maximum over the drafts; None if one of them reads everything."""
         most = [part.reads_at_most(source) for part in self.parts]
         return None if None in most else max(count for count in most if count is not None)
 
@@ -236,7 +246,7 @@ class DraftSelector(CompositeDrafter):
         return state
 
     def grow(self, states: Sequence[SelectorState], trees: Sequence[TokenTree]) -> list[int]:
-        """Each tree by the draft that its request has; nodes added to each."""
+        """Grow each tree by the draft that its request has selected."""
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
             mine = [n for n, state in enumerate(states) if state.chosen == number]
@@ -259,20 +269,20 @@ class DraftSelector(CompositeDrafter):
             state.chosen = self._best(state)
 
     def state_dict(self) -> list[Any]:
-        """What a profile keeps: what the drafts agreed with, and what each learnt."""
+        """Return the agreement rates and the learnt state of each draft, for the profile."""
         return [
             {"share": share.value, "draft": part.state_dict()}
             for share, part in zip(self._shares, self.parts, strict=True)
         ]
 
     def load_state_dict(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Begins from a profile."""
+        """Restore the agreement rates and each draft's learnt state."""
         self._shares = [AgreementRate(float(known["share"]), _BELIEF) for known in kept]
         for part, known in zip(self.parts, kept, strict=True):
             part.load_state_dict(known["draft"])
 
     def _compare(self, state: SelectorState, tokens: Sequence[int]) -> None:
-        """Learns what each draft holds of what was written."""
+        """Learn what probability each draft gives to the written tokens."""
         for number, (part, inner) in enumerate(zip(self.parts, state.parts, strict=True)):
             logs = part.likelihood(inner, tokens)
             if logs is not None:
@@ -280,14 +290,14 @@ class DraftSelector(CompositeDrafter):
                 self._shares[number].learn(logs)
 
     def _best(self, state: SelectorState) -> int:
-        """The draft whose chains would be the fastest; the one that drafts already unless another is clearly better."""
+        """Return the fastest draft; the present one unless another is clearly better."""
         speeds = [expected_speed(share.value, cost) for share, cost in zip(state.shares, self._costs, strict=True)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         return best if speeds[best] > _BETTER * speeds[state.chosen] else state.chosen
 
 
 def expected_speed(chance: float, cost: float) -> float:
-    """Tokens in the time of a pass by chains of the best length, each token accepted with this chance, where a step of
-    the draft takes `cost` of a pass."""
+    """Return the expected tokens per target pass time of chains of the best length, if each token is accepted with this
+    probability and a draft step takes `cost` target passes."""
     length = best_length(chance, cost, _DEEPEST)
     return speedup(expected_tokens(chance, length), length, cost)

@@ -1,8 +1,9 @@
-"""Copied tokens on a tree, scored by what accepted copies of their kind were worth here.
+"""Drafters without a model, which copy tokens from somewhere and score each copy by how often copies of its kind were
+accepted.
 
-A copy's kind is the number of tokens before it that were equal, in the text and where it comes from, and how sure its
-source is of it. A token that is accepted makes the match longer by one, so one table of rates serves a branch's first
-token and all others. A request begins with the rates of all requests before it, and soon follows its own.
+A copy's kind combines the number of tokens before it that match (in the text and in its source) and how sure the source
+is of it. Each accepted token makes the match longer by one, so one table of rates serves the first token of a branch
+and all others. A request starts with the rates of all requests before it and soon follows its own.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from outpace.drafters._calibration import AcceptanceRate
 
 
 def allowed(state: DraftState, tokens: Sequence[int]) -> Sequence[int]:
-    """Tokens that a drafter is about to pick below the root, as far as they may follow the text. For picked tokens
-    alone: tokens that were drawn must not be pruned by what they are."""
+    """Cut proposed tokens below the root where the request's constraint refuses them. Only for picked tokens: drawn
+    ones must not be pruned by their value."""
     constraint = state.request.constraint
     if constraint is None:
         return tokens
     try:
         return tokens[: constraint.allowed(state.tokens, tokens)]
-    except UserError:  # its request ends where the target asks it
+    except UserError:  # a failed constraint ends its request in the target pass
         return tokens
 
 
-_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
-_PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure
-_OWN = 6.0  # trials that other requests' rates are worth at the beginning of a request
-NEVER = 1e-300  # below the chance of any branch
+_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # match lengths at which the next kind begins
+_PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # rates by length, if the source is sure
+_OWN = 6.0  # weight of other requests' rates at the beginning of a request, in trials
+NEVER = 1e-300  # below the probability of any branch
 _NOTHING: Mapping[int, int] = {}
-_LEAST, _MOST = 0.001, 0.999  # a rate has a logarithm, and no branch is free of doubt
+_LEAST, _MOST = 0.001, 0.999  # bounds of a rate, so that its logarithm is finite and no branch is certain
 
 
 class Certainty(IntEnum):
-    """How sure a source is of one token among those that it offers after the same text."""
+    """How sure a source is of one token among its proposals after the same text."""
 
     SURE = 0
     LIKELY = 1
@@ -56,17 +57,17 @@ _SHARES = {Certainty.SURE: 1.0, Certainty.LIKELY: 0.7, Certainty.OTHER: 0.3}  # 
 
 
 def kind_of(length: int, grade: Certainty = Certainty.SURE, origin: int = 0) -> int:
-    """The kind of a token that is copied from behind `length` equal tokens, of one of a source's several origins."""
+    """Return the kind of a token copied after `length` matching tokens; `origin`: which of the drafter's sources."""
     number = _NUMBERS[length] if length < len(_NUMBERS) else len(_LENGTHS) - 1
     return (origin * len(_LENGTHS) + number) * _GRADES + grade
 
 
 @dataclass
 class LookupState(DraftState):
-    """`planted`: what was offered below each node, by the node's id: the tokens and their kinds. `rates`: this
-    request's own."""
+    """`proposed`: the tokens proposed below each node, by node id, with their kinds. `rates`: this request's own
+    rates."""
 
-    planted: dict[int, dict[int, int]] = field(default_factory=dict)
+    proposed: dict[int, dict[int, int]] = field(default_factory=dict)
     rates: dict[int, AcceptanceRate] = field(default_factory=dict)
 
 
@@ -74,13 +75,13 @@ State = TypeVar("State", bound=LookupState)
 
 
 class LookupDrafter(Drafter, Generic[State]):
-    """A drafter that copies. What it copies is `propose`'s to say, in a class for each source."""
+    """A drafter that copies tokens; a subclass implements `open` and `propose`."""
 
     runs_model = False
     is_fitted = True
 
     def __init__(self, origins: int = 1) -> None:
-        """`origins`: places of different worth that it copies from."""
+        """`origins`: number of sources with rates of their own."""
         priors = [prior * _SHARES[grade] for prior in _PRIORS for grade in Certainty] * origins
         self._rates = [AcceptanceRate(prior) for prior in priors]
 
@@ -88,34 +89,36 @@ class LookupDrafter(Drafter, Generic[State]):
         raise NotImplementedError
 
     def propose(self, state: State, tree: TokenTree) -> None:
-        """Plants what may follow the text."""
+        """Attach tokens that may continue the text, by `attach`, `attach_chain` or `attach_branch`."""
         raise NotImplementedError
 
     def grow(self, states: Sequence[State], trees: Sequence[TokenTree]) -> list[int]:
-        """Nodes added to each tree; 0 where there is nothing new to copy."""
+        """Propose for each request; return the number of nodes added to each tree, 0 if there is nothing new to
+        copy."""
         before = [len(tree) for tree in trees]
         for state, tree in zip(states, trees, strict=True):
             self.propose(state, tree)
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
-    def plant(self, state: State, tree: TokenTree, node: int, token: int, kind: int) -> int:
-        """The child of `node` with this token, which is added where it is not there."""
-        state.planted.setdefault(tree.ids[node], {}).setdefault(token, kind)
+    def attach(self, state: State, tree: TokenTree, node: int, token: int, kind: int) -> int:
+        """Return the child of `node` with this token, adding it if it is missing."""
+        state.proposed.setdefault(tree.ids[node], {}).setdefault(token, kind)
         child = tree.child(node, token)
         if child is None:
             child = tree.add(node, token, tree.scores[node] + math.log(self.rate(state, kind)))
             assert child is not None
         return child
 
-    def branch(
+    def attach_branch(
         self, state: State, tree: TokenTree, tokens: Sequence[int], length: int, grade: Certainty, least: float = 0.0
     ) -> None:
-        """Plants tokens that stand one behind the other, below the root, while the chance that they are reached is at
-        least so much. `length` tokens before them are equal; the grade is that of the first token that another branch
-        has no part in."""
-        tokens, planted, ids, floor = allowed(state, tokens), state.planted, tree.ids, math.log(least or NEVER)
+        """Attach a chain below the root, as far as the probability of reaching a token is at least `least`. `length`:
+        number of matching tokens before it; `grade`: certainty of the first token that no other branch shares."""
+        tokens, planted, ids, floor = allowed(state, tokens), state.proposed, tree.ids, math.log(least or NEVER)
         node = place = 0
-        while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # another branch's part
+        while (
+            place < len(tokens) and (child := tree.child(node, tokens[place])) is not None
+        ):  # shared with another branch
             kind, below = kind_of(length + place, grade), planted.setdefault(ids[node], {})
             if tree.scores[node] + self.log_rate(state, kind) < floor:
                 return
@@ -134,9 +137,9 @@ class LookupDrafter(Drafter, Generic[State]):
             if len(kinds) > 1 or rest[0] not in planted.get(ids[node], ()):
                 grade = Certainty.SURE
         if kinds:
-            self.plant_chain(state, tree, node, rest[: len(kinds)], kinds, scores)
+            self.attach_chain(state, tree, node, rest[: len(kinds)], kinds, scores)
 
-    def plant_chain(
+    def attach_chain(
         self,
         state: State,
         tree: TokenTree,
@@ -145,23 +148,23 @@ class LookupDrafter(Drafter, Generic[State]):
         kinds: Sequence[int],
         scores: Sequence[float],
     ) -> None:
-        """Plants tokens one below the other, the first of which `node` has no child of, with their path scores."""
-        planted, first = state.planted, tree.chain(node, tokens, scores)
+        """Attach a chain with these path scores below `node`, which has no child with the first token."""
+        planted, first = state.proposed, tree.chain(node, tokens, scores)
         planted.setdefault(tree.ids[node], {}).setdefault(tokens[0], kinds[0])
         for above, token, kind in zip(tree.ids[first:], tokens[1:], kinds[1:], strict=False):
             planted[above] = {token: kind}
 
     def rate(self, state: State, kind: int) -> float:
-        """How often a copy of this kind is what the target writes."""
+        """Return how often a copy of this kind is accepted."""
         value = (state.rates.get(kind) or self._rates[kind]).value
         return min(max(value, _LEAST), _MOST)
 
     def log_rate(self, state: State, kind: int) -> float:
-        """Its natural logarithm."""
+        """Return the natural logarithm of the rate."""
         return math.log(self.rate(state, kind))
 
     def log_rates(self, state: State) -> list[float]:
-        """Those of all kinds."""
+        """Return the logarithms of the rates of all kinds."""
         own, log = state.rates, math.log
         return [log(min(max((own.get(kind) or known).value, _LEAST), _MOST)) for kind, known in enumerate(self._rates)]
 
@@ -170,45 +173,45 @@ class LookupDrafter(Drafter, Generic[State]):
         state.tokens.extend(seen.tokens)
 
     def learn(self, state: State, seen: Observation) -> None:
-        """What came true of that which was planted below the walked nodes."""
+        """Update the rates by which of the proposals below the accepted nodes came true."""
         rates, own = self._rates, state.rates
         for node, written in zip(seen.path, seen.tokens, strict=False):
-            for token, kind in state.planted.get(node, _NOTHING).items():
+            for token, kind in state.proposed.get(node, _NOTHING).items():
                 if kind not in own:
                     own[kind] = AcceptanceRate(rates[kind].value, _OWN)
                 own[kind].learn(token == written)
                 rates[kind].learn(token == written)
-        planted = state.planted
-        state.planted = {node: planted[node] for node in seen.tree.ids if node in planted}
+        planted = state.proposed
+        state.proposed = {node: planted[node] for node in seen.tree.ids if node in planted}
 
     def state_dict(self) -> Mapping[str, float]:
-        """What a profile keeps: how often copies came true, by kind."""
+        """Return the rate of each kind, for the profile."""
         return {str(kind): rate.state_dict() for kind, rate in enumerate(self._rates)}
 
     def load_state_dict(self, kept: Mapping[str, float]) -> None:
-        """Begins from a profile."""
+        """Restore the rates from a profile."""
         for kind, rate in enumerate(self._rates):
             if str(kind) in kept:
                 rate.load_state_dict(float(kept[str(kind)]))
 
 
-_FADE = 0.9  # of a place's weight, for each that stands before it: of equal matches the latest stands first
-_AGREED = 0.8  # of the places' weight, behind one token: the source is sure of it
+_FADE = 0.9  # decay of weight per continuation; of equal matches the latest comes first
+_AGREED = 0.8  # share of the weight at which the source is sure of a token
 
 
 class Continuation(NamedTuple):
-    """What stood at one place, behind so many tokens that are the text's last ones, in one of the grafter's origins."""
+    """The tokens after one earlier occurrence of the last `length` tokens; `origin`: which of the drafter's sources."""
 
     length: int
     tokens: Sequence[int]
     origin: int = 0
 
 
-_Open = tuple[float, int, int, Sequence[Continuation]]  # -W, depth, node, and the places that led to it
+_Open = tuple[float, int, int, Sequence[Continuation]]  # -path score, depth, node, the continuations that lead to it
 
 
 class TreeLimits(NamedTuple):
-    """So many nodes in all, so many children of one, and the least chance that one is reached."""
+    """Most nodes in all, most children of a node, and the least probability of reaching a node."""
 
     offered: int
     branches: int
@@ -216,22 +219,22 @@ class TreeLimits(NamedTuple):
 
 
 def limits_of(options: Any) -> TreeLimits:
-    """From a drafter's options of the same names."""
+    """Read the limits from a drafter's options of the same names."""
     return TreeLimits(options.offered, options.branches, options.least_chance)
 
 
 def check_limits(options: Any) -> None:
-    """UserError for a value of these options that is out of range."""
+    """Raise UserError for a limit out of range."""
     check_whole("offered", options.offered, 1, 4096)
     check_whole("branches", options.branches, 1, 64)
     check_range("least_chance", options.least_chance, 0.0, 1.0)
 
 
 def grow_continuations(
-    grafter: LookupDrafter[Any], state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
+    drafter: LookupDrafter[Any], state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
 ) -> None:
-    """Best first: a node's children are what stands behind it at the places that led to it. The likeliest first token
-    stands there however unlikely it is, so that it is known when its kind comes true again."""
+    """Build the tree of several continuations, best node first: a node's children are the next tokens of the
+    continuations that lead to it. The likeliest first token is always added, so that its kind's rate can recover."""
     least = math.log(limits.least_chance) if limits.least_chance else -math.inf
     waiting: list[_Open] = [(0.0, 0, 0, copies)] if copies else []
     left = limits.offered
@@ -239,18 +242,18 @@ def grow_continuations(
         loss, depth, node, here = heappop(waiting)
         end = _agreed(here, depth)
         if end > depth and not tree.children(node):
-            left -= _run_on(grafter, state, tree, waiting, (loss, depth, node, here), (left, end, least))
+            left -= _run_on(drafter, state, tree, waiting, (loss, depth, node, here), (left, end, least))
             continue
         for rank, (token, grade, those) in enumerate(islice(_choices(here, depth), limits.branches)):
             kind = kind_of(max([copy.length for copy in those]) + depth, grade, min([copy.origin for copy in those]))
-            if grafter.log_rate(state, kind) - loss >= least or not (depth or rank):
-                child = grafter.plant(state, tree, node, token, kind)
+            if drafter.log_rate(state, kind) - loss >= least or not (depth or rank):
+                child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1
 
 
 def _agreed(here: Sequence[Continuation], depth: int) -> int:
-    """The depth up to which all of these places, which led to one node, have the same tokens."""
+    """Return the depth up to which all of these continuations have the same tokens."""
     first = here[0].tokens
     end = min([len(copy.tokens) for copy in here])
     for copy in here[1:]:
@@ -262,15 +265,15 @@ def _agreed(here: Sequence[Continuation], depth: int) -> int:
 
 
 def _run_on(
-    grafter: LookupDrafter[Any],
+    drafter: LookupDrafter[Any],
     state: Any,
     tree: TokenTree,
     waiting: list[_Open],
     leaf: _Open,
     limits: tuple[int, int, float],
 ) -> int:
-    """Plants what all places of a leaf agree on, at once as far as it comes before what else waits: as most of a tree
-    does. `limits`: so many nodes, so deep, and the least chance. How many nodes."""
+    """Attach at once what all continuations of a leaf agree on, as long as it is the best open node; this covers most
+    of a tree. `limits`: most nodes, deepest depth, least log probability. Return the number of nodes."""
     loss, depth, node, here = leaf
     left, end, least = limits
     length, origin = max([copy.length for copy in here]), min([copy.origin for copy in here])
@@ -279,7 +282,7 @@ def _run_on(
     scores: list[float] = []
     while depth < end and len(kinds) < left:
         kind = kind_of(length + depth, Certainty.SURE, origin)
-        chance = grafter.log_rate(state, kind)
+        chance = drafter.log_rate(state, kind)
         if chance - loss < least and depth:
             is_likely = False
             break
@@ -289,15 +292,15 @@ def _run_on(
         if waiting and waiting[0][:3] < (loss, depth, child):
             break
     if kinds:
-        grafter.plant_chain(state, tree, node, here[0].tokens[start:depth], kinds, scores)
+        drafter.attach_chain(state, tree, node, here[0].tokens[start:depth], kinds, scores)
     if is_likely and depth < max([len(copy.tokens) for copy in here]):
         heappush(waiting, (loss, depth, child, here))
     return len(kinds)
 
 
 def _choices(copies: Sequence[Continuation], depth: int) -> Iterator[tuple[int, Certainty, Sequence[Continuation]]]:
-    """The tokens that stand so deep, the weightiest first: how sure the places are of each, and those that have it. A
-    place weighs as the square of its match, and less the later it stands in their order."""
+    """Yield the tokens at this depth by falling weight, with the certainty of each and the continuations that have it.
+    A continuation weighs the square of its match length, and less the later it comes."""
     by_token: dict[int, list[Continuation]] = {}
     weights: dict[int, float] = {}
     fading = 1.0

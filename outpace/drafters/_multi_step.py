@@ -1,8 +1,9 @@
-"""Draft steps that were taken before they are asked for: several in one go, where a model can do that on its device.
+"""Multi-step drafting: take several draft steps in one call where a model can do so on its device, and hand out their
+proposals one step at a time.
 
-A step's proposals are used where the host, choosing as ever, comes to expand the same nodes; where it does not, it
-makes a forward of its own, and steps taken in vain have cost their time. So the trees are those of single steps,
-whatever the device chose.
+The host chooses nodes to expand as usual. If they were expanded in advance, their proposals are used at once; otherwise
+a normal forward runs, and the advance steps have only cost time. So the trees equal those of single steps, whatever the
+device chose.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from outpace.rules.match import Match
 
 
 class RootMove(NamedTuple):
-    """Where the target went: the nodes by id, what it wrote behind each, the root from then on."""
+    """A movement of the root: ids of the accepted nodes, the token written after each, and the id of the new root."""
 
     path: Sequence[int]
     tokens: Sequence[int]
@@ -47,11 +48,11 @@ class RootMove(NamedTuple):
 
 
 class InFlightSteps:
-    """What another thread may know of a tree while a graph grows it: its nodes that are pending, as they were when the
-    steps began. `mail`: by which the steps are told."""
+    """What another thread may know of a tree while a graph grows it: the pending nodes when the steps began. It passes
+    root movements to the running steps through `mail`."""
 
     def __init__(self, job: ExpansionJob, heard: deque[RootMove]) -> None:
-        """`heard`: what was said and not yet observed, to which others add."""
+        """`heard`: root movements that were announced and not observed yet; other threads append to it."""
         state, tree, _ = job
         self._heard, self._lock = heard, threading.Lock()
         self._known = {
@@ -61,22 +62,22 @@ class InFlightSteps:
         }
         self._root = tree.ids[0]
         self._above = self._known.get(self._root)
-        self._written: list[int] = []  # below that node
+        self._written: list[int] = []  # tokens written below `_above`
         self.mail = RootUpdateChannel()
 
     def listen(self) -> None:
-        """Any thread, when something was said: follows what leads on from the present root."""
+        """Follow the announced movements from the present root; any thread may call this after appending one."""
         with self._lock:
             for walk in self._heard.copy():
                 self._follow(*walk)
 
     def _follow(self, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        """As `Drafter.on_root_moved` has it. What begins at another root than the present one was followed before, or came too
-        early."""
+        """See `Drafter.on_root_moved`. A movement from another root than the present one was followed before, or came
+        too early."""
         if path[0] != self._root or self._above is None:
             return
         self._root = root_id
-        walked = [*path, root_id]  # tokens[n] stands between walked[n] and walked[n + 1]
+        walked = [*path, root_id]  # tokens[n] is between walked[n] and walked[n + 1]
         last = max((place for place, node_id in enumerate(walked) if node_id in self._known), default=None)
         if last is None:
             self._written += tokens
@@ -86,27 +87,31 @@ class InFlightSteps:
             self.mail.send(RootUpdate(*self._above, tuple(self._written)))
 
 
-SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
-_FADE = 0.9  # of the past's weight, a round
-_FIRST = 4.0  # steps that a round is held to take, before any was seen
+SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
+_FADE = 0.9  # decay per round
+_FIRST = 4.0  # prior of the steps per round
 
 
 @dataclass
 class MultiStepCache:
-    """Steps that were taken for one request and not asked for yet: what they expanded, and which of it the nodes of the
-    tree are, by id. `taken`: steps that the present round has asked for."""
+    """Advance steps of one request that were not used yet.
+
+    `expanded`: the nodes that the steps expanded. `known`: index in `expanded` by tree node id. `children`: index by
+    the parent's index (or `_below`) and the token. `taken`: number of steps used in this round. `loose`: indices of
+    nodes that are not in the tree, while the session renumbers its nodes. `under_way`: the steps that are running now.
+    """
 
     expanded: list[ExpandedNode] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
-    children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number, or `_below`, and token
+    children: dict[tuple[int, int], int] = field(default_factory=dict)
     taken: int = 0
-    loose: list[int] = field(default_factory=list)  # what no node has asked for, while a session numbers anew
-    under_way: InFlightSteps | None = None  # steps that are being taken
-    heard: deque[RootMove] = field(default_factory=deque)  # where the target went, as far as that is not yet observed
+    loose: list[int] = field(default_factory=list)
+    under_way: InFlightSteps | None = None
+    heard: deque[RootMove] = field(default_factory=deque)  # announced, not observed yet
 
     def claim(self, seen: Observation, slots: dict[int, int]) -> bool:
-        """Follows the target's walk: gives walked nodes that were expanded ahead their slots. Whether the next root,
-        and all above it, is expanded; else nothing that was expanded below it is of use."""
+        """Follow the accepted path and assign session slots to accepted nodes that were expanded in advance. Return
+        whether the next root and everything above it is expanded; if not, nothing expanded below it can be used."""
         above = PREFIX
         for node_id, token in zip([*seen.path, seen.tree.ids[0]], [-1, *seen.tokens], strict=False):
             found = self.known.get(node_id, self.children.get((above, token), PREFIX))
@@ -121,7 +126,8 @@ class MultiStepCache:
         return False
 
     def keep(self, seen: Observation, slots: dict[int, int]) -> list[int]:
-        """Forgets all that is not below the next root; slots of what no node of the tree has asked for, which stays."""
+        """Forget everything that is not below the next root; return the slots of kept nodes that are not in the
+        tree."""
         ids = {number: node_id for node_id, number in self.known.items()}
         living, places = set(seen.tree.ids), dict[int, int]()
         kept: list[ExpandedNode] = []
@@ -137,20 +143,20 @@ class MultiStepCache:
         return [kept[place].slot for place in self.loose]
 
     def settle(self, slots: dict[int, int], pending: int) -> None:
-        """The session has numbered anew what it keeps: the nodes of `slots`, and what is loose behind them."""
+        """Update slots after the session has renumbered its nodes: those of `slots` first, then the loose ones."""
         found = {place: slots[node_id] for node_id, place in self.known.items() if node_id in slots}
         found |= dict(zip(self.loose, range(len(slots), pending), strict=False))
         if len(found) < len(self.expanded) or pending != len(slots) + len(self.loose):
-            self.clear()  # it began anew
+            self.clear()  # the session was restarted
         self.expanded = [one._replace(slot=found[place]) for place, one in enumerate(self.expanded)]
         self.loose = []
 
     def clear(self) -> None:
-        """Nothing was expanded."""
+        """Forget all advance steps."""
         self.expanded, self.known, self.children, self.loose = [], {}, {}, []
 
     def find(self, tree: TokenTree, node: int) -> ExpandedNode | None:
-        """What was expanded for this node."""
+        """Return the expansion of this tree node, None if it was not expanded in advance."""
         found = self.known.get(tree.ids[node])
         if found is None and node:
             above = self.known.get(tree.ids[tree.parents[node]], PREFIX)
@@ -161,10 +167,11 @@ class MultiStepCache:
 
 
 class MultiStepExpander:
-    """Takes steps ahead, and hands out their proposals one step at a time."""
+    """Takes draft steps in advance, and hands out their proposals one step at a time."""
 
     def __init__(self, model: Model, choices: PickModels, options: Any) -> None:
-        """`options`: those of the drafter `model`. UserError for steps that its model cannot take at once."""
+        """`options`: those of drafter `model`. UserError if several steps are requested and the model takes one at a
+        time."""
         if model.several_steps is None and options.steps not in (None, 1):
             raise UserError(
                 f"steps is {options.steps}, and {type(model).__name__} takes one at a time: several need a draft with"
@@ -172,15 +179,16 @@ class MultiStepExpander:
             )
         self._model, self._choices, self._options = model, choices, options
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
-        self.takes_several = self._chosen != 1  # any step may be taken ahead: else nobody needs to ask
+        self.takes_several = self._chosen != 1
         self._usual = _FIRST
         self._owed = self._share = 0.0  # see `amortized`
         self._is_new = False
         self._is_used = False
-        self.is_beside = False  # so that steps under way may be told where the target went
+        self.is_concurrent = False  # another thread may announce root movements
 
     def known(self, jobs: Sequence[ExpansionJob]) -> list[list[TopK]] | None:
-        """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""
+        """Return the proposals below the jobs' frontiers if all of them were expanded in advance, None if a forward is
+        needed."""
         for job in jobs:
             job.state.ahead.taken += 1
         found = [[job.state.ahead.find(job.tree, node) for node in job.frontier] for job in jobs]
@@ -191,19 +199,19 @@ class MultiStepExpander:
             job.state.slots |= {
                 job.tree.ids[node]: one.slot for node, one in zip(job.frontier, mine, strict=True) if one is not None
             }
-        return [[_offer(one) for one in mine if one is not None] for mine in found]
+        return [[_possible(one) for one in mine if one is not None] for mine in found]
 
     def steps(self, jobs: Sequence[ExpansionJob], held: SparseLogits) -> list[list[TopK]] | None:
-        """The proposals below the jobs' frontiers, whose scores `held` are, and steps beyond; None where no step is to
-        be taken ahead."""
+        """Return the proposals below the jobs' frontiers, whose logits are `held`, after taking further steps in
+        advance; None if no step is to be taken in advance."""
         count = min(self._count(job) for job in jobs)
         if count < 2 or not all(_is_plain(job.state.request) for job in jobs):
             return None
         width = self._options.width
-        most = max_open_nodes(width, count, self.is_beside)
+        most = max_open_nodes(width, count, self.is_concurrent)
         opened = [_opened(job, most) for job in jobs]
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
-        if self.is_beside:
+        if self.is_concurrent:
             for job, one in zip(jobs, asked, strict=True):
                 job.state.ahead.under_way = steps = InFlightSteps(job, job.state.ahead.heard)
                 one.mail = steps.mail
@@ -215,38 +223,38 @@ class MultiStepExpander:
             return None
         self._is_new, self._owed = True, float(count)
         for job, some, expanded in zip(jobs, opened, taken, strict=True):
-            job.state.ahead = _burst(job, some, expanded)
-        return [[_offer(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
+            job.state.ahead = _index_steps(job, some, expanded)
+        return [[_possible(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
 
     def on_root_moved(self, state: Any, walk: RootMove) -> None:
-        """Another thread says where the target went: it may be that steps are under way, or will be before that is
+        """Note a movement of the root, called by another thread: steps may be running now, or start before it is
         observed."""
-        if self.is_beside and self.takes_several:
+        if self.is_concurrent and self.takes_several:
             burst = state.ahead
             burst.heard.append(walk)
             if burst.under_way is not None:
                 burst.under_way.listen()
 
     def follow(self, state: Any, seen: Observation) -> list[int]:
-        """A round is over: of what was expanded ahead that stays which lies below the next root. Slots of what no node
-        has asked for yet: behind those of the tree's they are to be kept."""
+        """End a round and keep what was expanded below the next root. Return the slots of nodes that are not in the
+        tree, which the session must keep after the tree's own."""
         burst = state.ahead
         if burst.taken:
             self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
         burst.taken = 0
         while burst.heard and burst.heard.popleft().root_id != seen.tree.ids[0]:
-            pass  # what was said before this was observed before it
+            pass  # announced before this one, so observed before it
         if not burst.expanded or not burst.claim(seen, state.slots):
             burst.clear()
             return []
         loose: list[int] = burst.keep(seen, state.slots)
-        if len(state.slots) + len(loose) > self._options.tree_nodes:  # more than is set aside for a request
+        if len(state.slots) + len(loose) > self._options.tree_nodes:  # more than a session has space for
             burst.clear()
             return []
         return loose
 
     def amortized(self, seconds: float) -> float:
-        """Of steps that were taken together each is held to have taken an equal share."""
+        """Attribute to each of the steps that were taken together an equal share of their time."""
         if self._is_new:
             self._share = seconds / self._owed
             seconds = self._share
@@ -256,7 +264,7 @@ class MultiStepExpander:
         return seconds
 
     def _count(self, job: ExpansionJob) -> int:
-        """Steps that are worth taking together for this request: a power of two."""
+        """Return the number of steps worth taking together for this request, a power of two."""
         state = job.state
         most = MAX_STEPS if self._chosen is None else self._chosen
         if state.orders.outcomes or state.session.pending + most * self._options.width > self._options.tree_nodes:
@@ -270,7 +278,7 @@ class MultiStepExpander:
         state, tree, frontier = job
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
-        depths += state.session.pending_depths if self.is_beside else []
+        depths += state.session.pending_depths if self.is_concurrent else []
         floor = self._options.floor if state.orders.floor is None else state.orders.floor
         request = state.request
         return MultiStepRequest(
@@ -291,22 +299,22 @@ class MultiStepExpander:
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether what is proposed is the best of log q, or of log q with the noise of the position, and nothing else."""
+    """Whether proposals are ranked by log q, with or without the position's noise, and by nothing else."""
     rules = (Greedy, Gumbel, Match)
     is_bare = request.adjustments is None and request.constraint is None
     return is_bare and type(request.rule) in rules and not request.sampling.filters
 
 
 def _keys(request: Request, start: int, depths: int) -> list[tuple[int, int]]:
-    """Of the noise of what is proposed below nodes of so many depths, where the rule has it."""
+    """Return the keys of the noise for proposals below nodes of each depth; empty for rules without noise."""
     if type(request.rule) is not Gumbel:
         return []
     return [key_words(row_key(request.seed, request.choice, start + depth)) for depth in range(depths)]
 
 
 def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
-    """The best nodes that are open beside the frontier, with their ids, in the tree's order; not those below a node
-    that is open itself."""
+    """Return the best open nodes besides the frontier, with their ids, in tree order, without those below an open
+    node."""
     state, tree, _ = job
     opened = []
     for node in sorted(node for _, node in nsmallest(most, state.open)):
@@ -317,8 +325,11 @@ def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
     return opened
 
 
-def _burst(job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: list[ExpandedNode]) -> MultiStepCache:
-    """What was expanded, by the nodes of the tree that it is or stands below; `opened` with their ids."""
+def _index_steps(
+    job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: list[ExpandedNode]
+) -> MultiStepCache:
+    """Index the expanded nodes by the tree nodes that they are, or are below. `opened`: the open nodes with their
+    ids."""
     state, tree, frontier = job
     burst = MultiStepCache(expanded, taken=state.ahead.taken, heard=state.ahead.heard)
     first = {one.slot: number for number, one in enumerate(expanded[: len(frontier)])}
@@ -328,7 +339,7 @@ def _burst(job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: 
         elif one.opened is not None:
             node_id, node = opened[one.opened]
             burst.known[node_id] = number
-            if node.above != PREFIX:  # the target may come there by another id
+            if node.above != PREFIX:  # the target may reach it by another id
                 burst.children[first.get(node.above, _below(node.above)), one.token] = number
         elif one.below is not None:
             burst.children[_below(one.below), one.token] = number
@@ -338,11 +349,11 @@ def _burst(job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: 
 
 
 def _below(slot: int) -> int:
-    """Stands for a parent that was pending before the steps: no number of what they expanded, nor PREFIX."""
+    """Return the key of a parent that was pending before the steps, distinct from all indices and PREFIX."""
     return PREFIX - 1 - slot
 
 
-def _offer(one: ExpandedNode) -> TopK:
-    """Without what is filtered out: it stands last."""
+def _possible(one: ExpandedNode) -> TopK:
+    """Drop tokens that are filtered out; they come last."""
     possible = sum(value > -math.inf for value in one.values)
     return one.tokens[:possible], one.values[:possible]

@@ -1,7 +1,6 @@
-"""Where the last tokens stood before: chains of equal n-grams over the last tokens of a text, extended token by token.
+"""An index of earlier occurrences of a text's last tokens: hash chains of n-grams of a few lengths, as in LZ77 coders.
 
-The hash chains of LZ77 coders, one for each of a few lengths. Neither the work for a token nor the memory grows with
-the text.
+Neither the work per token nor the memory grows with the text.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-BREAK = -1  # ends a text: no token is equal to it
-_SLACK = 1024  # tokens beyond the memory that are let go together
+BREAK = -1  # marks the end of a text; equal to no token
+_SLACK = 1024  # tokens beyond the memory that are freed together
 
 
 class NgramMatch(NamedTuple):
-    """`length` tokens that stand before `place` are the text's last ones."""
+    """The last `length` tokens of the text also precede `place`."""
 
     length: int
     place: int
@@ -24,45 +23,47 @@ class NgramMatch(NamedTuple):
 
 @dataclass
 class _Chains:
-    """All n-grams of one length: where each stood last, and from each place to the one before it."""
+    """All n-grams of one length: the last place after each, and for each place the previous one with the same
+    n-gram."""
 
     length: int
-    heads: dict[int, int] = field(default_factory=dict)  # hash of the n-gram -> the latest place behind it
+    heads: dict[int, int] = field(default_factory=dict)  # hash of the n-gram -> the latest place after it
     before: array[int] = field(default_factory=lambda: array("q"))  # by place
 
 
 class NgramIndex:
-    """The last `memory` tokens. A place is known once a token stands there, so a text never finds its own end."""
+    """An index of the last `memory` tokens of a text. A place is indexed once a token is there, so a text never finds
+    its own end."""
 
     def __init__(self, lengths: Sequence[int], memory: int) -> None:
         self._chains = [_Chains(length) for length in sorted(lengths, reverse=True)]
         self._memory, self._longest = memory, max(lengths)
         self._tokens: list[int] = []
-        self._start = 0  # the place of the first of them
-        self._has_ends = False  # of texts, among them
+        self._start = 0  # place of the first stored token
+        self._has_ends = False  # whether there is a BREAK
 
     def __len__(self) -> int:
-        """Tokens that are held."""
+        """Return the number of indexed tokens."""
         return len(self._tokens)
 
     @property
     def entries(self) -> int:
-        """N-grams that are held, of all lengths."""
+        """Number of stored n-grams of all lengths."""
         return sum(len(chains.heads) for chains in self._chains)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         for start in range(0, len(tokens), _SLACK):
             self._extend(tokens[start : start + _SLACK])
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """One length after the other, and only then what stands too far back goes."""
+        """Index one n-gram length after the other, then forget what is too old."""
         known = self._tokens
         first = self._start + len(known)
         text = (*known[-self._longest :], *tokens)
         for chains in self._chains:
             length, heads, before = chains.length, chains.heads, chains.before
-            at = len(text) - len(tokens) - length  # where the n-gram before the next place begins
+            at = len(text) - len(tokens) - length  # start of the n-gram before the next place
             for place in range(first, first + len(tokens)):
                 if at >= 0:
                     key = hash(text[at : at + length])
@@ -78,9 +79,9 @@ class NgramIndex:
         self._trim()
 
     def matches(self, text: Sequence[int], count: int, longest: int = 0, is_alone: bool = False) -> list[NgramMatch]:
-        """At most `count` places where the last tokens of `text` stood: those with the longest n-gram first, of these
-        the latest first; `is_alone`: those of the longest n-gram alone. Lengths are told up to `longest`, or the
-        longest n-gram."""
+        """Return at most `count` places after an occurrence of the last tokens of `text`: those of the longest n-gram
+        first, of these the latest first; `is_alone`: only those of the longest n-gram. Match lengths are extended up to
+        `longest`."""
         found: dict[int, int] = {}
         tokens, start, end = self._tokens, self._start, tuple(text[-self._longest :])
         oldest = max(start + len(tokens) - self._memory, 0)
@@ -93,7 +94,7 @@ class NgramIndex:
                 reach = min(most, here)
                 while same < reach and tokens[here - same - 1] == text[-same - 1]:
                     same += 1
-                if same >= length:  # no other n-gram of the same hash
+                if same >= length:  # not just a hash collision
                     found.setdefault(place, same)
                 place, left = chains.before[here], left - 1
             if is_alone and found:
@@ -101,12 +102,12 @@ class NgramIndex:
         return [NgramMatch(length, place) for place, length in found.items()]
 
     def after(self, place: int, count: int) -> list[int]:
-        """The tokens that stand at a place and behind it, as far as their text goes."""
+        """Return up to `count` tokens from a place on, within its text."""
         tokens = self._tokens[place - self._start : place - self._start + count]
         return tokens[: tokens.index(BREAK)] if self._has_ends and BREAK in tokens else tokens
 
     def _forget(self, place: int) -> None:
-        """Lets the n-grams go that stood here last."""
+        """Remove the n-grams whose last occurrence is here."""
         for chains in self._chains:
             if place - self._start >= chains.length:
                 here = place - self._start
@@ -115,7 +116,7 @@ class NgramIndex:
                     del chains.heads[key]
 
     def _trim(self) -> None:
-        """Now and then lets the tokens go that stand too far back."""
+        """Free old tokens from time to time."""
         spare = len(self._tokens) - self._memory - self._longest
         if spare >= _SLACK:
             del self._tokens[:spare]

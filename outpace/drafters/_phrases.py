@@ -1,6 +1,6 @@
-"""Phrases by the token that they followed: a table that forgets what was used longest ago, and keeps between runs.
+"""Tables of phrases by the token before them, which forget the least recently used and can be saved between runs.
 
-The cache of Cacheback (arXiv:2511.21699), which serves as the pool of lookahead decoding and Ouroboros too.
+The cache of Cacheback (arXiv:2511.21699), also used as the pool of lookahead decoding and of Ouroboros.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from outpace.core.errors import UserError
 from outpace.models.files import token_tables
 
 Phrase = tuple[int, ...]
-_END = -1  # fills the places behind a phrase in a file
+_END = -1  # pads phrases in a file
 _KIND = "phrases"
 
 
 class PhraseTable:
-    """Leaders and their followers, each the latest last; of both the one that was not seen longest goes first."""
+    """An LRU table of leaders (tokens) and, for each, an LRU list of followers (phrases)."""
 
     def __init__(self, leaders: int, followers: int) -> None:
         self._leaders: OrderedDict[int, OrderedDict[Phrase, None]] = OrderedDict()
         self._most_leaders, self._most_followers = leaders, followers
 
     def __len__(self) -> int:
-        """Phrases that are held."""
+        """Return the number of phrases."""
         return sum(map(len, self._leaders.values()))
 
     def learn(self, leader: int, phrase: Phrase) -> None:
-        """The phrase was seen behind the leader."""
+        """Add a phrase that followed the leader."""
         followers = self._leaders.setdefault(leader, OrderedDict())
         self._leaders.move_to_end(leader)
         followers[phrase] = None
@@ -43,37 +43,37 @@ class PhraseTable:
             self._leaders.popitem(last=False)
 
     def read(self, last: Sequence[int], tokens: Sequence[int], length: int) -> list[int]:
-        """A text goes on behind its `last` tokens: learns the phrases of this length that it completes; the new last
-        tokens, whose phrases are not complete."""
+        """Continue a text whose last tokens are `last`: learn the phrases of this length that are now complete. Return
+        the new last tokens."""
         text = [*last, *tokens]
         for place in range(len(text) - length):
             self.learn(text[place], tuple(text[place + 1 : place + 1 + length]))
         return text[-length:]
 
     def followers(self, leader: int) -> list[Phrase]:
-        """The phrases behind a leader, the latest first."""
+        """Return the phrases that followed a leader, the latest first."""
         return list(reversed(self._leaders.get(leader, {})))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a file holds of it: the phrases in the order in which they would be learnt again. int32 [phrases] and
-        [phrases, longest]"""
+        """Return the arrays to save, int32 [phrases] and [phrases, longest], in the order in which they will be learnt
+        again."""
         held = [(leader, phrase) for leader, followers in self._leaders.items() for phrase in followers]
         phrases = np.full((len(held), max((len(phrase) for _, phrase in held), default=0)), _END, np.int32)
         for row, (_, phrase) in enumerate(held):
             phrases[row, : len(phrase)] = phrase
         return {"leaders": np.array([leader for leader, _ in held], np.int32), "phrases": phrases}
 
-    def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Learns what a file holds."""
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Learn the phrases of a saved table."""
         for leader, row in zip(arrays["leaders"].tolist(), arrays["phrases"].tolist(), strict=True):
             self.learn(leader, tuple(token for token in row if token != _END))
 
 
 class PhraseFile:
-    """The file in which a table is kept from run to run, for one tokenizer."""
+    """The file in which a table is saved from run to run, for one tokenizer."""
 
     def __init__(self, path: str, given: BuildContext | None) -> None:
-        """UserError where nothing says which tokenizer the phrases are of, or no file can lie there."""
+        """UserError if the target's tokenizer is unknown or the folder does not exist."""
         tokenizer = token_tables.tokenizer_of(given)
         if tokenizer is None:
             raise UserError(f"phrases are kept in {path} for one tokenizer, and the target's is not known here")
@@ -82,19 +82,19 @@ class PhraseFile:
             raise UserError(f"phrases cannot be kept in {path}, there is no folder {self._path.parent}")
 
     def read(self, table: PhraseTable) -> None:
-        """Puts what the file holds into a table; a file that is not there yet holds nothing. UserError for one that is
-        torn, of another kind, or of another tokenizer."""
+        """Load the file into a table; a missing file is empty. UserError for a file that is damaged, of another kind,
+        or of another tokenizer."""
         if self._path.exists():
-            again = "delete it, and the phrases are learnt anew"
-            table.load_state_dict(token_tables.read(self._path, _KIND, self._tokenizer, again))
+            again = "delete it, and the phrases are learnt again"
+            table.load_arrays(token_tables.read(self._path, _KIND, self._tokenizer, again))
 
     def write(self, table: PhraseTable) -> None:
-        """Replaces the file as a whole."""
+        """Replace the file atomically."""
         token_tables.write(self._path, _KIND, self._tokenizer, table.arrays())
 
 
 def open_phrase_file(path: str, given: BuildContext | None, table: PhraseTable) -> PhraseFile | None:
-    """The file that an option names, "" for none; the table begins with what it holds."""
+    """Open the file that an option names ("" for none) and load it into the table."""
     kept = PhraseFile(path, given) if path else None
     if kept is not None:
         kept.read(table)

@@ -1,4 +1,4 @@
-"""Children drawn from q, with q kept beside them: what the rules need that judge by the ratio p / q."""
+"""Children drawn from q, stored together with q, for the rules that judge by the ratio p / q."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from outpace.core.types import Request, Row
 
 @dataclass(frozen=True)
 class DrawCounts:
-    """How many children are drawn below a node, by its depth; the last number holds for all deeper ones. With a rule
-    that takes chains it is one."""
+    """Numbers of children drawn below a node, by its depth; the last number applies to all deeper nodes. Rules that
+    take chains draw one."""
 
     by_depth: tuple[int, ...]
 
     @classmethod
     def read(cls, text: str) -> DrawCounts:
-        """From whole numbers with commas between them; UserError for anything else."""
+        """Parse whole numbers separated by commas; UserError for anything else."""
         parts = str(text).split(",")
         if not all(part.strip().isdecimal() for part in parts):
             raise UserError(f"draws is {text!r}, it must be whole numbers with commas between them, as in 2,1")
@@ -36,8 +36,8 @@ class DrawCounts:
         return cls(tuple(map(int, parts)))
 
     def below(self, tree: TokenTree, node: int, request: Request) -> int:
-        """Of one node. A token that was drawn several times stands for as many branches."""
-        if not request.rule.traits.several_draws:
+        """Return the number of children of one node. A token that was drawn k times gets k times as many."""
+        if not request.rule.fan:
             return 1
         parent = tree.parents[node]
         times = tree.drawn[parent].tokens.count(tree.tokens[node]) if node else 1
@@ -45,15 +45,15 @@ class DrawCounts:
 
 
 def is_drawn(request: Request) -> bool:
-    """Whether the request's rule judges children that were drawn."""
-    return request.rule.traits.siblings is not Siblings.PICKED
+    """Whether the request's rule judges drawn children."""
+    return request.rule.siblings is not Siblings.PICKED
 
 
 def draw_layer(
     tree: TokenTree, frontier: Sequence[int], scores: SparseLogits, rows: Sequence[Row], draws: DrawCounts
 ) -> int:
-    """Draws the children of these nodes of one request, whose scores [nodes, held] the draft gives; the number of nodes
-    added."""
+    """Draw children of these nodes of one request from the draft's logits [nodes, kept tokens]; return the number of
+    nodes added."""
     request = rows[0].request
     added = 0
     for number, (node, row) in enumerate(zip(frontier, rows, strict=True)):
@@ -63,20 +63,22 @@ def draw_layer(
 
 
 def proposed(scores: SparseLogits, row: Row) -> tuple[TokenDistribution, Callable[[], TokenDistribution] | None]:
-    """What a draft's row [1, held] gives: q, and for rules that ask for it the same unscaled."""
+    """Return q of one row of draft logits [1, kept tokens] and, for rules that need it, a function that returns the
+    unscaled q."""
     own, ids = _adjusted(scores, row)[0], scores.ids
     q = row.request.rule.proposal(distribution_of(own, row.request.sampling, ids), row)
     return q, cache(partial(distribution_of, own, UNFILTERED, ids)) if row.request.rule.traits.unscaled_q else None
 
 
 def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
-    """On the host, where no later step writes; adjusted over the whole vocabulary where they are at all. [1, held]"""
+    """Return the row on the host, in memory that no later step overwrites, with penalties and constraints applied. [1,
+    kept tokens]"""
     if row.request.adjustments is None and row.request.constraint is None:
         own = host_array(scores.values)
-        return own if isinstance(scores.values, np.ndarray) else own.copy()  # a captured pass has one tensor for all
+        return own if isinstance(scores.values, np.ndarray) else own.copy()  # a captured pass reuses its output tensor
     try:
         wide = adjust_logits(scores.wide(), [row])
-    except UserError:  # a constraint that failed: its request ends where the target asks it
+    except UserError:  # a failed constraint ends its request in the target pass
         wide = adjust_logits(scores.wide(), [row._replace(is_open=True)])
     return host_array(wide if scores.ids is None else wide[:, torch.from_numpy(scores.ids)])
 
@@ -89,9 +91,9 @@ def draw_children(
     count: int = 1,
     raw: Callable[[], TokenDistribution] | None = None,
 ) -> int:
-    """Draws `count` children of `node` from q, or fewer where q has no more and they are drawn without replacement; the
-    number of nodes added. Nothing is drawn anew for the same node."""
-    if not q.total > 0:  # a constraint allows none of the tokens that the draft has
+    """Draw `count` children of `node` from q, or fewer if q has no more tokens to draw without replacement; return the
+    number of nodes added. A node's children are drawn once."""
+    if not q.total > 0:  # the constraint allows none of the draft's tokens
         return 0
     kind = request.rule.traits.siblings
     key = DecisionKey(request.seed, request.choice, tree.ids[node], DRAW)

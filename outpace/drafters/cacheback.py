@@ -1,9 +1,9 @@
-"""Chains phrases that recently followed each token, from a table that learns and, if there is one, a table of a corpus.
+"""Chains phrases that recently followed each token, from a table that learns and an optional table of a corpus.
 
 Cacheback: Ma et al., 2025, arXiv:2511.21699; no training, no model.
 
-A leader is one token, its followers the three tokens behind it; both lists forget what was used longest ago. The frozen
-table (outpace tune --drafter cacheback --corpus ...) helps where the text itself has taught nothing yet.
+A leader is one token, its followers are the three tokens after it; both lists drop the least recently used. The frozen
+table (outpace tune --drafter cacheback --corpus ...) helps while the text itself has taught nothing yet.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, chec
 from outpace.drafters._phrases import Phrase, PhraseTable, open_phrase_file
 from outpace.models.files import token_tables
 
-STORE = "table"  # the option that names the file
-PHRASE = 3  # tokens of a follower
-LEARNT, FROZEN = 0, 1  # where a follower comes from
+STORE = "table"  # name of the option for the file
+PHRASE = 3  # tokens per follower
+LEARNT, FROZEN = 0, 1  # origins of followers
 
 
 @dataclass(frozen=True)
 class Options:
     """`leaders`: tokens in the table; `followers`: phrases kept for each; `branches`: phrases proposed after a token;
-    `offered`: tokens proposed in all; `least_chance`: nodes less likely to be reached are not proposed; `table`: a file
-    made by outpace tune, or none; the default is the one made for this tokenizer, yours before the shipped one;
-    `phrases`: a file that keeps the table between runs; the default is no file."""
+    `offered`: tokens proposed in all; `least_chance`: nodes that are less likely to be reached are not proposed;
+    `table`: a file made by outpace tune, or none; the default is the one made for this tokenizer, your own before the
+    shipped one; `phrases`: a file that keeps the table between runs; the default is no file."""
 
     leaders: int = 32768
     followers: int = 8
@@ -54,27 +54,28 @@ class Options:
 
 @dataclass
 class CachebackState(LookupState):
-    """`table`: that of the request's reuse key. `last`: the end of the text, whose last phrase is not in it yet."""
+    """`table`: that of the request's cache salt. `last`: the end of the text, whose last phrase is not in the table
+    yet."""
 
     table: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
     last: list[int] = field(default_factory=list)
 
 
 class Frozen:
-    """A table that does not change, from a file: by token the row of its followers, the most frequent first."""
+    """A read-only table from a file: each token's followers, the most frequent first."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._rows, self._phrases = arrays["rows"], arrays["phrases"]  # [vocab], [leaders, followers, PHRASE]
 
     def followers(self, leader: int) -> list[Phrase]:
-        """The phrases behind a leader."""
+        """Return the phrases that follow a leader."""
         row = int(self._rows[leader]) if leader < len(self._rows) else -1
         return [tuple(phrase) for phrase in self._phrases[row].tolist() if phrase[0] >= 0] if row >= 0 else []
 
 
 class CachebackDrafter(LookupDrafter[CachebackState]):
-    """Grows the followers of the last token, then those of their last tokens, the likeliest first. One table serves all
-    requests of the same reuse key."""
+    """Proposes the followers of the last token, then those of their last tokens, best first. Each cache salt has its
+    own table."""
 
     name = "cacheback"
 
@@ -90,14 +91,14 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
         return state
 
     def propose(self, state: CachebackState, tree: TokenTree) -> None:
-        """Best first; a node is grown once, however many phrases end there."""
+        """Extend the best node first; a node is extended once, however many phrases end there."""
         least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
-        waiting, known = [(0.0, 0)], {0}  # -W, node
+        waiting, known = [(0.0, 0)], {0}  # -path score, node
         size = len(tree) + self._options.offered
         while waiting and len(tree) < size:
             node = heappop(waiting)[1]
             for phrase, origin, grade in islice(self._phrases(state.table, tree.tokens[node]), self._options.branches):
-                end = self._plant(state, tree, node, phrase, (origin, grade, least))
+                end = self._attach_phrase(state, tree, node, phrase, (origin, grade, least))
                 if end not in known:
                     known.add(end)
                     heappush(waiting, (-tree.scores[end], end))
@@ -111,7 +112,7 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
             self._kept.write(self._tables.shared)
 
     def _phrases(self, learnt: PhraseTable, leader: int) -> Iterator[tuple[Phrase, int, Certainty]]:
-        """What is known to follow a token: each phrase, where it comes from, and how sure that is of it."""
+        """Yield the phrases known to follow a token, with their origin and certainty."""
         for origin, table in ((LEARNT, learnt), (FROZEN, self._frozen)):
             phrases = table.followers(leader) if table is not None else []
             grade = Certainty.SURE if len(phrases) == 1 else Certainty.LIKELY
@@ -119,24 +120,24 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
                 yield phrase, origin, grade
                 grade = Certainty.OTHER
 
-    def _plant(
+    def _attach_phrase(
         self, state: CachebackState, tree: TokenTree, node: int, phrase: Phrase, how: tuple[int, Certainty, float]
     ) -> int:
-        """Plants a phrase below a node as far as its tokens are likely enough; the node where that ends."""
+        """Attach a phrase below a node as far as its tokens are likely enough; return its last node."""
         origin, grade, least = how
         for place, token in enumerate(phrase):
             kind = kind_of(1 + place, grade, origin)
             if tree.scores[node] + math.log(self.rate(state, kind)) < least:
                 break
-            is_new = token not in state.planted.get(tree.ids[node], ())
-            node = self.plant(state, tree, node, token, kind)
+            is_new = token not in state.proposed.get(tree.ids[node], ())
+            node = self.attach(state, tree, node, token, kind)
             grade = Certainty.SURE if is_new else grade
         return node
 
 
 def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
-    """The arrays of a frozen table: of the most frequent leaders the most frequent phrases. UserError for a corpus in
-    which nothing follows anything."""
+    """Build the arrays of a frozen table: the most frequent phrases of the most frequent leaders. UserError for a
+    corpus without phrases."""
     found = [np.lib.stride_tricks.sliding_window_view(np.asarray(t, np.int32), PHRASE + 1) for t in texts if len(t) > 3]
     if not found:
         raise UserError(f"the corpus has no text of more than {PHRASE} tokens")
@@ -157,7 +158,7 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
 
 
 def build(options: Options, *, given: BuildContext | None = None, **_: Any) -> CachebackDrafter:
-    """The drafter; a frozen table is read where there is one for the target's tokenizer."""
+    """Build the drafter; load a frozen table if there is one for the target's tokenizer."""
     path = token_tables.find("cacheback", options.table, given)
     frozen = Frozen(token_tables.read(path, "cacheback", token_tables.tokenizer_of(given))) if path else None
     return CachebackDrafter(options, frozen, given)

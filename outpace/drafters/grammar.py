@@ -2,7 +2,7 @@
 
 Like jump-forward decoding (L. Zheng et al., SGLang, arXiv:2312.07104), but verified like any other draft.
 
-For requests with a constraint. What is forced is certain as text; how the model cuts it into tokens is not.
+For requests with a constraint. The forced text is certain; how the model splits it into tokens is not.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from outpace.core.tree import TokenTree, path_to
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 from outpace.drafters._calibration import AcceptanceRate
 
-_LEAST, _MOST = 0.01, 0.99  # no branch is free of doubt
+_LEAST, _MOST = 0.01, 0.99  # bounds of a rate: no branch is certain
 
 
 @dataclass(frozen=True)
 class Options:
-    """`forced`: the most tokens proposed at one place; `leaves`: proposals start at the last token and at this many of
-    the likeliest leaves of the other drafters' tree."""
+    """`forced`: most tokens proposed at one place; `leaves`: proposals start at the last token and at this many of the
+    likeliest leaves of the other drafters' tree."""
 
     forced: int = 24
     leaves: int = 4
@@ -35,32 +35,36 @@ class Options:
 
 @dataclass
 class GrammarState(DraftState):
-    """`asked`: nodes below which nothing more is to be had; `proposed`: the token that stands below a node, and whether
-    it begins a forced text. Both by the node's id."""
+    """`asked`: ids of nodes that were extended or have no forced token. `proposed`: by node id, the forced token below
+    it and whether it begins a forced text."""
 
     asked: set[int] = field(default_factory=set)
     proposed: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
 class GrammarDrafter(Drafter):
-    """Grows the forced text below the root; asked again, below what other drafters have planted since."""
+    """Proposes the forced text below the root and, when called again, below the leaves that other drafters have
+    added."""
 
     name = "grammar"
     runs_model = False
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._rates = {True: AcceptanceRate(0.8), False: AcceptanceRate(0.9)}  # by: is it the first of a forced text
+        self._rates = {
+            True: AcceptanceRate(0.8),
+            False: AcceptanceRate(0.9),
+        }  # by whether the token is the first of a forced text
 
     def sources_for(self, request: Request) -> Sequence[Source]:
-        """None for a request without a constraint."""
+        """Return no source for a request without a constraint."""
         return self.sources if request.constraint is not None else ()
 
     def open(self, request: Request) -> GrammarState:
         return GrammarState(request, list(request.prompt))
 
     def grow(self, states: Sequence[GrammarState], trees: Sequence[TokenTree]) -> list[int]:
-        """Nodes added to each tree; 0 where nothing is forced."""
+        """Return the number of nodes added to each tree, 0 if nothing is forced."""
         return [
             self._grow(state, tree) if state.request.constraint is not None else 0
             for state, tree in zip(states, trees, strict=True)
@@ -80,11 +84,11 @@ class GrammarDrafter(Drafter):
         state.proposed.clear()
 
     def state_dict(self) -> list[float]:
-        """What a profile keeps: how often the first and the later forced tokens came true."""
+        """Return how often the first and the later forced tokens came true, for the profile."""
         return [rate.state_dict() for rate in self._rates.values()]
 
     def load_state_dict(self, kept: Sequence[float]) -> None:
-        """Begins from a profile."""
+        """Restore the rates from a profile."""
         for rate, value in zip(self._rates.values(), kept, strict=False):
             rate.load_state_dict(float(value))
 
@@ -92,11 +96,11 @@ class GrammarDrafter(Drafter):
         before = len(tree)
         for node in self._places(state, tree):
             state.asked.add(tree.ids[node])
-            self._graft(state, tree, node, self._forced(state, tree, node))
+            self._attach(state, tree, node, self._forced(state, tree, node))
         return len(tree) - before
 
     def _places(self, state: GrammarState, tree: TokenTree) -> list[int]:
-        """The root, and the likeliest leaves, where they were not asked before."""
+        """Return the root and the likeliest leaves, unless they were extended before."""
         leaves = [node for node in tree.leaves() if tree.ids[node] not in state.asked]
         root = [0] if tree.ids[0] not in state.asked else []
         return [*root, *nlargest(self._options.leaves, leaves, key=tree.scores.__getitem__)]
@@ -106,11 +110,11 @@ class GrammarDrafter(Drafter):
         path = [tree.tokens[above] for above in path_to(tree, node)[1:]]
         try:
             return state.request.constraint.forced(state.tokens, path)[: self._options.forced]
-        except UserError:  # its request ends where the target asks it
+        except UserError:  # a failed constraint ends its request in the target pass
             return []
 
-    def _graft(self, state: GrammarState, tree: TokenTree, node: int, tokens: Sequence[int]) -> None:
-        """Adds the branch as far as it is new."""
+    def _attach(self, state: GrammarState, tree: TokenTree, node: int, tokens: Sequence[int]) -> None:
+        """Attach the branch as far as it is new."""
         for place, token in enumerate(tokens):
             is_first = place == 0
             state.proposed.setdefault(tree.ids[node], (token, is_first))
@@ -124,5 +128,5 @@ class GrammarDrafter(Drafter):
 
 
 def build(options: Options, **_: object) -> GrammarDrafter:
-    """The drafter; it needs no model."""
+    """Build the drafter; it needs no model."""
     return GrammarDrafter(options)

@@ -1,9 +1,10 @@
-"""The target without some of its attention and MLP sublayers drafts on the target's own keys and values.
+"""The target without some of its attention and MLP sublayers drafts on the target's own KV cache.
 
-Draft & Verify, arXiv:2309.08168, for sets that are named; SWIFT, arXiv:2410.06916, for sets that are found meanwhile.
+Draft & Verify, arXiv:2309.08168, for given layers; SWIFT, arXiv:2410.06916, for layers found while text is written; the
+choice by upper confidence bounds is GP-UCB, arXiv:0912.3995.
 
 Nothing is loaded and nothing is stored twice: the draft writes into pending slots of the target's session, which are
-dropped before the target judges. A draft goes on while it is sure of its last token.
+dropped before the target verifies. A draft ends once it is not sure of its last token.
 """
 
 from __future__ import annotations
@@ -25,37 +26,38 @@ from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeEx
 from outpace.models.base import Capability, Model, Part, unsupported
 from outpace.rules.base import top_k_rows
 
-_GUIDED = 25  # one trial of so many is chosen by the process
-_IDLE = 300  # trials without a better set after which the search is over
-_MEMORY = 200  # trials that the process knows
+_GUIDED = 25  # every 25th trial is chosen by the Gaussian process
+_IDLE = 300  # trials without improvement after which the search ends
+_MEMORY = 200  # trials that the Gaussian process uses
 _CANDIDATES = 128  # sets that it chooses from
-_BOLD = 2.0  # standard deviations by which a doubtful set may be better
-_NOISE = 0.01  # variance of a measured agreement, of prior variance 1
-_REACH = 0.25  # switches, as a share of all, by which two sets must differ to tell little of one another
+_BOLD = 2.0  # standard deviations of the upper confidence bound
+_NOISE = 0.01  # variance of a measured agreement, relative to the prior variance
+_REACH = 0.25  # length scale of the kernel, as a share of all switches
 
 
 class SublayerSearch:
-    """The best set so far, from which `propose` and `learn` go on. All sets have the size of the first one."""
+    """SWIFT's search: random sets, and now and then the most promising one by a Gaussian process. All sets have one
+    size."""
 
     def __init__(self, num_layers: int, ratio: float, enough: float, trials: int) -> None:
-        """`ratio`: of the layers, those that are left out at first; it is over once a set agrees as often as `enough`,
-        or after so many `trials`."""
+        """`ratio`: share of the layers to skip. The search ends at an agreement of `enough`, or after `trials`
+        trials."""
         self.best, self.agreement = evenly_spaced(num_layers, ratio), 0.0
         self._layers, self._enough = list(searchable_layers(num_layers)), enough
         self._left = trials
-        self.count = self._idle = 0  # trials, and those since the last better set
+        self.count = self._idle = 0  # trials, and trials since the last improvement
         self._tried: list[tuple[np.ndarray, float]] = []
         self._random = random.Random(0)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to be tried."""
+        """Whether the search has ended."""
         is_full = len(self.best.attention) == len(self._layers)  # there is no other set of this size
         is_found = self.count > 0 and (is_full or self.agreement >= self._enough)
         return is_found or self._left <= 0 or self._idle >= _IDLE
 
     def propose(self) -> Sublayers:
-        """The set to try next; at first the one that is spread evenly."""
+        """Return the set to try next, first the evenly spaced one."""
         if not self.count:
             return self.best
         if self.count % _GUIDED:
@@ -67,7 +69,7 @@ class SublayerSearch:
         return candidates[int(self._bounds(np.stack([self._switches(one) for one in candidates])).argmax())]
 
     def learn(self, sublayers: Sublayers, agreement: float) -> bool:
-        """How often a set's draft agreed; whether it is the best now."""
+        """Record the agreement of a set; return whether it is the best one now."""
         self.count += 1
         self._left -= 1
         self._idle += 1
@@ -82,7 +84,7 @@ class SublayerSearch:
         return Sublayers(*(tuple(sorted(self._random.sample(self._layers, size))) for size in sizes))
 
     def _near(self) -> Sublayers:
-        """The best set with one layer of each list exchanged."""
+        """Exchange one layer in each list of the best set."""
         return Sublayers(*(self._exchanged(layers) for layers in self.best))
 
     def _exchanged(self, layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -93,11 +95,12 @@ class SublayerSearch:
         return tuple(sorted({*layers, self._random.choice(others)} - {gone}))
 
     def _switches(self, sublayers: Sublayers) -> np.ndarray:
-        """1 for what is left out. float64 [2 * layers]"""
+        """Encode a set, 1 for each skipped sublayer. float64 [2 * layers]"""
         return np.array([layer in kind for kind in sublayers for layer in self._layers], float)
 
     def _bounds(self, candidates: np.ndarray) -> np.ndarray:
-        """Mean and `_BOLD` standard deviations of each candidate's agreement. [candidates, switches] to [candidates]"""
+        """Return mean plus `_BOLD` standard deviations of each candidate's agreement. [candidates, switches] to
+        [candidates]"""
         known = np.stack([switches for switches, _ in self._tried])
         values = np.array([value for _, value in self._tried])
         covariance = _kernel(known, known) + _NOISE * np.eye(len(known))
@@ -110,13 +113,13 @@ class SublayerSearch:
 
 
 def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """e^-(share of switches that differ / _REACH). [a, switches], [b, switches] to [a, b]"""
+    """Return e^-(share of differing switches / _REACH). [a, switches], [b, switches] to [a, b]"""
     differ: np.ndarray = np.abs(one[:, None] - other[None]).mean(-1)
     return np.exp(-differ / _REACH)
 
 
 class Sublayers(NamedTuple):
-    """Layers, numbered from 0, rising: those whose attention is left out, and those whose MLP is."""
+    """Layers, numbered from 0, rising: those without attention and those without MLP."""
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
@@ -126,7 +129,7 @@ class Sublayers(NamedTuple):
         return len(self.attention) + len(self.mlp)
 
     def check(self, num_layers: int) -> None:
-        """UserError for a set that leaves out nothing, everything, or a layer that a model of so many has not."""
+        """Raise UserError for a set that skips nothing, everything, or a layer that the model does not have."""
         for name, layers in (("skip_attention", self.attention), ("skip_mlp", self.mlp)):
             beyond = next((layer for layer in layers if layer >= num_layers), None)
             if beyond is not None:
@@ -145,14 +148,14 @@ class Sublayers(NamedTuple):
 
 
 def check_target(model: Model) -> None:
-    """UserError for a model that cannot draft without some of its sublayers."""
+    """Raise UserError for a model that cannot skip sublayers."""
     for extra in (Capability.WITHOUT, Capability.LENGTH):
         if extra not in model.extras:
             raise unsupported(model, extra)
 
 
 def parse_layers(name: str, text: str | None) -> tuple[int, ...]:
-    """Layers as "3,5-8" has them, rising; UserError for any other text. None: none."""
+    """Parse layers written as "3,5-8"; None or an empty text means none. UserError for any other text."""
     found: set[int] = set()
     for part in (text or "").replace(" ", "").split(",") if text and text.strip() else ():
         first, _, last = part.partition("-")
@@ -165,7 +168,7 @@ def parse_layers(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """Layers as `read` reads them; "" for none."""
+    """Format layers so that `parse_layers` reads them; "" for none."""
     parts: list[list[int]] = []
     for layer in layers:
         if parts and parts[-1][-1] == layer - 1:
@@ -177,7 +180,7 @@ def format_layers(layers: Sequence[int]) -> str:
 
 
 def searchable_layers(num_layers: int) -> range:
-    """The layers that a search may leave out: all but the first and the last. UserError where there is none."""
+    """Return the layers that a search may skip: all but the first and the last. UserError if there are none."""
     if num_layers < 3:
         raise UserError(
             f"the target has {num_layers} layers, of which a search keeps the first and the last: name what is left out"
@@ -187,7 +190,8 @@ def searchable_layers(num_layers: int) -> range:
 
 
 def evenly_spaced(num_layers: int, ratio: float) -> Sublayers:
-    """Attention and MLP of such a share of all layers, one at least, spread evenly between the first and the last."""
+    """Skip attention and MLP in this share of all layers, at least one, evenly spaced between the first and the
+    last."""
     layers = searchable_layers(num_layers)
     count = min(max(round(ratio * num_layers), 1), len(layers))
     chosen = tuple(layers[number * len(layers) // count] for number in range(count))
@@ -195,10 +199,10 @@ def evenly_spaced(num_layers: int, ratio: float) -> Sublayers:
 
 
 def find_agreements(model: Model, session: Any, request: Request, text: Sequence[int], count: int) -> list[bool]:
-    """Whether a model proposes, after each of the text's `count` tokens before the last, the token that stands there.
+    """Return, for each of the text's last `count` tokens, whether a model proposes it given the tokens before it.
 
-    One forward in pending slots of the target's session, which holds all tokens but the last: behind the tokens before
-    those `count`, so nothing that is stored of them is read, and nothing is changed.
+    This takes one forward in pending slots of the target's session, which holds all tokens but the last; it starts
+    `count` tokens earlier, so stored keys of these tokens are not read and nothing is changed.
     """
     start = len(text) - 1 - count
     part = Part(session, text[start:-1], range(PREFIX, count - 1), range(count), length=start)
@@ -210,16 +214,16 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
 
 
 COST = "a forward of a part of the target for each token"
-_SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
+_SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 
 
 @dataclass(frozen=True)
 class Options:
-    """`skip_attention`, `skip_mlp`: the layers whose attention, whose MLP is left out, as in 3,5-8. Where neither is
-    named, sets are tried on the last `skip_window` tokens of answers, one in `skip_every` rounds that are drafted: at
-    first `skip_ratio` of the layers spread evenly, then others of the same size, until one agrees with the target as
-    often as `skip_enough`, or `skip_trials` were made. A draft ends with a token that is less likely than
-    `confidence`; `width` tokens are proposed in each place."""
+    """`skip_attention`, `skip_mlp`: layers whose attention or MLP is skipped, as in 3,5-8. If neither is given, sets
+    are tried on the last `skip_window` tokens of answers, in one of `skip_every` drafted rounds: first `skip_ratio` of
+    the layers spread evenly, then others of the same size, until one agrees with the target at a rate of `skip_enough`,
+    or `skip_trials` were made. A draft ends with a token less likely than `confidence`; `width`: tokens proposed at
+    each place."""
 
     skip_attention: str | None = None
     skip_mlp: str | None = None
@@ -244,7 +248,7 @@ class Options:
         check_whole("tree_nodes", self.tree_nodes, 2, 16384)
 
     def named(self) -> Sublayers | None:
-        """The sublayers that are named; None where neither option is."""
+        """Return the given sublayers; None if neither option is set."""
         if self.skip_attention is None and self.skip_mlp is None:
             return None
         return Sublayers(parse_layers("skip_attention", self.skip_attention), parse_layers("skip_mlp", self.skip_mlp))
@@ -252,8 +256,8 @@ class Options:
 
 @dataclass
 class SkipState(ExpansionState):
-    """`offers`: what was proposed below a tree node (by id). `is_unsure`: of its last token, so this round's draft is
-    over. `rounds`: drafted since a set was tried on this text."""
+    """`offers`: the proposals below a tree node, by id. `is_unsure`: the draft is over for this round. `rounds`: rounds
+    drafted since a set was tried on this text."""
 
     offers: dict[int, TopK] = field(default_factory=dict)
     is_unsure: bool = False
@@ -261,10 +265,10 @@ class SkipState(ExpansionState):
 
 
 class LayerSkipDrafter(Drafter):
-    """`search` None: the set stays."""
+    """Drafts with the target without some sublayers. `search`: looks for better sublayers; None keeps them fixed."""
 
     name = "layer_skip"
-    needs = Needs(session=1)  # of an instance: as many as its options allow
+    needs = Needs(session=1)  # each instance sets as many as its options allow
 
     def __init__(
         self, target: Model, sublayers: Sublayers, options: Options, search: SublayerSearch | None = None
@@ -276,20 +280,20 @@ class LayerSkipDrafter(Drafter):
         self._choose(sublayers)
 
     def weight_bytes(self, source: Source) -> int | None:
-        """As if all sublayers were of one size, and nothing else had weights."""
+        """Estimate the bytes as if all sublayers had one size and nothing else had weights."""
         whole = self._target.weight_bytes
         return round(whole * (1 - self.sublayers.size / (2 * self._target.num_layers))) if whole else None
 
     def reads_at_most(self, source: Source) -> int | None:
-        """Nothing: the target has read the text."""
+        """Return 0: the target has read the text."""
         return 0
 
     def open(self, request: Request) -> SkipState:
         return SkipState(request, list(request.prompt))
 
     def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> list[int]:
-        """One forward of what is left of the target over the frontiers of all trees; nodes added to each. Another one
-        for a tree in which all that it proposed stood already."""
+        """Run one forward of the shortened target over the frontiers of all trees; return the number of nodes added to
+        each. Run another one for a tree that already had all proposals."""
         for state in states:
             self._try(state)
         before = [len(tree) for tree in trees]
@@ -313,11 +317,11 @@ class LayerSkipDrafter(Drafter):
         state.session = state.base = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a profile keeps: how the draft's chances came true."""
+        """Return the fitted models of the target's picks."""
         return self._choices.state_dict()
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Begins from a profile."""
+        """Restore the fitted models."""
         self._choices.load_state_dict(kept)
 
     def _choose(self, sublayers: Sublayers) -> None:
@@ -341,7 +345,7 @@ class LayerSkipDrafter(Drafter):
             state.is_unsure = surest < least
 
     def _try(self, state: SkipState) -> None:
-        """One trial of the search, where it is time for one: before a round's first draft, when nothing is pending."""
+        """Make one trial of the search if one is due: before a round's first draft, when nothing is pending."""
         if self.search is None or self.search.is_over or state.slots or state.is_unsure:
             return
         state.rounds += 1
@@ -358,11 +362,11 @@ class LayerSkipDrafter(Drafter):
 
 
 def build(options: Options, *, given: BuildContext) -> LayerSkipDrafter:
-    """The drafter for a target that can leave out sublayers; UserError for one that cannot, one that is inflated, and a
-    set that does not fit it."""
+    """Build the drafter; UserError for a target that cannot skip sublayers or is inflated, and for layers that do not
+    fit it."""
     target = given.target
     if target is None:
-        raise UserError("drafter layer_skip drafts on the target's own session, a worker has none: use it in turn")
+        raise UserError("drafter layer_skip drafts on the target's own session, a worker has none: use method auto")
     check_target(target)
     if target.inflate != 1:
         raise UserError(

@@ -1,11 +1,11 @@
-"""Jacobi iteration: the target corrects a window of guesses in each pass, and the n-grams that result are proposed.
+"""Jacobi iteration: the target corrects a window of guesses in each pass, and the resulting n-grams are proposed.
 
 Lookahead decoding: Fu et al., 2024, arXiv:2402.02057; no training, no model.
 
-The window has W columns. A column is the course of one place by Jacobi iteration: what was guessed there, then what the
-target made of it, pass by pass. The first guesses of all columns are a chain behind the root, and a column's later ones
-hang below its first. All of them are probes, scored for the window's sake and never accepted. What the target says
-behind a full column ends an n-gram, and that goes into the pool, from which the candidates come.
+The window has W columns. A column holds the Jacobi iterates of one position: the first guess, then what the target made
+of it in each pass. The first guesses of all columns form a chain after the root, and a column's later iterates hang
+below its first. All of them are probes, scored for the window and never accepted. The target's token after a full
+column completes an n-gram, which goes into the pool that candidates come from.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
 from outpace.drafters._phrases import PhraseTable, open_phrase_file
 
-_WORTH, _TRIED = 0.05, 200.0  # tokens that a probe is held to bring in later rounds, until so many were judged
-_FADE = 0.99  # of the past's weight, a round
-_LEADERS = 32768  # tokens with phrases in a pool
+_WORTH, _TRIED = 0.05, 200.0  # prior: tokens gained per probe, and its weight in probes
+_FADE = 0.99  # decay per round
+_LEADERS = 32768  # leaders in a pool
 
 
 @dataclass(frozen=True)
 class Options:
-    """`window`: columns of the window (W); `ngram`: tokens of an n-gram (N); `guesses`: the most n-grams proposed after
-    a token (G). A pass needs --nodes W (N-1) + G (N-1) + 1, which pays where rows are nearly free. `from_text`: the
-    pool also takes the n-grams of the prompt and the answer; `phrases`: a file that keeps the pool between runs; the
-    default is an empty pool for each answer, as in the paper."""
+    """`window`: columns of the window (W); `ngram`: tokens of an n-gram (N); `guesses`: most n-grams proposed after a
+    token (G). A pass needs --nodes W (N-1) + G (N-1) + 1, which pays off if rows are nearly free. `from_text`: the pool
+    also takes the n-grams of the prompt and the answer; `phrases`: a file that keeps the pool between runs; the default
+    is an empty pool for each answer, as in the paper."""
 
     window: int = 7
     ngram: int = 5
@@ -48,17 +48,17 @@ class Options:
 
 @dataclass
 class LookaheadState(LookupState):
-    """`columns`: each one's guesses, the oldest first; `probes`: the ids of their nodes in this round's tree."""
+    """`columns`: the guesses of each column, oldest first; `probes`: the ids of their nodes in this round's tree."""
 
     pool: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
     columns: list[list[int]] = field(default_factory=list)
     probes: list[list[int]] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)  # the end of the text, whose n-grams are not complete
-    renewed: int = 0  # columns that were begun so far
+    last: list[int] = field(default_factory=list)  # the end of the text, whose n-grams are incomplete
+    renewed: int = 0  # columns started so far
 
 
 class LookaheadDrafter(LookupDrafter[LookaheadState]):
-    """Grows the pool's n-grams behind the last token, then the window."""
+    """Proposes the pool's n-grams after the last token, then the window."""
 
     name = "lookahead"
     needs = Needs(top=1)
@@ -66,7 +66,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
     def __init__(self, options: Options, given: BuildContext | None = None) -> None:
         super().__init__()
         self._options = options
-        self._given, self._judged = _WORTH * _TRIED, _TRIED  # tokens of the pool that were written; probes
+        self._given, self._judged = _WORTH * _TRIED, _TRIED  # accepted tokens of the pool; scored probes
         self._pools = PerSalt(self._pool)
         self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
@@ -78,17 +78,17 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         return state
 
     def propose(self, state: LookaheadState, tree: TokenTree) -> None:
-        """Candidates, then probes: they share the node where both have the same token at the same place."""
+        """Attach candidates, then probes; they share a node if both have the same token at the same place."""
         grade = Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[0]):
-            self.branch(state, tree, phrase, 1, grade)
+            self.attach_branch(state, tree, phrase, 1, grade)
             grade = Certainty.OTHER
         if not state.probes:
             self._probe(state, tree)
 
     def observe(self, state: LookaheadState, seen: Observation) -> None:
         walked = zip(seen.path, seen.tokens, strict=False)
-        given = sum(written in state.planted.get(node, ()) for node, written in walked)
+        given = sum(written in state.proposed.get(node, ()) for node, written in walked)
         super().observe(state, seen)
         if seen.seen is not None and seen.seen.top is not None:
             said = dict(zip(seen.seen.ids, seen.seen.top[:, 0].tolist(), strict=True))
@@ -96,7 +96,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
             self._given, self._judged = _FADE * self._given + given, _FADE * self._judged + judged
             self._iterate(state, said)
         self._read(state, seen.tokens)
-        del state.columns[: len(seen.tokens) - 1]  # the root has moved beyond them
+        del state.columns[: len(seen.tokens) - 1]  # the root has moved past them
         state.probes = []
         self._fill(state)
 
@@ -112,14 +112,14 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
             state.last = state.pool.read(state.last, tokens, self._options.ngram - 1)
 
     def _fill(self, state: LookaheadState) -> None:
-        """Begins new columns behind the window, with tokens of the text in an order that looks random."""
+        """Start new columns at the window's end, with pseudo-random tokens of the text."""
         while len(state.columns) < self._options.window:
             state.renewed += 1
             state.columns.append([state.tokens[state.renewed * 40503 % len(state.tokens)]])
 
     def _probe(self, state: LookaheadState, tree: TokenTree) -> None:
-        """The window's nodes, worth what probes brought so far: candidates mostly stand before them in a narrow pass,
-        and the first columns before the others."""
+        """Attach the window's nodes, scored by what probes have gained so far: usually below the candidates, so that
+        these come first in a narrow pass, and the first columns before the others."""
         above, worth = 0, math.log(max(self._given / self._judged, 1e-4))
         for place, column in enumerate(state.columns):
             score = worth - 1e-3 * place
@@ -132,7 +132,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
 
     @staticmethod
     def _node(tree: TokenTree, parent: int, token: int, score: float) -> int:
-        """A node below the parent with this token, whoever's it is; else a new probe."""
+        """Return the parent's child with this token, a new probe if there is none."""
         for child in tree.children(parent):
             if tree.tokens[child] == token:
                 return child
@@ -141,16 +141,16 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         return added
 
     def _iterate(self, state: LookaheadState, said: dict[int, int]) -> None:
-        """One Jacobi step of each column that was judged whole: `said` is what the target says after a node."""
+        """Advance each fully scored column by one Jacobi step; `said`: the target's token after each node, by id."""
         for column, ids in zip(state.columns, state.probes, strict=False):
             if ids[-1] not in said:
                 continue
             column.append(said[ids[-1]])
-            state.pool.learn(column[0], tuple(column[1:]))  # a shorter n-gram as long as the column is new
+            state.pool.learn(column[0], tuple(column[1:]))  # a shorter n-gram while the column is new
             if len(column) == self._options.ngram:
                 del column[0]
 
 
 def build(options: Options, *, given: BuildContext | None = None, **_: object) -> LookaheadDrafter:
-    """The drafter; it needs no model."""
+    """Build the drafter; it needs no model."""
     return LookaheadDrafter(options, given)

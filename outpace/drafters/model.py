@@ -1,8 +1,9 @@
-"""A draft model grows a token tree: the most likely unexpanded nodes of all requests go through one forward.
+"""A draft model grows a token tree: one forward expands the most likely nodes of all requests.
 
-CARD's drafter, arXiv:2508.04462; of width 1 it is the chain of Leviathan et al., arXiv:2211.17192.
+CARD's drafter, arXiv:2508.04462; with width 1 it is the chain of Leviathan et al., arXiv:2211.17192.
 
-K frontier nodes a forward; their best children by path score are kept as C, the other scored children as B.
+Each forward expands K nodes; their best children by path score form the primary cache C, the other scored children
+the secondary cache B.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from outpace.rules.base import top_k_rows
 
 DRAWS = True
 COST = "a forward of the draft model for each layer"
-_CHILDREN = 2  # for each node of the width that a forward may add in any case
+_CHILDREN = 2  # children per expanded node that a forward may always add
 _SCORE = itemgetter(0)
 
 
 @dataclass(frozen=True)
 class Options:
-    """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: the largest tree; `floor`: nodes
-    that the target is less likely to reach are not expanded; `draft_window`: the draft reads this many last tokens of
-    the text when drafting begins; 0: all; the default is in its config.json; `draws`: children drawn below a node of
-    depth 0, 1, ..., with a rule that judges several drawn children; `steps`: forwards that the draft takes in one
-    graph, without the host between them; the default is as many as rounds take, up to 8, on a GPU, else 1."""
+    """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: maximum size of the tree;
+    `floor`: nodes that the target reaches with a lower probability are not expanded; `draft_window`: number of trailing
+    tokens of the text that the draft reads when drafting begins; 0: all; the default is in its config.json; `draws`:
+    children drawn below a node of depth 0, 1, ..., for rules that judge several drawn children; `steps`: forwards that
+    the draft takes in one graph without the host; the default is as many as rounds take, up to 8, on a GPU, otherwise
+    1."""
 
     width: int = 4
     tree_nodes: int = 256
@@ -62,13 +64,14 @@ class Options:
 
 @dataclass
 class ModelState(ExpansionState):
-    """`offers`: what was proposed below a tree node (by id)."""
+    """`offers`: the proposals below a tree node, by id. `choice`: the fitted model of the target's picks for such
+    requests. `adjusting`: the kernels' own adjustments of this request's logits, in whole native rounds."""
 
     offers: dict[int, TopK] = field(default_factory=dict)
     ahead: MultiStepCache = field(default_factory=MultiStepCache)
-    choice: PickModel = field(default_factory=PickModel)  # that of such requests
-    is_drawn: bool = field(init=False)  # its children are
-    adjusting: Any = None  # the kernels' own adjustments of this request's scores, where they carry out its rounds
+    choice: PickModel = field(default_factory=PickModel)
+    is_drawn: bool = field(init=False)
+    adjusting: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,11 +94,11 @@ class ModelDrafter(Drafter):
         self.shares_work = self._ahead.takes_several
 
     def weight_bytes(self, source: Source) -> int | None:
-        """Those of the draft model."""
+        """Return the draft model's weight bytes."""
         return self._grower.model.weight_bytes
 
     def reads_at_most(self, source: Source) -> int | None:
-        """Its window."""
+        """Return the draft window."""
         return self._grower.window or None
 
     def carrier(self, target: Model) -> Carrier | None:
@@ -107,10 +110,10 @@ class ModelDrafter(Drafter):
         return ModelState(request, list(request.prompt), session=self._grower.open(request), choice=choice)
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
-        """One forward of the draft model over the frontiers of all trees; nodes added to each.
+        """Run one forward of the draft model over the frontiers of all trees; return the number of nodes added to each.
 
-        Another forward for a tree to which nothing was added because another drafter's branch stood there already; not
-        for one that has as many nodes as can be verified, and got none that is better.
+        If nothing was added to a tree because another drafter's branch was there already, run another forward for it,
+        unless it has as many nodes as can be verified.
         """
         before = [*map(len, trees)]
         jobs = self._grower.jobs(states, trees)
@@ -123,7 +126,8 @@ class ModelDrafter(Drafter):
         return [*map(sub, map(len, trees), before)]
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        """One forward over the jobs' frontiers, or what such forwards gave before; nodes added to each tree."""
+        """Run one forward over the frontiers, or use forwards taken in advance; return the number of nodes added to
+        each tree."""
         takes_several = self._ahead.takes_several
         if takes_several and (known := self._ahead.known(jobs)) is not None:
             return self._add_all(jobs, known)
@@ -144,12 +148,12 @@ class ModelDrafter(Drafter):
         return added
 
     def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[TopK]]) -> list[int]:
-        """Children that are picked, below each job's frontier; nodes added to each tree."""
+        """Add picked children below each job's frontier; return the number of nodes added to each tree."""
         pairs = zip(jobs, offers, strict=True)
         return [self._add(state, tree, frontier, mine) for (state, tree, frontier), mine in pairs]
 
     def _offers(self, held: SparseLogits, rows: Sequence[Row]) -> list[TopK]:
-        """What is proposed below each row's node; nothing where children are drawn."""
+        """Return the proposals below each row's node; none for rules that draw children."""
         count = self._options.width + SPARE
         for row in rows:
             if is_drawn(row.request):
@@ -173,7 +177,7 @@ class ModelDrafter(Drafter):
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
     def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
-        """By one forward of the draft model."""
+        """Run one forward of the draft model; see the base class."""
         return self._grower.likelihood(state, tokens)
 
     def configure(self, state: ModelState, orders: DraftDirectives) -> None:
@@ -202,11 +206,11 @@ class ModelDrafter(Drafter):
         state.session = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a profile keeps: how the draft's chances came true, for greedy and for sampled requests."""
+        """Return the fitted models of the target's picks, for greedy and for sampled requests."""
         return self._choices.state_dict()
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Begins from a profile."""
+        """Restore the fitted models."""
         self._choices.load_state_dict(kept)
 
     def _add(
@@ -216,15 +220,16 @@ class ModelDrafter(Drafter):
         frontier: Sequence[int],
         offers: Sequence[TopK],
     ) -> int:
-        """Hangs the best children below the frontier: the best K of all are C, the others B. Below each node the best
-        one, whatever its chance, so that none is taken for a leaf again."""
+        """Add the best children below the frontier: the best `width` of them all are primary (C), the others
+        secondary (B). The best child of each node is added whatever its probability, so that the node does not look
+        unexpanded."""
         orders, choice, width, least = state.orders, state.choice, self._options.width, tree.least
         if orders.width:
             width = min(orders.width, width)
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):
             if not tokens:
-                continue  # a constraint allows none of the tokens that the draft has
+                continue  # the constraint allows none of the draft's tokens
             state.offers[tree.ids[node]] = (tokens, values)
             score = tree.scores[node]
             for number, chance in enumerate(choice.log_chances(values, width)):
@@ -241,7 +246,7 @@ class ModelDrafter(Drafter):
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:
-    """The drafter for the draft model, or for several from which each round has its own; UserError without one."""
+    """Build the drafter for the draft model, or one that selects among several draft models; UserError without one."""
     if given.draft is None:
         raise UserError("drafter model needs a draft model, name one with --draft (or draft=...)")
     drafts = (given.draft, *given.others)
@@ -250,6 +255,6 @@ def build(options: Options, *, given: BuildContext) -> Drafter:
 
 
 def _cost(draft: Model, target: Model | None) -> float | None:
-    """Of a step, as a share of the target's pass; both are bound by their weights."""
+    """Return the cost of a step as a fraction of the target pass; both are bound by reading their weights."""
     own, whole = draft.weight_bytes, target.weight_bytes if target is not None else None
     return own / whole if own and whole else None

@@ -19,17 +19,16 @@ from outpace.drafters._carrier import CopiesText
 from outpace.drafters._lookup import NEVER, Certainty, LookupDrafter, LookupState
 from outpace.drafters._ngram_index import NgramIndex
 
-LONGEST = 3  # tokens of an n-gram that the kernels hold
-_LENGTH = itemgetter(0)  # of a match
-_COUNTED = 64  # equal tokens that make a copy no surer than more would
+LONGEST = 3  # longest n-grams that the kernels support
+_COUNTED = 64  # match length beyond which a copy is no more certain
 
 
 @dataclass(frozen=True)
 class Options:
-    """`longest`: the last tokens to match, fewer where there is no match; `copies`: tokens copied of each match;
-    `branches`: the most different copies; `places`: so many are looked at, as branches at least, and those with the
-    longest matches are copied; `least_chance`: tokens less likely to be reached are not proposed, 0: all
-    are, whatever came true in other answers; `window`: the last tokens of the text in which matches are sought."""
+    """`longest`: most trailing tokens to match, fewer if there is no match; `copies`: tokens copied of each match;
+    `branches`: most different copies; `places`: number of places examined, at least `branches`, of which those with the
+    longest matches are copied; `least_chance`: tokens that are less likely to be reached are not proposed, 0: all are,
+    whatever came true in other answers; `window`: number of trailing tokens of the text in which matches are sought."""
 
     longest: int = 3
     copies: int = 10
@@ -49,16 +48,16 @@ class Options:
 
 @dataclass
 class NgramState(LookupState):
-    """Where each n-gram stood so far, of as much of the text as was asked about; `made`: the kernels' own index of the
-    same text, where they copy."""
+    """`index`: the n-grams of the text as far as `indexed`. `made`: the kernels' own index of the same text, in whole
+    native rounds."""
 
     index: NgramIndex = field(default_factory=lambda: NgramIndex((1,), 1))
-    indexed: int = 0  # tokens that the index has
+    indexed: int = 0  # tokens in the index
     made: Any = None
 
 
 class NgramDrafter(LookupDrafter[NgramState], CopiesText):
-    """Grows a branch from the root for some places where the last tokens stood before, longest match first."""
+    """Proposes a branch below the root for some places where the last tokens occurred before, longest match first."""
 
     name = "ngram"
 
@@ -73,23 +72,23 @@ class NgramDrafter(LookupDrafter[NgramState], CopiesText):
         return state
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:
-        """Branches from the root; the first is the likeliest."""
+        """Attach branches below the root, the likeliest first."""
         options, grade = self._options, Certainty.SURE
         state.index.extend(state.tokens[state.indexed :])
         state.indexed = len(state.tokens)
         found = state.index.matches(state.tokens, self._places, _COUNTED)
-        for length, place in sorted(found, key=_LENGTH, reverse=True)[: options.branches]:
+        for length, place in sorted(found, key=itemgetter(0), reverse=True)[: options.branches]:
             tokens = state.index.after(place, options.copies)
-            self.branch(state, tree, tokens, length, grade, options.least_chance)
+            self.attach_branch(state, tree, tokens, length, grade, options.least_chance)
             grade = Certainty.OTHER
 
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]
-        """Whether the kernels hold n-grams of this length."""
+        """Whether the kernels support n-grams of this length."""
         return self._options.longest <= LONGEST
 
     def copied(self, state: NgramState, text: Sequence[int], made: Callable[..., Any]) -> Copied:
-        """The kernels' own copier, which knows all of the text."""
+        """Return the native lookup drafter, up to date with the text."""
         options = self._options
         if state.made is None:
             least = math.log(options.least_chance or NEVER)
@@ -101,9 +100,9 @@ class NgramDrafter(LookupDrafter[NgramState], CopiesText):
     def note(self, state: NgramState, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:
         for node, below in zip(ids, planted, strict=True):
             if below:
-                state.planted[node] = dict(below)
+                state.proposed[node] = dict(below)
 
 
 def build(options: Options, **_: object) -> NgramDrafter:
-    """The drafter; it needs no model."""
+    """Build the drafter; it needs no model."""
     return NgramDrafter(options)

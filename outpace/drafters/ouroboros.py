@@ -1,11 +1,11 @@
-"""A draft model whose drafts are extended by phrases: several tokens in a forward of the draft, and longer drafts.
+"""A draft model whose drafts are extended by phrases: several tokens per draft step, and longer drafts.
 
 Ouroboros: Zhao et al., 2024, arXiv:2402.13720; no training beyond the draft model's.
 
-Phrases of the pool that follow the last token, and those that follow the draft's end, hang on the tree. The draft's
-next forward reads all of them beside the end itself, and the draft goes on behind the last token that it would have
-proposed too; the others stay as suffixes for the target to judge. The pool learns from texts, and from what the target
-says behind rejected tokens. It serves all requests of the same reuse key. In the paper the draft model also looks
+Phrases of the pool that follow the last token, and those that follow the draft's end, are attached to the tree. The
+next forward of the draft reads all of them together with the end itself, and the draft continues after the last token
+that it would have proposed too; the others remain as suffixes for the target to verify. The pool learns from texts, and
+from the target's tokens after rejected ones. Each cache salt has its own pool. In the paper the draft model also looks
 ahead by Jacobi iteration.
 """
 
@@ -28,15 +28,15 @@ from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
 COST = "a forward of the draft model for each piece, which may have several tokens"
-_SCORED = 5  # proposals of which the best is taken, so that its share of the chance is known
+_SCORED = 5  # proposals that are scored, so that the share of the best one is known
 
 
 @dataclass(frozen=True)
 class Options:
-    """`suffixes`: phrases proposed after a token; `phrase`: the most tokens of a phrase; `width`: nodes in a forward of
-    the draft; `tree_nodes`: the largest tree; `floor`: nodes that the target is less likely to reach are not expanded;
-    `leaders`: tokens in the table of phrases; `followers`: phrases kept for each; `phrases`: a file that keeps the
-    table between runs; the default is no file; `draft_window`: as for drafter model."""
+    """`suffixes`: phrases proposed after a token; `phrase`: most tokens of a phrase; `width`: nodes in a forward of the
+    draft; `tree_nodes`: maximum size of the tree; `floor`: nodes that the target reaches with a lower probability are
+    not expanded; `leaders`: tokens in the table of phrases; `followers`: phrases kept for each; `phrases`: a file that
+    keeps the table between runs; the default is no file; `draft_window`: as for drafter model."""
 
     suffixes: int = 3
     phrase: int = 4
@@ -62,23 +62,23 @@ class Options:
 
 @dataclass
 class OuroborosState(LookupState, ExpansionState):
-    """`offers`: what the draft proposed below a node, by id. `last`: the end of the text, whose phrases are not
-    complete. `tree`: the one that was grown last; `end`: the id of the node where the draft goes on. `pool`: that of
-    the request's reuse key."""
+    """`offers`: the draft's proposals below a node, by id. `last`: the end of the text, whose phrases are incomplete.
+    `tree`: the tree that was grown last. `end`: the id of the node where the draft continues (-1: the root). `pool`:
+    the phrases of the request's cache salt."""
 
     offers: dict[int, TopK] = field(default_factory=dict)
     last: list[int] = field(default_factory=list)
     tree: TokenTree | None = None
-    end: int = -1  # -1: the root
+    end: int = -1
     pool: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
 
 
 class OuroborosDrafter(LookupDrafter[OuroborosState]):
-    """Keeps a session of the draft model for each request, and one pool for each reuse key."""
+    """Keeps a session of the draft model for each request, and a pool for each cache salt."""
 
     name = "ouroboros"
     runs_model = True
-    is_fitted = False  # the draft model's nodes stand among its phrases
+    is_fitted = False  # its trees contain the draft model's nodes too
     needs = Needs(top=1)
 
     def __init__(self, model: Model, options: Options, given: BuildContext | None = None) -> None:
@@ -91,11 +91,11 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
     def weight_bytes(self, source: Source) -> int | None:
-        """Those of the draft model."""
+        """Return the draft model's weight bytes."""
         return self._grower.model.weight_bytes
 
     def reads_at_most(self, source: Source) -> int | None:
-        """Its window."""
+        """Return the draft window."""
         return self._grower.window or None
 
     def open(self, request: Request) -> OuroborosState:
@@ -105,32 +105,32 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         return state
 
     def grow(self, states: Sequence[OuroborosState], trees: Sequence[TokenTree]) -> list[int]:
-        """One forward of the draft model over the ends of all drafts and what hangs there; nodes added to each tree.
-        Another one for a draft that did not get further."""
+        """Run one forward of the draft model over the ends of all drafts and the phrases below them; return the number
+        of nodes added to each tree. Run another one for a draft that did not advance."""
         before = [len(tree) for tree in trees]
         for state, tree in zip(states, trees, strict=True):
             state.tree = tree
             if state.end not in tree.ids:
                 state.end = tree.ids[0]
                 self.propose(state, tree)
-        waiting, beside = states, trees
-        while jobs := self._grower.jobs(waiting, beside):
+        waiting, their_trees = states, trees
+        while jobs := self._grower.jobs(waiting, their_trees):
             ends = [job.state.end for job in jobs]
             self._expand(jobs)
             again = [job for job, end in zip(jobs, ends, strict=True) if job.state.end == end]
-            waiting, beside = [job.state for job in again], [job.tree for job in again]
+            waiting, their_trees = [job.state for job in again], [job.tree for job in again]
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def propose(self, state: OuroborosState, tree: TokenTree) -> None:
-        """Hangs phrases behind the draft's end."""
+        """Attach phrases after the draft's end."""
         end, grade = tree.ids.index(state.end), Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[end])[: self._options.suffixes]:
             node = end
             for place, token in enumerate(phrase):
                 if len(tree) >= self._options.tree_nodes:
                     return
-                is_new = token not in state.planted.get(tree.ids[node], ())
-                node = self.plant(state, tree, node, token, kind_of(1 + place, grade))
+                is_new = token not in state.proposed.get(tree.ids[node], ())
+                node = self.attach(state, tree, node, token, kind_of(1 + place, grade))
                 grade = Certainty.SURE if is_new else grade
             grade = Certainty.OTHER
 
@@ -157,26 +157,27 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
             self._kept.write(self._pools.shared)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a profile keeps: how the draft's chances and the phrases came true."""
+        """Return how the draft's proposals and the phrases came true, for the profile."""
         return {"choices": self._choices.state_dict(), "rates": super().state_dict()}
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Begins from a profile."""
+        """Restore both from a profile."""
         self._choices.load_state_dict(kept["choices"])
         super().load_state_dict(kept["rates"])
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        """One forward; each draft goes on as far as it agrees with what hangs at its end, and one token further."""
+        """Run one forward; each draft advances as far as it agrees with the phrases at its end, and one token
+        further."""
         offers, first = top_k_rows(self._grower.score(jobs), rows_of(jobs), _SCORED), 0
         for state, tree, frontier in jobs:
             for node, offer in zip(frontier, offers[first:], strict=False):
                 state.offers[tree.ids[node]] = offer
             first += len(frontier)
-            if self._go_on(state, tree):
+            if self._advance(state, tree):
                 self.propose(state, tree)
 
-    def _go_on(self, state: OuroborosState, tree: TokenTree) -> bool:
-        """Moves the end to what the draft holds likeliest; whether it moved."""
+    def _advance(self, state: OuroborosState, tree: TokenTree) -> bool:
+        """Move the end along the draft's likeliest tokens; return whether it moved."""
         choice, began = self._choices.of(state.request), state.end
         node = tree.ids.index(state.end)
         while (offer := state.offers.get(tree.ids[node], ([], [])))[0] and len(tree) < self._options.tree_nodes:
@@ -185,15 +186,17 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
             if child is None:
                 child = tree.add(node, token, score)
                 assert child is not None
-            tree.scores[child] = max(tree.scores[child], min(score, tree.scores[node]))  # a phrase that is agreed on
+            tree.scores[child] = max(
+                tree.scores[child], min(score, tree.scores[node])
+            )  # the draft agrees with the phrase
             node = child
         state.end = tree.ids[node]
         state.open, state.seen = [], 0  # scores have changed
         return state.end != began
 
     def _reuse(self, state: OuroborosState, seen: Observation) -> None:
-        """Learns what the target says behind rejected nodes, as far as the draft has it too: suffixes that stood in
-        the wrong place."""
+        """Learn the target's tokens after rejected nodes as far as the draft has them too: suffixes that were proposed
+        in the wrong place."""
         tree = state.tree
         if tree is None or seen.seen is None or seen.seen.top is None:
             return
@@ -210,7 +213,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
 
 def build(options: Options, *, given: BuildContext) -> OuroborosDrafter:
-    """The drafter for the draft model; UserError without one."""
+    """Build the drafter for the draft model; UserError without one."""
     if given.draft is None:
         raise UserError("drafter ouroboros needs a draft model, name one with --draft (or draft=...)")
     return OuroborosDrafter(given.draft, options, given)

@@ -1,4 +1,4 @@
-"""Copies the caller's guess of the answer, else an earlier answer to the prompt, and goes on after each difference.
+"""Copies the caller's predicted answer, or an earlier answer to the prompt, and resumes after each difference.
 
 As in OpenAI's predicted outputs (2024, platform.openai.com/docs/guides/predicted-outputs); no training, no model.
 """
@@ -14,12 +14,12 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Source
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
 
-_VOUCHED = 4  # equal tokens that the caller's word counts as, at the beginning of an answer
+_VOUCHED = 4  # matching tokens that the caller's prediction counts as at the beginning of an answer
 
 
 @dataclass(frozen=True)
 class Options:
-    """`ahead`: tokens copied from the prediction; `branches`: the most places in it from which they are copied."""
+    """`ahead`: tokens copied from the prediction; `branches`: most places in it from which they are copied."""
 
     ahead: int = 32
     branches: int = 2
@@ -31,14 +31,15 @@ class Options:
 
 @dataclass
 class PredictionState(LookupState):
-    """Where the answer stands in its prediction; `is_new` until something is written of one that the caller made."""
+    """`alignment`: the answer's position in its prediction. `is_new`: nothing has been written yet, and the prediction
+    is the caller's."""
 
     alignment: Alignment = field(default_factory=lambda: Alignment(()))
     is_new: bool = True
 
 
 class PredictionDrafter(LookupDrafter[PredictionState]):
-    """Grows the prediction's next tokens from the root, for each place where the answer may stand in it."""
+    """Proposes the next tokens of the prediction, for each position that the answer may have in it."""
 
     name = "prediction"
 
@@ -47,7 +48,7 @@ class PredictionDrafter(LookupDrafter[PredictionState]):
         self._options = options
 
     def sources_for(self, request: Request) -> Sequence[Source]:
-        """None for a request without a guess."""
+        """Return no source for a request without a prediction."""
         return self.sources if request.prediction or request.recalled else ()
 
     def open(self, request: Request) -> PredictionState:
@@ -56,11 +57,11 @@ class PredictionDrafter(LookupDrafter[PredictionState]):
         return PredictionState(request, list(request.prompt), alignment=Alignment(guess, before), is_new=is_own)
 
     def propose(self, state: PredictionState, tree: TokenTree) -> None:
-        """Branches from the root, the likelier place first."""
+        """Attach branches below the root, the likelier position first."""
         grade, vouched = Certainty.SURE, _VOUCHED if state.is_new else 0
         for offer in state.alignment.offers[: self._options.branches]:
             tokens: Sequence[int] = state.alignment.tokens(offer, self._options.ahead)
-            self.branch(state, tree, tokens, offer.length + vouched, grade)
+            self.attach_branch(state, tree, tokens, offer.length + vouched, grade)
             grade = Certainty.OTHER
 
     def observe(self, state: PredictionState, seen: Observation) -> None:
@@ -70,5 +71,5 @@ class PredictionDrafter(LookupDrafter[PredictionState]):
 
 
 def build(options: Options, **_: object) -> PredictionDrafter:
-    """The drafter; it needs no model."""
+    """Build the drafter; it needs no model."""
     return PredictionDrafter(options)

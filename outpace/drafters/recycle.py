@@ -2,8 +2,8 @@
 
 Token Recycling: Luo et al., 2024, arXiv:2408.08696; no training, no model.
 
-The paper's tree of 80 nodes has one shape; here the likeliest nodes are taken, by how often a successor of each rank
-was what the target wrote.
+The paper's tree of 80 nodes has a fixed shape; here the likeliest nodes are taken, by how often a successor of each
+rank was accepted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outpace.drafters._lookup import LookupDrafter, LookupState, check_limits, k
 
 @dataclass(frozen=True)
 class Options:
-    """`branches`: likeliest tokens kept for each token; `offered`: nodes proposed in all; `least_chance`: nodes less
-    likely to be reached are not proposed."""
+    """`branches`: likeliest tokens kept for each token; `offered`: nodes proposed in all; `least_chance`: nodes that
+    are less likely to be reached are not proposed."""
 
     branches: int = 8
     offered: int = 80
@@ -38,14 +38,14 @@ Successors = dict[int, Sequence[int]]
 
 @dataclass
 class RecycleState(LookupState):
-    """`successors`: the table of the request's reuse key."""
+    """`successors`: the table of the request's cache salt."""
 
     successors: Successors = field(default_factory=dict)
 
 
 class RecycleDrafter(LookupDrafter[RecycleState]):
-    """Grows the successors of the last token, then theirs, the likeliest first. One table serves all requests of the
-    same reuse key; it has a row for each token of the vocabulary at most."""
+    """Proposes the successors of the last token, then theirs, best first. Each cache salt has its own table, with at
+    most one row per token of the vocabulary."""
 
     name = "recycle"
 
@@ -59,15 +59,15 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
         return RecycleState(request, list(request.prompt), successors=self._tables.of(request.cache_salt))
 
     def propose(self, state: RecycleState, tree: TokenTree) -> None:
-        """Best first; a successor's kind is its rank and whether it stands below the root."""
+        """Extend the best node first; a successor's kind is its rank, and whether it is a child of the root."""
         least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
-        waiting, left = [(0.0, 0, 0)], self._options.offered  # -W, depth, node
+        waiting, left = [(0.0, 0, 0)], self._options.offered  # -path score, depth, node
         while waiting and left > 0:
             loss, depth, node = heappop(waiting)
             for rank, token in enumerate(state.successors.get(tree.tokens[node], ())):
                 kind = kind_of(min(depth, 1), origin=rank)
                 if math.log(self.rate(state, kind)) - loss >= least:
-                    child = self.plant(state, tree, node, token, kind)
+                    child = self.attach(state, tree, node, token, kind)
                     heappush(waiting, (-tree.scores[child], depth + 1, child))
                     left -= 1
 
@@ -78,5 +78,5 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
 
 
 def build(options: Options, **_: object) -> RecycleDrafter:
-    """The drafter; it needs no model."""
+    """Build the drafter; it needs no model."""
     return RecycleDrafter(options)

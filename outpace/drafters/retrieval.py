@@ -2,8 +2,8 @@
 
 REST: He et al., 2023, arXiv:2311.08252; no training, no model.
 
-The datastore (outpace tune --drafter retrieval --corpus ...) is memory-mapped: the texts' tokens, and all places in
-them sorted by the tokens before each, the nearest first. One binary search comes to the places with the longest match.
+The datastore (outpace tune --drafter retrieval --corpus ...) is memory-mapped: the tokens of the texts, and all places
+in them sorted by the tokens before each, read backwards. One binary search finds the places with the longest match.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from outpace.drafters._lookup import (
 from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
 
-STORE = "datastore"  # the option that names the file
+STORE = "datastore"  # name of the option for the file
 DEPTH = 32  # tokens before a place by which places are sorted; a power of two
-LARGEST = 1 << 30  # tokens of a datastore
+LARGEST = 1 << 30  # most tokens of a datastore
 
 
 @dataclass(frozen=True)
 class Options:
-    """`shortest`, `longest`: tokens to match; `places`: places looked at; `copies`: tokens copied of each; `offered`:
-    tokens proposed in all; `branches`: tokens proposed after the same token; `least_chance`: nodes less likely to be
-    reached are not proposed; `datastore`: a file made by outpace tune; the default is the one for this tokenizer."""
+    """`shortest`, `longest`: tokens to match; `places`: places examined; `copies`: tokens copied of each; `offered`:
+    tokens proposed in all; `branches`: tokens proposed after the same token; `least_chance`: nodes that are less
+    likely to be reached are not proposed; `datastore`: a file made by outpace tune; the default is the one for this
+    tokenizer."""
 
     shortest: int = 2
     longest: int = 16
@@ -58,13 +59,13 @@ class Options:
 
 
 class Datastore:
-    """Texts one behind the other, each ended by a break, and their places in order of what stands before them."""
+    """Concatenated texts, each ended by a break, and their places sorted by the tokens before them."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._tokens, self._order = arrays["tokens"], arrays["order"]
 
     def matches(self, text: Sequence[int], count: int, shortest: int, longest: int) -> Iterator[tuple[int, int]]:
-        """(length, place) of the places with the longest match, the longest first."""
+        """Yield (length, place) of the places with the longest matches, the longest first."""
         last = list(text[-longest:])[::-1]
         above = self._insertion(last)
         below = above - 1
@@ -79,12 +80,12 @@ class Datastore:
             lengths[side] = self._length(above if side else below, last)
 
     def after(self, place: int, count: int) -> list[int]:
-        """The tokens that stand at a place and behind it, as far as their text goes."""
+        """Return up to `count` tokens from a place on, within its text."""
         tokens: list[int] = self._tokens[place : place + count].tolist()
         return tokens[: tokens.index(BREAK)] if BREAK in tokens else tokens
 
     def _insertion(self, last: list[int]) -> int:
-        """The first rank whose tokens, read backwards, are not before the text's."""
+        """Return the first rank whose preceding tokens, read backwards, do not sort before the text's."""
         low, high = 0, len(self._order)
         while low < high:
             middle = (low + high) // 2
@@ -95,7 +96,7 @@ class Datastore:
         return low
 
     def _length(self, rank: int, last: list[int]) -> int:
-        """How many tokens before the place of this rank are the text's last ones; -1 where there is no such rank."""
+        """Return how many tokens before this rank's place match the text's last ones; -1 if the rank does not exist."""
         if not 0 <= rank < len(self._order):
             return -1
         length = 0
@@ -106,14 +107,14 @@ class Datastore:
         return length
 
     def _before(self, rank: int, count: int) -> list[int]:
-        """The tokens before the place of this rank, the nearest first."""
+        """Return the tokens before this rank's place, the nearest first."""
         place = int(self._order[rank])
         tokens: list[int] = self._tokens[max(place - count, 0) : place].tolist()
         return tokens[::-1]
 
 
 class RetrievalDrafter(LookupDrafter[LookupState]):
-    """Grows the tree of what followed in the datastore, the likeliest nodes first."""
+    """Proposes the tree of what followed in the datastore, best first."""
 
     name = "retrieval"
 
@@ -125,7 +126,7 @@ class RetrievalDrafter(LookupDrafter[LookupState]):
         return LookupState(request, list(request.prompt))
 
     def propose(self, state: LookupState, tree: TokenTree) -> None:
-        """What followed at the places with the longest match."""
+        """Attach the continuations of the places with the longest matches."""
         options, store = self._options, self._datastore
         found = store.matches(state.tokens, options.places, options.shortest, options.longest)
         copies = [Continuation(length, store.after(place, options.copies)) for length, place in found]
@@ -133,7 +134,7 @@ class RetrievalDrafter(LookupDrafter[LookupState]):
 
 
 def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
-    """The arrays of a datastore. UserError for a corpus in which nothing follows anything, or one too large."""
+    """Build the arrays of a datastore; UserError for a corpus without continuations, or one that is too large."""
     tokens = np.concatenate([np.append(np.asarray(text, np.int32), BREAK) for text in texts] or [np.zeros(0, np.int32)])
     tokens = tokens.astype(np.int32)
     if len(tokens) > LARGEST:
@@ -141,9 +142,11 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
     places = np.flatnonzero((tokens[1:] != BREAK) & (tokens[:-1] != BREAK)) + 1
     if not len(places):
         raise UserError("the corpus has no text of more than one token")
-    ranks = np.unique(np.append(BREAK, tokens[:-1]), return_inverse=True)[1].astype(np.int64)  # of the token before
+    ranks = np.unique(np.append(BREAK, tokens[:-1]), return_inverse=True)[1].astype(
+        np.int64
+    )  # ranks by the token before
     width = 1
-    while width < DEPTH:  # places are ranked by twice as many tokens in each turn
+    while width < DEPTH:  # prefix doubling: each iteration ranks by twice as many tokens
         further = np.zeros_like(ranks)
         further[width:] = ranks[:-width]
         ranks = np.unique(ranks * (ranks.max() + 1) + further, return_inverse=True)[1].astype(np.int64)
@@ -153,7 +156,7 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
 
 
 def build(options: Options, *, given: BuildContext | None = None, **_: Any) -> RetrievalDrafter:
-    """The drafter; UserError without a datastore for the target's tokenizer."""
+    """Build the drafter; UserError without a datastore for the target's tokenizer."""
     path = token_tables.find("retrieval", options.datastore, given)
     if path is None:
         raise UserError(

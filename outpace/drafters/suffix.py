@@ -2,8 +2,8 @@
 
 SuffixDecoding: Oliaro et al., 2024, arXiv:2411.04975; no training, no model.
 
-Chains of n-grams stand for the suffix trees, so that neither work a token nor memory grows with the text: of all
-places where the last tokens stood, those with the longest match are looked at, of these the latest ones.
+Hash chains of n-grams replace the suffix trees, so that neither the work per token nor the memory grows with the text:
+of all earlier occurrences of the last tokens, the longest matches are examined, of these the latest ones.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from outpace.drafters._lookup import (
 )
 from outpace.drafters._ngram_index import BREAK, NgramIndex
 
-_LENGTHS = (1, 2, 4)  # n-grams that are looked up; what is longer is compared token by token
+_LENGTHS = (1, 2, 4)  # indexed n-grams; longer matches are compared token by token
 
 
 @dataclass(frozen=True)
 class Options:
-    """`depth`: the most tokens to match; `places`: places looked at in the text, and as many in past answers;
-    `copies`: tokens copied of each; `offered`: tokens proposed in all; `branches`: tokens proposed after the same
-    token; `least_chance`: nodes less likely to be reached are not proposed; `window`: tokens of the text that are
-    kept; `past`: tokens of past answers that are kept, apart for each reuse key; 0: none."""
+    """`depth`: most tokens to match; `places`: places examined in the text, and as many in past answers; `copies`:
+    tokens copied of each; `offered`: tokens proposed in all; `branches`: tokens proposed after the same token;
+    `least_chance`: nodes that are less likely to be reached are not proposed; `window`: tokens of the text that are
+    kept; `past`: tokens of past answers that are kept, separately for each cache salt; 0: none."""
 
     depth: int = 64
     places: int = 16
@@ -55,14 +55,14 @@ class Options:
 
 @dataclass
 class SuffixState(LookupState):
-    """Where the text's n-grams stood in it."""
+    """The indices of the text and of past answers with the same cache salt."""
 
     index: NgramIndex = field(default_factory=lambda: NgramIndex((1,), 1))
-    past: NgramIndex | None = None  # answers of the same reuse key
+    past: NgramIndex | None = None
 
 
 class SuffixDrafter(LookupDrafter[SuffixState]):
-    """Grows the tree of all that followed, the likeliest nodes first."""
+    """Proposes the tree of all continuations, best first."""
 
     name = "suffix"
 
@@ -79,7 +79,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         return state
 
     def propose(self, state: SuffixState, tree: TokenTree) -> None:
-        """The tree of what followed at the best places of the text and of past answers."""
+        """Attach the continuations of the best places of the text and of past answers."""
         grow_continuations(self, state, tree, list(self._copies(state)), limits_of(self._options))
 
     def observe(self, state: SuffixState, seen: Observation) -> None:
@@ -99,5 +99,5 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
 
 
 def build(options: Options, **_: object) -> SuffixDrafter:
-    """The drafter; it needs no model."""
+    """Build the drafter; it needs no model."""
     return SuffixDrafter(options)

@@ -2,10 +2,9 @@
 
 Universal assisted decoding: Timor et al., 2025, arXiv:2502.05202.
 
-By tokens: its scores are cut to the tokens that both have, so each rule judges it like a draft with a smaller
-vocabulary, and it drafts alike at any temperature. By text: it writes its own likeliest tokens, whatever they are, and
-their text is cut into the target's tokens; for greedy requests. What the target wrote is cut into the draft's tokens
-again before each round.
+By tokens: its logits are restricted to the tokens that both vocabularies share, so each rule judges it like a draft
+with a smaller vocabulary, at any temperature. By text: it writes its own likeliest tokens, and their text is tokenized
+for the target; for greedy requests. The target's text is tokenized for the draft again before each round.
 """
 
 from __future__ import annotations
@@ -25,23 +24,26 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import AcceptanceRate, PickModels
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import most_bytes
+from outpace.drafters._tree_expander import max_session_bytes
 from outpace.models.base import Model, chain
 from outpace.models.text.shared_tokens import shared_tokens
 from outpace.rules.base import top_k_rows
 
-_CHUNK = 256  # tokens a forward
-_TAIL = 48  # target tokens that are cut anew; from so many on, the older ones stay as they are
-_FORCED = 160  # from so many on, even where the cut changes the tokens around it
-_TIMES = 2  # as many tokens of its own, and a chunk more, may the draft need for a text; longer ones it does not read
-_MOST = 8  # forwards of one growth, where nothing new came of the ones before
-BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+_CHUNK = 256  # tokens per forward
+_TAIL = 48  # target tokens that are tokenized again each round; a longer tail is frozen in part
+_FORCED = 160  # a tail of this length is frozen even if that changes tokens at the cut
+_TIMES = 2  # the draft reads texts of up to this many times the target's tokens, plus a chunk
+_MOST = 8  # forwards of one `grow` while no new node results
+BROKEN = "\ufffd"  # replaces bytes that are not a complete character
 
 
 @dataclass
 class TranslatedState(DraftState):
-    """`frozen`: the draft's tokens of the text but for its end, `tail`: that end in the target's. The session holds
-    `read`, of which the last ones are drafted; `wanted` is what it is to hold."""
+    """The text in the draft's tokens.
+
+    `frozen`: the draft's tokens of the text without its end; `tail`: that end in the target's tokens. The session holds
+    `read`, whose last tokens are drafted; `wanted` is what it is to hold.
+    """
 
     session: Any = None
     frozen: list[int] = field(default_factory=list)
@@ -51,45 +53,46 @@ class TranslatedState(DraftState):
 
 
 class TranslatedDrafter(Drafter):
-    """Keeps a session of the draft model in its own tokens for each request. How scores become nodes, and what of a
-    draft lives on, is said in a class for each way."""
+    """Keeps a session of the draft model, in its own tokens, for each request. Subclasses turn scores into nodes and
+    decide which part of a draft lives on."""
 
     name = "translated"
 
     def __init__(self, model: Model, target: Any, draft: Any) -> None:
         """`target` and `draft` are the tokenizers."""
         self._model, self._target, self._draft = model, target, draft
-        self._to_draft: dict[int, int] = {}  # tokens that both have
+        self._to_draft: dict[int, int] = {}  # shared tokens
 
     def weight_bytes(self, source: Source) -> int | None:
-        """Those of the draft model."""
+        """Return the draft model's weight bytes."""
         return self._model.weight_bytes
 
     def open(self, request: Request) -> Any:
         raise NotImplementedError
 
     def extend(self, state: Any, tree: TokenTree, scores: SparseLogits) -> int:
-        """Goes on behind the chain's end by the draft's scores there, one row; nodes added."""
+        """Extend the chain by the draft's logits at its end, one row; return the number of nodes added."""
         raise NotImplementedError
 
     def learn(self, state: Any, seen: Observation) -> None:
-        """What came true."""
+        """Update estimates by what came true."""
         raise NotImplementedError
 
     def lives(self, state: Any, seen: Observation, text: Sequence[int]) -> bool:
-        """Whether the chain goes on behind what was written, which is `text` in the draft's tokens; else it is over."""
+        """Whether the chain continues after the committed text (`text`, in the draft's tokens); otherwise it is
+        dropped."""
         raise NotImplementedError
 
     def begin(self, request: Request, kind: type[Any]) -> Any:
-        """A state of this kind, with the prompt in the draft's tokens."""
+        """Create a state of this kind, with the prompt in the draft's tokens."""
         frozen = self._draft.encode(self._target.decode(request.prompt, skip_special=False))
         longest = len(frozen) + 4 * request.max_tokens + _CHUNK
         session = self._model.open(min(longest, self._model.max_positions), _CHUNK)
         return kind(request, list(request.prompt), session=session, frozen=frozen, wanted=list(frozen))
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """One more place of each chain, by one forward for all; nodes added to each tree. Another forward for those
-        whose place gave no new node."""
+        """Extend each chain by one place, with one forward for all; return the number of nodes added to each tree. Run
+        another forward for those whose place gave no new node."""
         added, asked = [0] * len(trees), list(range(len(trees)))
         for _ in range(_MOST):
             asked = [n for n in asked if len(states[n].read) < len(states[n].wanted) <= _room(states[n])]
@@ -121,7 +124,7 @@ class TranslatedDrafter(Drafter):
         del state.read[common:]
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return most_bytes(self._model, [_most(length + 1) for length in lengths])
+        return max_session_bytes(self._model, [_most(length + 1) for length in lengths])
 
     def pause(self, state: Any) -> None:
         state.session.truncate(0)
@@ -132,14 +135,14 @@ class TranslatedDrafter(Drafter):
         state.session = None
 
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
-        """Feeds what the sessions lack, but for the last chunk."""
+        """Read the tokens that the sessions lack, except the last chunk."""
         while behind := [state for state in states if len(state.wanted) - len(state.read) > _CHUNK]:
             self._model.score_held([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in behind])
             for state in behind:
                 _commit(state)
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
-        """The draft's tokens of a piece of text in the target's; token by token where that is no whole text."""
+        """Tokenize a piece of the target's text for the draft; token by token if it contains incomplete characters."""
         text = self._target.decode(tokens, skip_special=False)
         if BROKEN not in text or len(tokens) < 2:
             own = self._to_draft.get(tokens[0]) if len(tokens) == 1 else None
@@ -148,7 +151,7 @@ class TranslatedDrafter(Drafter):
         return [own for token in tokens for own in self._cut([token])]
 
     def _freeze(self, state: TranslatedState) -> None:
-        """Lets the older half of a long tail stay as it is cut, where that changes nothing."""
+        """Freeze the older half of a long tail if that does not change its tokens."""
         while len(state.tail) > _TAIL:
             half = len(state.tail) // 2
             older, newer = self._cut(state.tail[:half]), self._cut(state.tail[half:])
@@ -159,33 +162,33 @@ class TranslatedDrafter(Drafter):
 
 
 def _most(length: int) -> int:
-    """Tokens of the draft's that are read of a text of so many of the target's."""
+    """Return the most draft tokens that are read of a text of this many target tokens."""
     return _TIMES * length + _CHUNK
 
 
 def _room(state: TranslatedState) -> int:
-    """Tokens that the session may hold at this place of the text."""
+    """Return the most tokens that the session may hold now."""
     return min(_most(len(state.tokens)), state.session.capacity)
 
 
 def _commit(state: TranslatedState) -> None:
-    """What was scored is read."""
+    """Mark what was scored as read."""
     count = state.session.pending
     state.session.keep(range(count))
     state.read += state.wanted[len(state.read) : len(state.read) + count]
 
 
-_ONE = DrawCounts((1,))  # child that is drawn below a node
-_ANCHOR = 4  # tokens before the draft's: how they are spelled may depend on what stands before
-_LIKELY = 0.6  # that a re-encoded token is what the target writes, until it is known
+_ONE = DrawCounts((1,))  # one child is drawn below a node
+_ANCHOR = 4  # tokens before the draft's that are decoded with them, since spelling may depend on them
+_LIKELY = 0.6  # prior of the acceptance rate of a re-encoded token
 WAYS = ("tokens", "text")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`by`: tokens: proposes the tokens that both tokenizers have, at any temperature; text: proposes the draft's text,
-    tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place of
-    the chain, which continues after the likeliest."""
+    """`by`: tokens: proposes the tokens that both tokenizers share, at any temperature; text: proposes the draft's
+    text, tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place
+    of the chain, which continues after the likeliest."""
 
     by: str = "tokens"
     width: int = 4
@@ -198,17 +201,17 @@ class Options:
 
 @dataclass
 class ByTokensState(TranslatedState):
-    """The chain ends at the node with id `leaf`."""
+    """The chain ends at the node with id `leaf` (-1: the root). `offers`: proposals below a tree node, by id."""
 
     leaf: int = -1  # -1: the root
     offers: dict[int, TopK] = field(default_factory=dict)  # by node id
 
 
 class ByTokens(TranslatedDrafter):
-    """Offers the tokens that both have."""
+    """Proposes the tokens that both vocabularies share."""
 
     def __init__(self, given: BuildContext, options: Options) -> None:
-        """UserError where the tokenizers have no token in common."""
+        """UserError if the tokenizers share no token."""
         super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
         pairs = shared_tokens(given.tokenizer, given.draft_tokenizer)
         self._vocab = given.target.vocab_size if given.target is not None else given.tokenizer.size
@@ -216,10 +219,10 @@ class ByTokens(TranslatedDrafter):
         if not len(pairs):
             advice = "it cannot draft for it by tokens; it may by text (--by text)"
             raise UserError(f"the draft's tokenizer has no token in common with the target's: {advice}")
-        self._pairs = pairs  # [shared tokens, (the target's, the draft's)], rising by the first
+        self._pairs = pairs  # [shared tokens, (target id, draft id)], sorted by target id
         self._to_draft = dict(pairs.tolist())
-        self._ids: np.ndarray | None = None  # of them those that the draft's output layer has, the target's ids
-        self._columns = np.empty(0, np.int64)  # where the draft's scores have them
+        self._ids: np.ndarray | None = None  # target ids of the shared tokens that the draft's output layer has
+        self._columns = np.empty(0, np.int64)  # their columns in the draft's logits
         self._choices, self._width = PickModels(), options.width
 
     def open(self, request: Request) -> ByTokensState:
@@ -227,7 +230,7 @@ class ByTokens(TranslatedDrafter):
         return state
 
     def extend(self, state: ByTokensState, tree: TokenTree, scores: SparseLogits) -> int:
-        """Hangs children below the chain's end, and makes the likeliest its end."""
+        """Add children below the chain's end; the likeliest becomes its end."""
         held = self._of_target(scores)
         if not held.values.shape[1]:
             return 0
@@ -244,7 +247,8 @@ class ByTokens(TranslatedDrafter):
         return len(tree) - before
 
     def _of_target(self, scores: SparseLogits) -> SparseLogits:
-        """The scores of the tokens that both have. On the host without torch, whose threads cost more than a row."""
+        """Return the logits of shared tokens, without torch if they are on the host, where its threads cost more than a
+        row."""
         if self._ids is None:
             self._ids, self._columns = _shared(self._pairs, scores.ids)
         host = host_rows(scores.values)
@@ -258,13 +262,13 @@ class ByTokens(TranslatedDrafter):
         state.offers = {node: state.offers[node] for node in seen.tree.ids if node in state.offers}
 
     def lives(self, state: ByTokensState, seen: Observation, text: Sequence[int]) -> bool:
-        """Where its end stands in the tree that lives on, and the text is cut as it was."""
+        """Continue if the chain's end is in the new tree and the text was tokenized as before."""
         lives = state.leaf in seen.tree.ids and state.wanted[: len(text)] == list(text)
         state.leaf = state.leaf if lives else -1
         return lives
 
     def _pick(self, state: ByTokensState, tree: TokenTree, node: int, offer: TopK) -> int | None:
-        """Adds what is offered below a node; the likeliest child, None where nothing is."""
+        """Add the proposals below a node; return the likeliest child, None without proposals."""
         tokens, values = offer
         if not tokens:
             return None
@@ -277,14 +281,14 @@ class ByTokens(TranslatedDrafter):
 
 @dataclass
 class ByTextState(TranslatedState):
-    """`own`: the draft's tokens behind the text; `planted`: the tokens that were offered below each node, by its id."""
+    """`own`: the draft's tokens after the text; `proposed`: the tokens proposed below each node, by id."""
 
     own: list[int] = field(default_factory=list)
-    planted: dict[int, set[int]] = field(default_factory=dict)
+    proposed: dict[int, set[int]] = field(default_factory=dict)
 
 
 class ByText(TranslatedDrafter):
-    """Offers the text of the draft's likeliest tokens, in the target's."""
+    """Proposes the text of the draft's likeliest tokens, in the target's tokens."""
 
     def __init__(self, given: BuildContext) -> None:
         super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
@@ -295,16 +299,16 @@ class ByText(TranslatedDrafter):
         return state
 
     def extend(self, state: ByTextState, tree: TokenTree, scores: SparseLogits) -> int:
-        """One more token of the draft's; its text may end the last of the target's tokens in another way."""
+        """Take one more of the draft's tokens; its text may change how the last target token is split."""
         place = int(scores.values[0].argmax())
         token = place if scores.ids is None else int(scores.ids[place])
         if token in self._draft.special_ids:
-            return 0  # it would end the answer here
+            return 0  # it would end the answer
         state.own.append(token)
         state.wanted.append(token)
         node, before = 0, len(tree)
         for one in self._target.continuation(self._spelled(state)):
-            state.planted.setdefault(tree.ids[node], set()).add(one)
+            state.proposed.setdefault(tree.ids[node], set()).add(one)
             child = tree.child(node, one)
             if child is None:
                 child = tree.add(node, one, tree.scores[node] + math.log(self._rate.value))
@@ -314,17 +318,17 @@ class ByText(TranslatedDrafter):
 
     def learn(self, state: ByTextState, seen: Observation) -> None:
         for node, written in zip(seen.path, seen.tokens, strict=False):
-            if node in state.planted:
-                self._rate.learn(written in state.planted[node])
-        state.planted = {}
+            if node in state.proposed:
+                self._rate.learn(written in state.proposed[node])
+        state.proposed = {}
 
     def lives(self, state: ByTextState, seen: Observation, text: Sequence[int]) -> bool:
-        """Never: it is drafted anew, and what it has in common with the text need not be read again."""
+        """Return False: it drafts anew, and tokens in common with the text need not be read again."""
         state.own = []
         return False
 
     def _spelled(self, state: ByTextState) -> str:
-        """The text of the draft's own tokens, without a character that is not whole yet."""
+        """Return the text of the draft's own tokens, without an incomplete character at its end."""
         anchor = state.wanted[: len(state.wanted) - len(state.own)][-_ANCHOR:]
         known = self._draft.decode(anchor, skip_special=False)
         text: str = self._draft.decode([*anchor, *state.own], skip_special=False)
@@ -332,8 +336,8 @@ class ByText(TranslatedDrafter):
 
 
 def _shared(pairs: np.ndarray, held: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Of pairs of tokens those whose second is held (rising; None: all are): the first ones, and the second ones'
-    places."""
+    """Return, for pairs of tokens whose second one is in `held` (rising; None: all are), the first tokens and the
+    places of the second ones."""
     if held is None:
         return pairs[:, 0].copy(), pairs[:, 1].copy()
     pairs = pairs[np.isin(pairs[:, 1], held)]
@@ -341,13 +345,13 @@ def _shared(pairs: np.ndarray, held: np.ndarray | None) -> tuple[np.ndarray, np.
 
 
 def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """The tokens from below the root down to a node."""
+    """Return the tokens from below the root down to a node."""
     path = [tree.tokens[one] for one in tree.ancestry(node)]
     return tuple(path[-2::-1])
 
 
 def build(options: Options, *, given: BuildContext) -> TranslatedDrafter:
-    """The drafter for the draft model; UserError without one, or where the tokenizers have no token in common."""
+    """Build the drafter; UserError without a draft model, or if the tokenizers share no token."""
     if given.draft is None:
         raise UserError("drafter translated needs a draft model, name one with --draft (or draft=...)")
     if given.tokenizer is None or given.draft_tokenizer is None:

@@ -1,7 +1,7 @@
-"""A file of token tables that a drafter looks things up in: memory-mapped, with a checksum, made for one tokenizer.
+"""Files of token tables that drafters look things up in: memory-mapped, with a checksum, made for one tokenizer.
 
-A line that names the format, a line of JSON (kind, tokenizer, arrays, checksum), then the arrays. It is written beside
-its place and moved there whole, so that whoever has the old file open keeps it.
+A line names the format, a line of JSON has kind, tokenizer, arrays and checksum, then the arrays follow. Files are
+replaced atomically, so that processes that have the old one open keep it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from outpace.models.files.cache_folder import cache_folder
 
 SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"
-_LONGEST = 1 << 20  # bytes of the line of JSON
-_BLOCK = 1 << 24  # bytes that the checksum reads at a time
+_LONGEST = 1 << 20  # most bytes of the line of JSON
+_BLOCK = 1 << 24  # bytes per step of the checksum
 Arrays = Mapping[str, np.ndarray]
 
 
 def write(path: Path, kind: str, tokenizer: str, arrays: Arrays) -> None:
-    """Writes a file whole or not at all; UserError where the place cannot be written."""
+    """Write a file completely or not at all; UserError if the place cannot be written."""
     bodies = [np.ascontiguousarray(array) for array in arrays.values()]
     shapes = {name: [str(body.dtype), list(body.shape)] for name, body in zip(arrays, bodies, strict=True)}
     head: dict[str, Any] = {"kind": kind, "tokenizer": tokenizer, "arrays": shapes}
@@ -54,8 +54,8 @@ def write(path: Path, kind: str, tokenizer: str, arrays: Arrays) -> None:
 
 
 def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[str, np.ndarray]:
-    """The arrays of a file, mapped into memory; `tokenizer` None: whoever asks has checked it. UserError for a file
-    that is torn, of another kind or for another tokenizer; `again`: what to do then."""
+    """Map the arrays of a file into memory; `tokenizer` None skips that check. UserError, with the advice `again`, for
+    a file that is damaged, of another kind or for another tokenizer."""
     again = again or f"build it again with outpace tune --drafter {kind} --corpus ..."
     try:
         with path.open("rb") as file:
@@ -79,8 +79,8 @@ def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[
 
 
 def find(kind: str, named: str, given: BuildContext | None) -> Path | None:
-    """The file that an option names; for "" that of the target's tokenizer, if there is one: the user's, else the one
-    that comes with outpace; None for "none"."""
+    """Return the file that an option names; for "" the file for the target's tokenizer, if there is one: the user's
+    before the shipped one; None for "none"."""
     if named == "none":
         return None
     if named:
@@ -93,22 +93,22 @@ def find(kind: str, named: str, given: BuildContext | None) -> Path | None:
 
 
 def place_of(kind: str, tokenizer: str) -> Path:
-    """Where the file of a tokenizer lies unless another place is named."""
+    """Return the default path of a tokenizer's file."""
     return cache_folder() / "tables" / file_name(kind, tokenizer)
 
 
 def file_name(kind: str, tokenizer: str) -> str:
-    """By which the file for a tokenizer is found."""
+    """Return the file name for a tokenizer."""
     return f"{kind}-{tokenizer[:16]}.tables"
 
 
 def tokenizer_of(given: BuildContext | None) -> str | None:
-    """The target's tokenizer in a word; None where it is not known."""
+    """Return the fingerprint of the target's tokenizer; None if it is unknown."""
     return given.tokenizer.fingerprint if given is not None and given.tokenizer is not None else None
 
 
 def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays where they lie; ValueError unless the file ends where the last one does."""
+    """Map the arrays; ValueError unless the file ends exactly after the last one."""
     arrays: dict[str, np.ndarray] = {}
     for name, (kind, shape) in shapes.items():
         dtype = np.dtype(kind)
@@ -127,7 +127,7 @@ def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.n
 
 
 def _checksum(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
-    """Of all that the file holds, but for the checksum itself."""
+    """Return the checksum of everything in the file but the checksum itself."""
     digest = lazy_sha256(json.dumps(head).encode())
     for array in arrays:
         flat = array.reshape(-1).view(np.uint8)
