@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,12 +112,10 @@ def wait_for(condition: Any) -> None:
 
 
 @contextmanager
-def served(
-    llm: outpace.LLM, limits: ServerLimits | None = None, now: Callable[[], float] = time.monotonic, **options: Any
-) -> Iterator[Served]:
-    """Serve a model until the block ends. `now` is the system's clock."""
+def served(llm: outpace.LLM, limits: ServerLimits | None = None, **options: Any) -> Iterator[Served]:
+    """Serve a model until the block ends."""
     settings = ServerOptions(port=0, limits=limits or ServerLimits(), **options)
-    service = Service(llm, settings, now)
+    service = Service(llm, settings)
     server = make_server(build_app(service), service)
     with listen(settings) as listener:
         port = listener.getsockname()[1]

@@ -12,8 +12,8 @@ from files import write_gguf
 
 from outpace.api.llm import LLM
 from outpace.bench.table_files import make_table
-from outpace.cli.process import reading
-from outpace.cli.sampling_options import Structured
+from outpace.cli.process import standard_input
+from outpace.cli.sampling_options import StructureFlags
 from outpace.core.errors import UserError
 from outpace.models.files.cache_folder import new_folder, write_error
 from outpace.models.load import Progress
@@ -49,7 +49,7 @@ def test_unreadable_api_keys(tmp_path: Path) -> None:
 def test_standard_input_that_is_not_text(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the locale C.UTF-8, which is common in containers, Python keeps such bytes by default."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
-    with pytest.raises(UserError, match=r"standard input is not text in utf-8 \(byte 3\)"), reading() as stream:
+    with pytest.raises(UserError, match=r"standard input is not text in utf-8 \(byte 3\)"), standard_input() as stream:
         stream.read()
 
 
@@ -67,7 +67,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
 
 def test_json_schema_takes_a_file() -> None:
     with pytest.raises(UserError, match=r"--json-schema names a file: \{\} does not exist"):
-        Structured(json_schema="{}").asked()
+        StructureFlags(json_schema="{}").structured_outputs()
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
     ("words", "said"),
     [
         (["generate"], "missing argument 'PROMPT'; - reads it from standard input"),
-        (["generate", "--version"], "--version is asked of the program alone: `outpace --version`"),
+        (["generate", "--version"], "--version is an option of the program, not of a command: `outpace --version`"),
         (["generate", "x", "--temperature", "abc"], "'--temperature': it must be a number\n"),
         (["tune", "--rounds", "1.5"], "'--rounds': it must be a whole number\n"),
         (["generate", "x", "--draft-length", "4"], "(--draft-length) of method auto"),
@@ -319,7 +319,7 @@ def test_doctor_measures_the_shipped_model(capsys: pytest.CaptureFixture[str]) -
         main(["doctor", "--json"])
     model = json.loads(capsys.readouterr().out)["model"]
     assert end.value.code == 0
-    if model == {"missing": doctor_file.NOT_MADE}:
+    if model == {"missing": doctor_file.NOT_CONVERTED}:
         pytest.skip("without the native kernels it would be converted first")
     expected = {"file": 96436224, "float32": 538060032}  # with the native kernels, and without
     assert model["weight_bytes"] == expected[model["precision"]]
@@ -327,7 +327,7 @@ def test_doctor_measures_the_shipped_model(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_and_version_load_no_torch() -> None:
-    script = "import sys; from outpace.cli import display, doctor, demo, chat, extra, generate, methods, options"
+    script = "import sys; from outpace.cli import display, doctor, demo, chat, flags, generate, methods, options"
     check = "; heavy = {'torch', 'transformers'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     lazy = "import sys, types, pathlib; m = types.ModuleType('outpace'); sys.modules['outpace'] = m; "
     lazy += "m.__path__ = [str(pathlib.Path('outpace').resolve())]; "

@@ -18,7 +18,7 @@ from outpace.api.stream import Result
 from outpace.api.text import Piece
 from outpace.cli import display
 from outpace.cli.demo import Comparison
-from outpace.cli.display import LoadingBar, Page, printable
+from outpace.cli.display import LoadingBar, TextPrinter, printable
 from outpace.cli.main import main
 from outpace.core.stats import RoundStats, summarize
 
@@ -44,10 +44,10 @@ def test_color_marks_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     terminal = Console(file=file, force_terminal=True, color_system="standard", highlight=False, markup=False)
     monkeypatch.setattr(display, "stdout", lambda: terminal)
-    page = Page(color=True)
-    page.show(Piece("own [b]", (1,), False))
-    page.show(Piece("drafted\x1b[2J", (2,), True))
-    page.end()
+    printer = TextPrinter(color=True)
+    printer.show(Piece("own [b]", (1,), False))
+    printer.show(Piece("drafted\x1b[2J", (2,), True))
+    printer.end()
     assert file.getvalue() == "own [b]\x1b[32mdrafted[2J\x1b[0m\n"
     assert printable("a\tb\n\x07\x9b é") == "a\tb\n é"
 

@@ -19,7 +19,7 @@ from turns import in_turn
 import outpace
 from outpace.cli.generate import generate
 from outpace.cli.main import main
-from outpace.cli.options import FLAGS, ModelFlags
+from outpace.cli.options import LOAD_FLAGS, ModelFlags
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import FLOATS, LoadOptions
@@ -180,5 +180,5 @@ def test_a_name_that_no_part_knows_is_refused(folder: Path) -> None:
 def test_flags_are_those_of_the_options_with_their_defaults() -> None:
     flags = inspect.signature(generate).parameters
     for field in fields(LoadOptions):
-        assert (field.name in FLAGS[LoadOptions]) == (field.name in flags), field.name
+        assert (field.name in LOAD_FLAGS) == (field.name in flags), field.name
         assert field.name not in flags or flags[field.name].default == field.default

@@ -14,7 +14,7 @@ from test_library import folder
 
 import outpace
 from outpace.cli.main import main
-from outpace.cli.remote import Remote
+from outpace.cli.remote import RemoteModel
 from outpace.core.errors import UserError
 
 
@@ -104,8 +104,8 @@ def odd() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
-        (200, b"hello", "does not speak the OpenAI API"),
-        (200, b"[]", "does not speak the OpenAI API"),
+        (200, b"hello", "does not have the OpenAI API"),
+        (200, b"[]", "does not have the OpenAI API"),
         (200, b'{"data": []}', "lists no model"),
         (401, b'{"error": {"message": "a key is needed"}}', "status 401: a key is needed"),
         (500, b"oh", "status 500"),
@@ -114,7 +114,7 @@ def odd() -> Iterator[str]:
 def test_an_odd_server_is_told(odd: str, status: int, body: bytes, says: str) -> None:
     Odd.replies = {"/v1/models": (status, body)}
     with pytest.raises(UserError, match=says):
-        Remote(odd, None, None)
+        RemoteModel(odd, None, None)
 
 
 def test_an_error_in_a_stream_is_told(odd: str) -> None:
@@ -122,5 +122,5 @@ def test_an_error_in_a_stream_is_told(odd: str) -> None:
     Odd.replies = {"/base/v1/chat/completions": (200, stream)}
     shown: list[str] = []
     with pytest.raises(UserError, match="the server ended the answer: no more"):
-        Remote(f"{odd}/base", "key", "x").answer([], {}, shown.append)
+        RemoteModel(f"{odd}/base", "key", "x").answer([], {}, shown.append)
     assert shown == ["hi"]

@@ -67,13 +67,13 @@ def test_another_error_comes_before_the_interrupt() -> None:
 
 def test_what_is_taken_is_forgotten() -> None:
     with process.at_safe_points():
-        assert not process.taken()
+        assert not process.take()
         interrupt()
-        assert process.taken()
-        assert not process.taken()
+        assert process.take()
+        assert not process.take()
         process.check()
         interrupt()  # a first one again
-        assert process.taken()
+        assert process.take()
 
 
 def test_an_answer_is_stopped_at_once_or_before_it_begins() -> None:
@@ -84,10 +84,10 @@ def test_an_answer_is_stopped_at_once_or_before_it_begins() -> None:
             assert stopped == [1]
         with process.stopping(lambda: stopped.append(2)):  # the first one is not taken yet
             assert stopped == [1, 2]
-        assert process.taken()
+        assert process.take()
         interrupt()
         assert stopped == [1, 2]
-        assert process.taken()
+        assert process.take()
     with process.stopping(lambda: stopped.append(3)), pytest.raises(KeyboardInterrupt):
         interrupt()
     assert stopped == [1, 2]

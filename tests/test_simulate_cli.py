@@ -71,7 +71,7 @@ def test_a_trace_with_measured_times_to_files(run: Run, tmp_path: Path) -> None:
         (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
         (("--acceptance", "0.5", "--methods", "lookahead"), "name the models with --target, --draft"),
         (("--acceptance", "0.5", "--draft", "auto"), "give it with --trace FILE"),
-        (("--acceptance", "0.5", "--tasks", "gsm8k"), "tasks are those of a trace"),
+        (("--acceptance", "0.5", "--tasks", "gsm8k"), "--tasks selects answers of a trace"),
         (("--acceptance", "0.5", "--json", "/nowhere/r.json"), "--json is /nowhere/r.json, but there is no folder"),
         (("--acceptance", "0.5", "--plot", "/nowhere/p.png"), "--plot is /nowhere/p.png, but there is no folder"),
         (("--acceptance", "0.5", "--plot", "p.zzz"), "--plot is p.zzz, its name must end with one of"),

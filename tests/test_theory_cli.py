@@ -33,7 +33,7 @@ def test_positions_have_acceptances_of_their_own() -> None:
 
 def test_the_table_shows_the_best_length() -> None:
     said = CliRunner().invoke(app, ["theory", "--acceptance", "1.0", "--cost", "0"], env={"COLUMNS": "100"}).output
-    assert "limit in turn: none" in said
+    assert "limit sequential: none" in said
     assert "11.00" in said
 
 

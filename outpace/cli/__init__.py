@@ -1,1 +1,1 @@
-"""The command line: one file a command. It imports the other floors late, so that --help is quick."""
+"""The command line: one file a command. Heavy packages are imported inside functions, so that --help is quick."""

@@ -1,4 +1,4 @@
-"""`outpace bench`: methods and other engines side by side, on the same prompts, in turn."""
+"""`outpace bench`: compare methods and other engines on the same prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
-from outpace.cli.options import ModelFlags, flags
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
-from outpace.cli.process import INTERRUPTED, as_interrupt
+from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.cli.sampling_options import MaxTokens, Seed, Temperature
 from outpace.core.errors import UserError, check_whole
 
@@ -30,67 +31,55 @@ MEASURED, KEPT = "What is measured", "What is kept"
 
 
 @dataclass(frozen=True)
-class Measuring:
-    """Who takes part, on what, and how often."""
+class BenchFlags:
+    """The methods, the prompts, and the number of repetitions."""
 
     tasks: Annotated[
         str,
-        typer.Option(
-            help="Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin,"
+        flag(
+            "Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin,"
             " repetition, summaries, answers, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
-            rich_help_panel=MEASURED,
+            MEASURED,
         ),
     ] = "builtin"
     methods: Annotated[
         str,
-        typer.Option(
-            help="Methods, joined by commas, each with options of its own if needed, as in"
+        flag(
+            "Methods, joined by commas, each with options of its own if needed, as in"
             " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
-            rich_help_panel=MEASURED,
+            MEASURED,
         ),
     ] = "auto,card,speculative"
     rules: Annotated[
         str,
-        typer.Option(
-            help="Rules, joined by commas, each with options of its own if needed, as in block,lenience:lenience=0.4;"
-            " each of the methods is measured with each of them. all: those that fit a method and the temperature.",
-            rich_help_panel=MEASURED,
+        flag(
+            "Rules, joined by commas, each with options of its own if needed, as in"
+            " block,lenience:lenience=0.4; each of the methods is measured with each of them. all: those that"
+            " fit a method and the temperature.",
+            MEASURED,
         ),
     ] = ""
-    peers: Annotated[
-        str,
-        typer.Option(
-            help="Other engines, joined by commas, as in llama_cpp,transformers; or all.", rich_help_panel=MEASURED
-        ),
-    ] = ""
-    prompts: Annotated[
-        int, typer.Option(help="The number of prompts taken from the start of each task.", rich_help_panel=MEASURED)
-    ] = 10
+    peers: Annotated[str, flag("Other engines, joined by commas, as in llama_cpp,transformers; or all.", MEASURED)] = ""
+    prompts: Annotated[int, flag("Number of prompts taken from the start of each task.", MEASURED)] = 10
     turns: Annotated[
         int,
-        typer.Option(
-            help="The number of turns taken of each conversation, such as MT-bench's, with plain decoding's answers"
+        flag(
+            "Number of turns taken of each conversation, such as MT-bench's, with plain decoding's answers"
             " between them. Each later turn is a task of its own.",
-            rich_help_panel=MEASURED,
+            MEASURED,
         ),
     ] = 1
-    rounds: Annotated[int, typer.Option(help="How often everything is measured.", rich_help_panel=MEASURED)] = 1
-    batch: Annotated[
-        str, typer.Option(help="Numbers of requests at once, as in 1,2,8,16; not for peers.", rich_help_panel=MEASURED)
-    ] = "1"
+    rounds: Annotated[int, flag("Number of repetitions of all measurements.", MEASURED)] = 1
+    batch: Annotated[str, flag("Numbers of concurrent requests, as in 1,2,8,16; not for peers.", MEASURED)] = "1"
     inflate: Annotated[
-        int,
-        typer.Option(
-            help="Emulate a target that is this many times as large, by layers that do not change its text.",
-            rich_help_panel=MEASURED,
-        ),
+        int, flag("Emulate a target that is this many times as large, by layers that do not change its text.", MEASURED)
     ] = 1
     run_tests: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Score programs that the models write by running their tests, each in a confined process.",
+            MEASURED,
             "--run-tests",
-            help="Score programs that the models write by running their tests, each in a confined process.",
-            rich_help_panel=MEASURED,
         ),
     ] = False
     max_tokens: MaxTokens = 128
@@ -99,103 +88,93 @@ class Measuring:
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """Where results go."""
+class ResultFlags:
+    """The files of the results."""
 
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to which each result is written at once; run again to continue a bench that stopped.",
-            rich_help_panel=KEPT,
-        ),
+        flag("Folder to which each result is written at once; run again to continue a bench that stopped.", KEPT),
     ] = None
-    json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None
-    plot: Annotated[Path | None, typer.Option(help="File for a plot: .png, .svg or .pdf.", rich_help_panel=KEPT)] = None
+    json: Annotated[Path | None, flag("File for the rows of the table.", KEPT)] = None
+    plot: Annotated[Path | None, flag("File for a plot: .png, .svg or .pdf.", KEPT)] = None
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="File for a trace of what the draft proposes, for outpace simulate; nothing is measured.",
-            rich_help_panel=KEPT,
-        ),
+        flag("File for a trace of what the draft proposes, for outpace simulate; nothing is measured.", KEPT),
     ] = None
 
 
-QUIET = 60.0  # seconds between two lines where there is no terminal
-WIDTH = 120  # that the table takes at least; a narrower terminal breaks its lines
+LINE_SECONDS = 60.0  # between two progress lines without a terminal
+MIN_WIDTH = 120  # of the table; a narrower terminal wraps it
 
 
 @flags
 def bench(
-    loading: ModelFlags,
-    measuring: Measuring,
-    keeping: Keeping,
+    model: ModelFlags,
+    bench_flags: BenchFlags,
+    results: ResultFlags,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A B", help="Compare two results, files of --json or folders of --out; nothing is measured."
-        ),
+        flag("Compare two results, files of --json or folders of --out; nothing is measured.", metavar="A B"),
     ] = None,
 ) -> None:
     """Measure methods and other engines on the same prompts, and compare their texts."""
     if compare is not None:
         _compare(*compare)
         return
-    _check_files(keeping)
-    options = _options(loading, measuring)
-    with as_interrupt(), _open(loading, options) as llm:
-        if keeping.trace is not None:
-            _trace(llm, options, keeping.trace)
-        elif not _measure(llm, options, keeping, loading.options.device, measuring.run_tests):
+    check_file("--json", results.json)
+    check_file("--trace", results.trace)
+    check_folder("--out", results.out)
+    check_plot("--plot", results.plot)
+    options = _options(model, bench_flags)
+    with sigterm_as_interrupt(), _open(model, options) as llm:
+        if results.trace is not None:
+            _trace(llm, options, results.trace)
+        elif not _measure(llm, options, results, model.options.device, bench_flags.run_tests):
             raise typer.Exit(INTERRUPTED)
 
 
-def _check_files(keeping: Keeping) -> None:
-    check_file("--json", keeping.json)
-    check_file("--trace", keeping.trace)
-    check_folder("--out", keeping.out)
-    check_plot("--plot", keeping.plot)
-
-
-def _options(loading: ModelFlags, measuring: Measuring) -> Any:
-    """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
+def _options(model: ModelFlags, bench_flags: BenchFlags) -> Any:
+    """Convert the flags to BenchOptions, and check names before a model is loaded."""
     from outpace.api.params import SamplingParams
     from outpace.bench import contenders, sandbox
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 
-    if loading.method != "auto":
-        raise UserError(f"--method is {loading.method!r}, a bench takes several: write --methods {loading.method}")
-    check_whole("inflate", measuring.inflate, 1, 64)
-    common = _common(loading)
-    if measuring.run_tests and not sandbox.is_available():
+    if model.method != "auto":
+        raise UserError(f"--method is {model.method!r}, a bench takes several: write --methods {model.method}")
+    check_whole("inflate", bench_flags.inflate, 1, 64)
+    common = _common(model)
+    if bench_flags.run_tests and not sandbox.is_available():
         raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
-    sampling = SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed)
-    methods = contenders.parse_methods(measuring.methods, common)
-    if measuring.rules:
-        methods = contenders.with_rules(methods, measuring.rules, sampling.sampling)
-    peers = ",".join(contenders.peer_names()) if measuring.peers == "all" else measuring.peers
+    sampling = SamplingParams(
+        max_tokens=bench_flags.max_tokens, temperature=bench_flags.temperature, seed=bench_flags.seed
+    )
+    methods = contenders.parse_methods(bench_flags.methods, common)
+    if bench_flags.rules:
+        methods = contenders.with_rules(methods, bench_flags.rules, sampling.sampling)
+    peers = ",".join(contenders.peer_names()) if bench_flags.peers == "all" else bench_flags.peers
     options = BenchOptions(
-        tasks=tuple(part.strip() for part in measuring.tasks.split(",") if part.strip()),
+        tasks=tuple(part.strip() for part in bench_flags.tasks.split(",") if part.strip()),
         methods=tuple(methods),
         peers=tuple(contenders.parse_peers(peers)),
-        prompts=measuring.prompts,
-        turns=measuring.turns,
-        rounds=measuring.rounds,
-        batch=_counts(measuring.batch),
-        inflate=measuring.inflate,
-        target=loading.target,
+        prompts=bench_flags.prompts,
+        turns=bench_flags.turns,
+        rounds=bench_flags.rounds,
+        batch=_counts(bench_flags.batch),
+        inflate=bench_flags.inflate,
+        target=model.target,
         sampling_params=sampling,
     )
     check_batches(options, collect(options.tasks, options.prompts, options.turns))
     if options.inflate > 1:
-        _check_inflated(loading, options)
+        _check_inflated(model, options)
     return options
 
 
-def _common(loading: ModelFlags) -> dict[str, Any]:
-    """The flags that are options of every method with a drafter, where they were given."""
+def _common(model: ModelFlags) -> dict[str, Any]:
+    """Return the given flags that are options of every method with a drafter."""
     names = ("drafter", "rule", "worker", "draft_threads", "nodes")
-    return {name: value for name in names if (value := getattr(loading, name)) != getattr(ModelFlags, name)}
+    return {name: value for name in names if (value := getattr(model, name)) != getattr(ModelFlags, name)}
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -205,53 +184,52 @@ def _counts(text: str) -> tuple[int, ...]:
         raise UserError(f"--batch is {text!r}, it must be whole numbers joined by commas, as in 1,2,8") from None
 
 
-def _check_inflated(loading: ModelFlags, options: Any) -> None:
-    """Layers that write nothing would be drafted with, or skipped: both would flatter us."""
+def _check_inflated(model: ModelFlags, options: Any) -> None:
+    """Refuse drafts of added layers or without them: these layers change no text, so the results would be too good."""
     drafters = [str(contender.options.get("drafter", "")) for contender in options.methods]
     skips = next((name for name in drafters if "layer" in name), None)
-    layers = next((draft for draft in loading.draft or () if draft.startswith("layers:")), None)
+    layers = next((draft for draft in model.draft or () if draft.startswith("layers:")), None)
     if layers or skips:
         named = skips or layers
         raise UserError(f"--inflate does not go with {named}: its added layers cost time and write nothing")
 
 
-def _open(loading: ModelFlags, options: Any) -> LLM:
+def _open(model: ModelFlags, options: Any) -> LLM:
     extra = {"inflate": options.inflate, "profile": False}
-    return replace(loading, nodes=None, rule="auto", worker=None, draft_threads=1).open(extra)
+    return replace(model, nodes=None, rule="auto", worker=None, draft_threads=1).open(extra)
 
 
-def _measure(llm: LLM, options: Any, keeping: Keeping, device: str, runs_tests: bool) -> bool:
-    """Runs what is not there yet, and shows all that is finished; False after Ctrl-C."""
+def _measure(llm: LLM, options: Any, results: ResultFlags, device: str, runs_tests: bool) -> bool:
+    """Run what has no result yet, and show all finished results. Return False after Ctrl-C."""
     from outpace.bench import report
     from outpace.bench.run import Bench
     from outpace.bench.store import Store
 
     facts = report.about(llm, options.inflate, shlex.join(["outpace", *sys.argv[1:]]), device)
-    store = Store(keeping.out, options.settings(llm))
+    store = Store(results.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
-        whole = _run(running, runs_tests)
-        failed = _show(running, facts, keeping)
-        if whole and (reason := running.failure) is not None:
+        is_complete = _run(running, runs_tests)
+        failed = _show(running, facts, results)
+        if is_complete and (reason := running.failure) is not None:
             failed.append(UserError(f"no answer was finished, the first one failed with {reason}"))
         raise_last(failed)
-    return whole
+    return is_complete
 
 
 def _run(running: Any, runs_tests: bool) -> bool:
-    """Measures, then judges, with a bar on stderr where somebody looks on, else a line a minute."""
+    """Measure, then score, with a progress bar, or a line a minute without a terminal. Return False after Ctrl-C."""
     from outpace.bench.judging import judge
 
     console = display.stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("warming up", total=None)
-
         said = time.monotonic()
 
         def show(what: str, done: int, total: int) -> None:
             nonlocal said
             progress.update(task, description=what, completed=done, total=total)
-            if not console.is_terminal and time.monotonic() - said > QUIET:
+            if not console.is_terminal and time.monotonic() - said > LINE_SECONDS:
                 said = time.monotonic()
                 display.say(f"{done} of {total}, {what}")
 
@@ -263,8 +241,8 @@ def _run(running: Any, runs_tests: bool) -> bool:
     return True
 
 
-def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> list[UserError]:
-    """The table, the files, and the line of JSON; why files could not be written."""
+def _show(running: Any, facts: dict[str, Any], results: ResultFlags) -> list[UserError]:
+    """Show the table, and write the files and the line of JSON. Return errors of writing."""
     from outpace.bench import report
     from outpace.bench.judging import with_score_gaps
     from outpace.bench.plot import plot
@@ -272,21 +250,21 @@ def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> list[UserErr
 
     found = with_score_gaps(running.rows(), running)
     plain = report.plain_rows(found, facts)
-    _page().print(report.tables(found, facts))
-    files = [file for file in (keeping.json, keeping.out and keeping.out / ROWS) if file is not None]
+    _console().print(report.tables(found, facts))
+    files = [file for file in (results.json, results.out and results.out / ROWS) if file is not None]
     failed = write_all(partial(report.write_json, file, plain) for file in files)
-    if keeping.plot is not None and found:
-        failed += write_all([partial(plot, found, facts, keeping.plot)])
-    if keeping.out is not None and found:  # nobody asked for this one: matplotlib may be missing
-        for error in write_all([partial(plot, found, facts, keeping.out / PLOT)]):
+    if results.plot is not None and found:
+        failed += write_all([partial(plot, found, facts, results.plot)])
+    if results.out is not None and found:  # not requested, so that a missing matplotlib is no error
+        for error in write_all([partial(plot, found, facts, results.out / PLOT)]):
             display.say(f"warning: {error}", "yellow")
     display.print_for_machines({"rows": plain, **facts})
     return failed
 
 
-def _page() -> Console:
+def _console() -> Console:
     console = display.stdout()
-    console.width = max(console.width, WIDTH)
+    console.width = max(console.width, MIN_WIDTH)
     return console
 
 
@@ -295,7 +273,7 @@ def _compare(one: Path, other: Path) -> None:
 
     first, second = compare.read(one), compare.read(other)
     found = compare.side_by_side(first, second)
-    console = _page()
+    console = _console()
     console.print(compare.table(found))
     for line in (f"A: {one}", f"B: {other}", *compare.differences(first, second)):
         console.print(line, style=display.GREY)
@@ -303,28 +281,29 @@ def _compare(one: Path, other: Path) -> None:
 
 
 def _trace(llm: LLM, options: Any, file: Path) -> None:
-    """Plain decoding's text and the draft's proposals at every place of it."""
+    """Record the text of plain decoding and the draft's proposals at each position."""
     from outpace.bench.tasks import Conversations, check_turns, collect
     from outpace.simulate.trace import RecordOptions, record
 
     if llm.draft is None:
         raise UserError("--trace records a pair, name a draft with --draft")
-    asked = collect(options.tasks, options.prompts, options.turns)
-    check_turns(asked, llm.tokenizer)
-    drawn = options.sampling_params
-
-    talks = Conversations(llm.tokenizer, lambda prompt: llm.generate(list(prompt), drawn, plain=True)[0].tokens)
-    prompts: Sequence[Sequence[int]] = [talks.prompt(one) for one in asked]
+    tasks = collect(options.tasks, options.prompts, options.turns)
+    check_turns(tasks, llm.tokenizer)
+    params = options.sampling_params
+    conversations = Conversations(
+        llm.tokenizer, lambda prompt: llm.generate(list(prompt), params, plain=True)[0].tokens
+    )
+    prompts: Sequence[Sequence[int]] = [conversations.prompt(one) for one in tasks]
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))
-        settings = RecordOptions(drawn.max_tokens, sampling=drawn.sampling, seed=drawn.seed)
+        settings = RecordOptions(params.max_tokens, sampling=params.sampling, seed=params.seed)
         trace = record(
             llm.target,
             llm.draft,
             prompts,
             settings,
-            tasks=[one.task for one in asked],
+            tasks=[one.task for one in tasks],
             progress=lambda done, total: progress.update(task, completed=done),
         )
     trace.save(file)

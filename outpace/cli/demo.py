@@ -1,4 +1,4 @@
-"""`outpace demo`: one prompt by plain decoding and by three methods, side by side in time and text."""
+"""`outpace demo`: compare speed and text of plain decoding and three methods on two prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
-from outpace.cli.options import Draft, Drafter, Json, ModelFlags, Target, flags
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import Drafter, DraftModel, Json, ModelFlags, Target
 from outpace.cli.sampling_options import MaxTokens, SamplingFlags, Seed, Temperature
 from outpace.core.errors import check_range
 
@@ -36,21 +37,18 @@ GREEN = " Accepted tokens are green above."
 DISTURBED = (
     "Other work on this machine disturbed these times; they cannot be trusted. Run the demo again when it is idle."
 )
-METHODS = {
-    "auto": "the default method: {drafter}, as much as pays",
-    "card": "CARD, {drafter} drafting beside it",
-    "speculative": "draft-then-verify, {drafter} in turn",
-}
-UNEVEN = 1.5  # rounds of plain decoding that differ by more than this were disturbed
-DIFFERENT = 1  # the exit status when the two texts differ
+METHODS = ("auto", "card", "speculative")  # the first one's answer is streamed
+TITLE = "the default method: {drafter}, as much as pays"
+MAX_VARIATION = 1.5  # plain decoding's rounds that differ by a larger factor were disturbed
+DIFFERENT = 1  # the exit status if the texts differ
 
 
 @dataclass(frozen=True)
-class Showing:
-    """The demo's own few options."""
+class DemoFlags:
+    """The models, and how answers are sampled."""
 
     target: Target = None
-    draft: Draft = None
+    draft: DraftModel = None
     drafter: Drafter = None
     max_tokens: MaxTokens = 128
     temperature: Temperature = 0.0
@@ -59,7 +57,7 @@ class Showing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt's answers by plain decoding and by each of the other methods, a round each."""
+    """Answers to one prompt by plain decoding and by each method, one for each round."""
 
     title: str
     plain: list[Result]
@@ -67,7 +65,7 @@ class Comparison:
 
     @property
     def differs_at(self) -> int | None:
-        """The first token at which an answer left the first plain one's text; None if all are equal."""
+        """The first token at which an answer differs from the first plain one; None if all are equal."""
         expected = self.plain[0].tokens
         for result in (*self.plain, *(result for results in self.fast.values() for result in results)):
             if result.tokens != expected:
@@ -78,9 +76,9 @@ class Comparison:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the times cannot be right: plain runs differ widely, or a gain exceeds the mean accepted length."""
+        """Whether the times are implausible: plain runs differ widely, or a gain exceeds the mean accepted length."""
         plain = [result.tokens_per_second for result in self.plain]
-        return max(plain) > UNEVEN * min(plain) or any(
+        return max(plain) > MAX_VARIATION * min(plain) or any(
             median(result.tokens_per_second for result in results)
             > 1.1 * median(plain) * max(result.figures.mean_accepted_length for result in results)
             for results in self.fast.values()
@@ -90,21 +88,19 @@ class Comparison:
 @flags
 def demo(
     ctx: typer.Context,
-    showing: Showing,
-    prompt: Annotated[
-        str, typer.Option(help="A prompt of your own instead of the first of the two.", show_default=False)
-    ] = PROMPT,
-    rounds: Annotated[int, typer.Option(help="Runs of each method; the table shows their medians.")] = 3,
+    demo_flags: DemoFlags,
+    prompt: Annotated[str, flag("A prompt of your own instead of the first of the two.", show_default=False)] = PROMPT,
+    rounds: Annotated[int, flag("Runs of each method; the table shows their medians.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Compare four methods on two prompts: their speed, and whether their texts are equal."""
-    writing = SamplingFlags(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
-    writing.check()
+    sampling = SamplingFlags(max_tokens=demo_flags.max_tokens, temperature=demo_flags.temperature, seed=demo_flags.seed)
+    sampling.check()
     check_range("rounds", rounds, 1, 1000)
     with ExitStack() as stack:
-        drafter, llms = _open(showing, ctx.obj or {}, as_json, stack)
-        show = Show(llms, writing, drafter, rounds, as_json)
-        found = [show.stream(prompt), show.time("a story", STORY)]
+        drafter, llms = _open(demo_flags, ctx.obj or {}, as_json, stack)
+        runner = DemoRunner(llms, sampling, drafter, rounds, as_json)
+        found = [runner.stream(prompt), runner.time("a story", STORY)]
     if as_json:
         display.print_json(_record(found, drafter))
     else:
@@ -113,14 +109,14 @@ def demo(
         raise typer.Exit(DIFFERENT)
 
 
-def _open(showing: Showing, extra: Mapping[str, Any], quiet: bool, stack: ExitStack) -> tuple[str, dict[str, LLM]]:
-    """The drafter, and an LLM for each of METHODS over the same models; `extra` are options of methods and drafter."""
+def _open(demo_flags: DemoFlags, extra: Mapping[str, Any], quiet: bool, stack: ExitStack) -> tuple[str, dict[str, LLM]]:
+    """Return the drafter, and an LLM for each method over the same models. `extra` are passed-through options."""
     from outpace.api.llm import LLM
 
     first, *others = METHODS
-    chosen = showing.drafter or ("model+ngram" if _has_draft(showing) else "ngram")
-    loading = ModelFlags(target=showing.target, draft=showing.draft, drafter=chosen, method=first)
-    llm = stack.enter_context(loading.open(_known(extra, first, chosen), quiet=quiet, bar_after=0.0))
+    chosen = demo_flags.drafter or ("model+ngram" if _has_draft(demo_flags) else "ngram")
+    flags_ = ModelFlags(target=demo_flags.target, draft=demo_flags.draft, drafter=chosen, method=first)
+    llm = stack.enter_context(flags_.open(_known(extra, first, chosen), quiet=quiet, bar_after=0.0))
     llms = {first: llm}
     for name in others:
         known = _known(extra, name, chosen)
@@ -128,43 +124,39 @@ def _open(showing: Showing, extra: Mapping[str, Any], quiet: bool, stack: ExitSt
     return chosen, llms
 
 
-def _has_draft(showing: Showing) -> bool:
+def _has_draft(demo_flags: DemoFlags) -> bool:
     from outpace.models.files.find import shipped_model
     from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 
-    if showing.draft is not None or showing.target is not None:
-        return bool(showing.draft) and showing.draft != [NO_DRAFT]
+    if demo_flags.draft is not None or demo_flags.target is not None:
+        return bool(demo_flags.draft) and demo_flags.draft != [NO_DRAFT]
     return shipped_draft(shipped_model().stem) is not None
 
 
 def _known(extra: Mapping[str, Any], method: str, drafter: str) -> dict[str, Any]:
-    """Those options that this method or the drafter has, and those that no method has, which it then refuses."""
+    """Return the options of this method or the drafter, and those of no method, which it then refuses."""
     from outpace.core import registry
 
     def names(module: Any) -> set[str]:
         return {field.name for field in fields(module.Options)}
 
     others = set().union(*(names(registry.find("decoders", name)) for name in METHODS if name != method))
-    own = names(registry.find("decoders", method)).union(*(names(m) for m in _drafters(drafter)))
+    own = names(registry.find("decoders", method))
+    own |= {name for part in drafter.split("+") for name in names(registry.find("drafters", part))}
     return {name: value for name, value in extra.items() if name in own or name not in others}
 
 
-def _drafters(names: str) -> list[Any]:
-    from outpace.core import registry
+class DemoRunner:
+    """Runs the methods one after the other over the same models, and shows the first round."""
 
-    return [registry.find("drafters", name) for name in names.split("+")]
-
-
-class Show:
-    """Runs the methods in turn over the same models, and shows the first round."""
-
-    def __init__(self, llms: Mapping[str, LLM], writing: SamplingFlags, drafter: str, rounds: int, quiet: bool) -> None:
+    def __init__(
+        self, llms: Mapping[str, LLM], sampling: SamplingFlags, drafter: str, rounds: int, quiet: bool
+    ) -> None:
         self._llms, self._drafter, self._rounds, self._quiet = llms, drafter, rounds, quiet
-        self._first = next(iter(llms))
-        self._options = writing.options()
+        self._options = sampling.options()
 
     def stream(self, prompt: str) -> Comparison:
-        """The first answers, plain and by the first method, are streamed where somebody looks on."""
+        """Time a prompt; unless quiet, stream the first answers of plain decoding and the first method."""
         self._warm_up()
         if self._quiet:
             return self.time("your prompt", prompt)
@@ -172,35 +164,32 @@ class Show:
         console.print("Prompt", style="bold")
         console.print(prompt, style=display.GREY)
         shown: dict[str | None, Result] = {}
-        for title, method in (("Plain decoding", None), (self._title(self._first), self._first)):
+        for title, method in (("Plain decoding", None), (TITLE.format(drafter=self._drafter), METHODS[0])):
             console.print(f"\n{title}", style="bold")
-            shown[method] = self._answer(prompt, method, display.Page(color=True))
+            shown[method] = self._answer(prompt, method, display.TextPrinter(color=True))
         return self._compare("the prompt above", "the same again", prompt, shown)
 
     def time(self, title: str, prompt: str) -> Comparison:
-        """All rounds in silence."""
+        """Time a prompt without showing answers."""
         return self._compare(title, title, prompt, {})
-
-    def _title(self, method: str) -> str:
-        return METHODS[method].format(drafter=self._drafter)
 
     def _warm_up(self) -> None:
         for llm in self._llms.values():
             for plain in (True, False):
                 llm.generate(["one two three one two three"], max_tokens=8, plain=plain)
 
-    def _answer(self, prompt: str, method: str | None, page: display.Page | None = None) -> Result:
-        llm = self._llms[method or self._first]
+    def _answer(self, prompt: str, method: str | None, printer: display.TextPrinter | None = None) -> Result:
+        llm = self._llms[method or METHODS[0]]
         stream = llm.stream([{"role": "user", "content": prompt}], plain=method is None, **self._options)
-        whole = display.write_answer(stream, page.show if page else lambda piece: None)
-        if page:
-            page.end()
-        if not whole:
+        is_complete = display.write_answer(stream, printer.show if printer else lambda piece: None)
+        if printer:
+            printer.end()
+        if not is_complete:
             raise KeyboardInterrupt
         return stream.finish()
 
     def _compare(self, title: str, doing: str, prompt: str, shown: Mapping[str | None, Result]) -> Comparison:
-        """All rounds of all methods, in turn; those `shown` already stand for the first."""
+        """Run all rounds of all methods. Answers in `shown` count as the first round."""
         console = display.stderr()
         found: dict[str | None, list[Result]] = {method: [] for method in (None, *self._llms)}
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
@@ -216,7 +205,7 @@ class Show:
 
 
 def _report(found: Sequence[Comparison], drafter: str) -> None:
-    """Equal or not, the table, and what it does and does not say."""
+    """Print whether the texts are equal, the table, and its caption."""
     console = display.stdout()
     console.print()
     for comparison in found:
@@ -227,7 +216,7 @@ def _report(found: Sequence[Comparison], drafter: str) -> None:
             console.print(f"DIFFERENT TEXT, {comparison.title}: from token {place + 1} on.", style="bold red")
     console.print(_table(found, drafter))
     rounds = len(found[0].plain)
-    runs = "one run" if rounds == 1 else f"medians of {rounds} runs, taken in turn"
+    runs = "one run" if rounds == 1 else f"medians of {rounds} alternating runs"
     if any(comparison.is_disturbed for comparison in found):
         console.print(DISTURBED, style="yellow")
     green = GREEN if console.color_system else ""

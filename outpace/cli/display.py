@@ -1,4 +1,4 @@
-"""What the commands show: text as it comes, a grey line of figures, tables, a bar while a model is loaded."""
+"""Output of the commands: streamed text, a summary line, JSON, and a progress bar while a model is loaded."""
 
 from __future__ import annotations
 
@@ -24,61 +24,61 @@ GREY = "bright_black"
 
 
 def stdout() -> Console:
-    """A console for what was asked for."""
+    """Return a console for the results of a command."""
     return Console(highlight=False, markup=False)
 
 
 def stderr() -> Console:
-    """A console for everything about it."""
+    """Return a console for everything else."""
     return Console(stderr=True, highlight=False, markup=False)
 
 
 def say(text: str, style: str = GREY) -> None:
-    """One line on stderr, never broken by us."""
+    """Print one line to stderr without wrapping it."""
     stderr().print(text, style=style, soft_wrap=True)
 
 
 def show_warnings_plainly() -> None:
-    """Warnings become a line each, without the place in the code that raised them."""
+    """Show each warning as one line, without its place in the code."""
     warnings.showwarning = lambda message, *place: say(f"warning: {message}", "yellow")
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """The one line of JSON."""
+    """Print one line of JSON to stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def print_for_machines(value: Mapping[str, Any]) -> None:
-    """The last line of what people read too: nothing on a terminal, where it would push the table away."""
+    """Print a last line of JSON after a table, except on a terminal, where it would scroll the table away."""
     if not sys.stdout.isatty():
         print_json(value)
 
 
 def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:
-    """Shows each piece as it comes; False if Ctrl-C ended the answer. Warnings wait until it is over."""
+    """Show each piece as it comes; return False if Ctrl-C ended the answer. Warnings are shown after it."""
     with warnings.catch_warnings(record=True) as caught, process.at_safe_points():
         with process.stopping(stream.abort):
             for piece in stream:
                 show(piece)
-        whole = not process.taken()
+        is_complete = not process.take()
     for warning in caught:
         say(f"warning: {warning.message}", "yellow")
-    return whole
+    return is_complete
 
 
-class Page:
-    """Writes pieces to stdout at once, accepted draft tokens in colour where that is asked for."""
+class TextPrinter:
+    """Writes pieces to stdout at once; with `color`, accepted draft tokens in colour."""
 
     def __init__(self, color: bool = False) -> None:
         self._console, self._color, self._last = stdout(), color, "\n"
 
     def show(self, piece: Piece) -> None:
-        """Writes one piece."""
+        """Write one piece."""
         self.write(piece.text, DRAFTED if self._color and piece.is_draft else None)
 
     def write(self, text: str, style: str | None = None) -> None:
-        """Writes text."""
+        """Write text."""
         if text:
             shown = printable(text) if self._console.is_terminal else text
             self._console.out(shown, style=style, end="")
@@ -86,18 +86,18 @@ class Page:
             self._last = text[-1]
 
     def end(self) -> None:
-        """Ends the line if one is begun."""
+        """End the current line, if any."""
         if self._last != "\n":
             self._console.out("")
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal: a model may write escape sequences."""
+    """Remove control characters: a model may write escape sequences."""
     return "".join(sign for sign in text if sign in "\n\t" or (sign >= " " and not "\x7f" <= sign <= "\x9f"))
 
 
 def figures(result: Result) -> dict[str, float | None]:
-    """The figures of an answer under the names that all commands use; None where there is none."""
+    """Return the statistics of an answer under the names that all commands use; None if unknown."""
     return {
         "tokens_per_second": round(result.tokens_per_second, 3),
         "time_to_first_token": round(result.time_to_first_token, 4) if result.tokens else None,
@@ -108,17 +108,17 @@ def figures(result: Result) -> dict[str, float | None]:
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """None stays None."""
+    """Round a number; None stays None."""
     return None if value is None else round(value, digits)
 
 
 def percent(value: float | None) -> str:
-    """A share for people."""
+    """Format a share."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def summary(result: Result, second: str = "") -> str:
-    """The grey line: tokens/s, what stands second, mean accepted length, hit rate; and whether the answer was cut."""
+    """Return the summary of an answer: tokens/s, `second`, mean accepted length, hit rate, and whether it was cut."""
     method = result.method if result.lossless else f"{result.method} (lossy)"
     if not result.tokens:
         return f"{method}: stopped before the first token"
@@ -134,16 +134,16 @@ def summary(result: Result, second: str = "") -> str:
 
 
 class LoadingBar:
-    """A bar on stderr once loading takes longer than `after` seconds; none with `quiet` or without a terminal.
+    """A progress bar on stderr once loading takes longer than `after` seconds; none with `quiet` or without a terminal.
 
-    Called as the library's `progress(stage, fraction)`.
+    The library calls it as `progress(stage, fraction)`.
     """
 
     def __init__(self, quiet: bool = False, after: float = 0.5) -> None:
         console = stderr()
         columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn())
         self._bar = Progress(*columns, console=console, transient=True)
-        self._silent = quiet or not console.is_terminal
+        self._is_silent = quiet or not console.is_terminal
         self._due = time.monotonic() + after
         self._task: TaskID | None = None
         self._points = process.at_safe_points()
@@ -160,9 +160,9 @@ class LoadingBar:
         self._points.__exit__(kind, error, trace)
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """Shows how far a stage is. Between two stages nothing is half done."""
+        """Show the progress of a stage. Each call is a safe point for interrupts."""
         process.check()
-        if self._silent or time.monotonic() < self._due:
+        if self._is_silent or time.monotonic() < self._due:
             return
         if self._task is None:
             self._task = self._bar.add_task(stage, total=1.0)

@@ -1,4 +1,4 @@
-"""`outpace distill`: trains a draft for a target from the target alone; writes prompts, judges, packs or unpacks."""
+"""`outpace distill`: train a draft for a target on the target's own text; or write prompts, evaluate, pack, unpack."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from outpace.cli import display
-from outpace.cli.options import Json, Target, flags
-from outpace.cli.process import as_interrupt
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import Json, Target
+from outpace.cli.process import sigterm_as_interrupt
 from outpace.cli.sampling_options import Seed
 from outpace.core.errors import UserError, check_range, check_whole
 
@@ -21,217 +20,151 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str) -> float:
-    """A time such as 90s, 30m or 1.5h, in seconds."""
+    """Convert a time such as 90s, 30m or 1.5h to seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if match is None:
         raise UserError(f"budget is {text!r}, it must be a time such as 90s, 30m or 2h")
     return float(match[1]) * UNITS[match[2]]
 
 
-AMOUNT, SHAPE, TRAINING, JUDGING, STORING = "Amount", "DraftFlags", "Training", "Evaluation", "Packing"
+AMOUNT, SHAPE, TRAINING, EVALUATION, PACKING = "Amount", "Draft", "Training", "Evaluation", "Packing"
 
 
 @dataclass(frozen=True)
-class Amount:
-    """How much text, from which prompts."""
+class TextFlags:
+    """The text to train on."""
 
     prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="Prompts: a .jsonl file, hub:NAME or builtin; may be repeated.", rich_help_panel=AMOUNT),
+        list[str] | None, flag("Prompts: a .jsonl file, hub:NAME or builtin; may be repeated.", AMOUNT)
     ] = None
     write_prompts: Annotated[
         int | None,
-        typer.Option(
-            help="Let the target write so many prompts of its own to prompts.jsonl in --out, and do nothing else.",
-            rich_help_panel=AMOUNT,
-        ),
+        flag("Let the target write this many prompts to prompts.jsonl in --out, and do nothing else.", AMOUNT),
     ] = None
     begin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="With --write-prompts, how they begin: 'Write a Python function'; several are taken in turn.",
-            rich_help_panel=AMOUNT,
-        ),
+        flag("With --write-prompts, how they begin: 'Write a Python function'; several are used alternately.", AMOUNT),
     ] = None
-    budget: Annotated[
-        str | None, typer.Option(help="Time for text and training together: 90s, 30m, 2h.", rich_help_panel=AMOUNT)
-    ] = None
+    budget: Annotated[str | None, flag("Time for text and training together: 90s, 30m, 2h.", AMOUNT)] = None
     tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Instead of a budget: tokens of text that the target writes; answers that were begun are finished.",
-            rich_help_panel=AMOUNT,
-        ),
+        flag("Instead of a budget: tokens of text that the target writes; started answers are finished.", AMOUNT),
     ] = None
-    epochs: Annotated[float, typer.Option(help="How often training goes through the text.", rich_help_panel=AMOUNT)] = (
-        3.0
-    )
-    answer_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", rich_help_panel=AMOUNT)] = 256
+    epochs: Annotated[float, flag("How often training goes through the text.", AMOUNT)] = 3.0
+    answer_tokens: Annotated[int, flag("The longest answer, in tokens.", AMOUNT)] = 256
     rows: Annotated[
         int | None,
-        typer.Option(
-            help="Answers that the target writes at once; the default is 128 on a CPU and at most 1,024 on a GPU.",
-            rich_help_panel=AMOUNT,
-        ),
+        flag("Answers that the target writes at once; the default is 128 on a CPU and at most 1,024 on a GPU.", AMOUNT),
     ] = None
     temperatures: Annotated[
         str,
-        typer.Option(
-            help="Temperatures of the answers, in turn; one that is named twice gets twice the share.",
-            rich_help_panel=AMOUNT,
-        ),
+        flag("Temperatures of the answers, used alternately; one that is named twice gets twice the share.", AMOUNT),
     ] = "0,0.8,1"
-    stage: Annotated[str, typer.Option(help="The stage to run: text, train, judge or all.", rich_help_panel=AMOUNT)] = (
-        "all"
-    )
+    stage: Annotated[str, flag("The stage to run: text, train, judge or all.", AMOUNT)] = "all"
 
 
 @dataclass(frozen=True)
-class DraftFlags:
-    """The draft's shape."""
+class ShapeFlags:
+    """The shape of the draft."""
 
     layers: Annotated[
-        str,
-        typer.Option(
-            help="Layers of the draft: how many, or which of the target's, as in 0,14,29.", rich_help_panel=SHAPE
-        ),
+        str, flag("Layers of the draft: a number, or the indices of target layers, as in 0,14,29.", SHAPE)
     ] = "3"
-    hidden: Annotated[
-        int | None, typer.Option(help="Width of the draft; the default is the target's.", rich_help_panel=SHAPE)
-    ] = None
+    hidden: Annotated[int | None, flag("Width of the draft; the default is the target's.", SHAPE)] = None
     init: Annotated[
         str,
-        typer.Option(
-            help="Start from the target's layers (layers), random weights (fresh) or a draft (folder, or shipped).",
-            rich_help_panel=SHAPE,
-        ),
+        flag("Start from the target's layers (layers), random weights (fresh) or a draft (folder, or shipped).", SHAPE),
     ] = "layers"
-    vocab: Annotated[
-        int,
-        typer.Option(
-            help="Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.", rich_help_panel=SHAPE
-        ),
-    ] = 0
+    vocab: Annotated[int, flag("Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.", SHAPE)] = 0
 
 
 @dataclass(frozen=True)
-class Training:
-    """How it learns."""
+class TrainingFlags:
+    """The training."""
 
-    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.", rich_help_panel=TRAINING)] = 1e-3
-    cooldown: Annotated[
-        float, typer.Option(help="Share of training over which the learning rate falls.", rich_help_panel=TRAINING)
-    ] = 1.0
-    warmup: Annotated[int, typer.Option(help="Steps over which the learning rate rises.", rich_help_panel=TRAINING)] = (
-        40
-    )
+    learning_rate: Annotated[float, flag("The highest learning rate.", TRAINING)] = 1e-3
+    cooldown: Annotated[float, flag("Share of training over which the learning rate falls.", TRAINING)] = 1.0
+    warmup: Annotated[int, flag("Steps over which the learning rate rises.", TRAINING)] = 40
     batch_rows: Annotated[
-        int | None,
-        typer.Option(
-            help="Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.",
-            rich_help_panel=TRAINING,
-        ),
+        int | None, flag("Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.", TRAINING)
     ] = None
-    length: Annotated[int, typer.Option(help="Tokens in a row.", rich_help_panel=TRAINING)] = 512
+    length: Annotated[int, flag("Tokens in a row.", TRAINING)] = 512
     divergence: Annotated[
-        str,
-        typer.Option(
-            help="Divergence from the target: forward_kl, reverse_kl or total_variation.", rich_help_panel=TRAINING
-        ),
+        str, flag("Divergence from the target: forward_kl, reverse_kl or total_variation.", TRAINING)
     ] = "forward_kl"
-    token_weight: Annotated[
-        float, typer.Option(help="Weight of the cross-entropy in the loss.", rich_help_panel=TRAINING)
-    ] = 0.2
-    distribution_weight: Annotated[
-        float, typer.Option(help="Weight of the divergence in the loss.", rich_help_panel=TRAINING)
-    ] = 0.8
-    save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.", rich_help_panel=TRAINING)] = 180.0
+    token_weight: Annotated[float, flag("Weight of the cross-entropy in the loss.", TRAINING)] = 0.2
+    distribution_weight: Annotated[float, flag("Weight of the divergence in the loss.", TRAINING)] = 0.8
+    save_every: Annotated[float, flag("Seconds between checkpoints.", TRAINING)] = 180.0
     part_size: Annotated[
         float | None,
-        typer.Option(
-            help="MB of the largest file of a checkpoint and of the draft; what is larger is written in parts.",
-            rich_help_panel=TRAINING,
-        ),
+        flag("Maximum size of a file of a checkpoint and of the draft, in MB; larger ones are split.", TRAINING),
     ] = None
 
 
 @dataclass(frozen=True)
-class Judging:
-    """What it is judged on."""
+class EvaluationFlags:
+    """The evaluation."""
 
     evaluate: Annotated[
-        str | None,
-        typer.Option(help="Evaluate this draft (a folder, or shipped), and do nothing else.", rich_help_panel=JUDGING),
+        str | None, flag("Evaluate this draft (a folder, or shipped), and do nothing else.", EVALUATION)
     ] = None
     tasks: Annotated[
-        list[str] | None,
-        typer.Option(help="A .jsonl file of prompts to evaluate on; may be repeated.", rich_help_panel=JUDGING),
+        list[str] | None, flag("A .jsonl file of prompts to evaluate on; may be repeated.", EVALUATION)
     ] = None
-    judged: Annotated[int, typer.Option(help="Prompts of each task that are evaluated.", rich_help_panel=JUDGING)] = 20
+    judged: Annotated[int, flag("Prompts of each task that are evaluated.", EVALUATION)] = 20
     runtime: Annotated[
-        str,
-        typer.Option(
-            help="Runtime of both models in the evaluation: auto, llama, native or transformers.",
-            rich_help_panel=JUDGING,
-        ),
+        str, flag("Runtime of both models in the evaluation: auto, llama, native or transformers.", EVALUATION)
     ] = "auto"
 
 
 @dataclass(frozen=True)
-class Storing:
-    """A draft without what its target has too, and the way back; both write to `--out`."""
+class PackingFlags:
+    """Packing removes the parts of a draft that its target has too; both directions write to `--out`."""
 
     pack: Annotated[
         str | None,
-        typer.Option(
-            help="Store this run's draft without its target's embeddings; with --tasks it is evaluated first.",
-            rich_help_panel=STORING,
-        ),
+        flag("Store this run's draft without its target's embeddings; with --tasks it is evaluated first.", PACKING),
     ] = None
     unpack: Annotated[
-        str | None,
-        typer.Option(
-            help="Give this packed draft its embeddings back, for transformers and other engines.",
-            rich_help_panel=STORING,
-        ),
+        str | None, flag("Give this packed draft its embeddings back, for transformers and other engines.", PACKING)
     ] = None
 
 
-CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once; a GPU takes fewer where its memory does
-CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
+CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once, at most; a GPU's memory may allow fewer
+CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU, many small steps learn more than a few large ones
 
 
 @flags
 def distill(
-    amount: Amount,
-    draft: DraftFlags,
-    training: Training,
-    judging: Judging,
-    storing: Storing,
+    text: TextFlags,
+    shape: ShapeFlags,
+    training: TrainingFlags,
+    evaluation: EvaluationFlags,
+    packing: PackingFlags,
     target: Target = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run; a run that stopped is continued.")] = Path("distilled"),
-    device: Annotated[str, typer.Option(help="Device of both models: cpu, cuda, cuda:1, ...")] = "cpu",
+    out: Annotated[Path, flag("Folder of the run; a run that stopped is continued.")] = Path("distilled"),
+    device: Annotated[str, flag("Device of both models: cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Train a draft for a target on the target's own text; or write prompts, or evaluate, pack or unpack a draft."""
-    verbs = (amount.write_prompts, judging.evaluate, storing.pack, storing.unpack)
-    if (named := len(verbs) - verbs.count(None)) > 1:
+    actions = (text.write_prompts, evaluation.evaluate, packing.pack, packing.unpack)
+    if (named := len(actions) - actions.count(None)) > 1:
         raise UserError("--write-prompts, --evaluate, --pack and --unpack exclude one another, choose one")
-    if amount.begin and amount.write_prompts is None:
+    if text.begin and text.write_prompts is None:
         raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
-        amount = replace(amount, stage="judge")  # no text is written, and nothing trained
-    options = _options(amount, draft, training, judging, target, out, device, seed)
-    if amount.write_prompts is not None:
-        with as_interrupt():
-            _write_prompts(amount.write_prompts, options, tuple(amount.begin or ("",)))
-    elif storing.unpack is not None:
-        _unpack(Path(storing.unpack), target, out)
-    elif storing.pack is not None:
-        _pack(Path(storing.pack), options, as_json)
+        text = replace(text, stage="judge")  # evaluate only
+    options = _options(text, shape, training, evaluation, target, out, device, seed)
+    if text.write_prompts is not None:
+        with sigterm_as_interrupt():
+            _write_prompts(text.write_prompts, options, tuple(text.begin or ("",)))
+    elif packing.unpack is not None:
+        _unpack(Path(packing.unpack), target, out)
+    elif packing.pack is not None:
+        _pack(Path(packing.pack), options, as_json)
     else:
-        with as_interrupt():  # what is finished is kept
+        with sigterm_as_interrupt():  # finished work is kept
             _run(options, as_json)
 
 
@@ -240,9 +173,9 @@ def _write_prompts(count: int, options: Any, begins: tuple[str, ...]) -> None:
     from outpace.distill.progress_display import ProgressDisplay
     from outpace.models.files.find import resolve
 
-    with ProgressDisplay() as screen:
+    with ProgressDisplay() as progress:
         file = magpie.write_prompts(
-            resolve(options.target), count, options.out, options.writer, options.device, screen.show, begins
+            resolve(options.target), count, options.out, options.writer, options.device, progress.show, begins
         )
     display.say(f"written: {file}; read some of them, then train with --prompts {file}")
 
@@ -256,7 +189,7 @@ def _unpack(draft: Path, target: str | None, out: Path) -> None:
 
 
 def _pack(folder: Path, options: Any, as_json: bool) -> None:
-    """Where there are tasks, the run's draft is judged on them first."""
+    """Pack the draft of a run; evaluate it first if there are tasks."""
     from outpace.distill.run import pack_run
     from outpace.models.files.find import resolve
 
@@ -269,12 +202,12 @@ def _pack(folder: Path, options: Any, as_json: bool) -> None:
 
 
 def _run(options: Any, as_json: bool) -> None:
-    """The stages that were asked for, or the judgement of a draft; shows what was measured."""
+    """Run the requested stages, or the evaluation of a draft, and show the results."""
     from outpace.distill import report, run
     from outpace.distill.progress_display import ProgressDisplay
 
-    with ProgressDisplay(as_json) as screen:
-        found = run.run_stages(options, screen.show)
+    with ProgressDisplay(as_json) as progress:
+        found = run.run_stages(options, progress.show)
     if found is None:
         return
     if as_json:
@@ -284,21 +217,21 @@ def _run(options: Any, as_json: bool) -> None:
     run.save_evaluation(options, found)
     try:
         display.say(f"plot: {run.write_plot(options, found)}")
-    except UserError as error:  # all that was measured is there without it
+    except UserError as error:  # the results are saved already
         display.say(f"warning: {error}", "yellow")
 
 
 def _options(
-    amount: Amount,
-    draft: DraftFlags,
-    training: Training,
-    judging: Judging,
+    text: TextFlags,
+    shape: ShapeFlags,
+    training: TrainingFlags,
+    evaluation: EvaluationFlags,
     target: str | None,
     out: Path,
     device: str,
     seed: int,
 ) -> Any:
-    """The `DistillOptions` that the flags mean."""
+    """Convert the flags to DistillOptions."""
     from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
@@ -307,30 +240,30 @@ def _options(
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
-    for name, value in (("answer_tokens", amount.answer_tokens), ("judged", judging.judged)):
+    for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):
         check_whole(name, value, 1)
     if training.batch_rows is not None:
         check_whole("batch_rows", training.batch_rows, 1)
     if training.part_size is not None:
         check_range("part_size", training.part_size, 0.1, 1e6)
     has_gpu = not device.startswith("cpu")
-    answers = amount.rows if amount.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
+    answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
     losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
     return DistillOptions(
         target=target,
         out=out,
-        prompts=tuple(amount.prompts or (BUILT_IN,)),
-        stage=amount.stage,
-        temperatures=_temperatures(amount.temperatures),
-        runtime=judging.runtime,
-        tokens=amount.tokens,
-        seconds=None if amount.budget is None else seconds(amount.budget),
-        epochs=amount.epochs,
+        prompts=tuple(text.prompts or (BUILT_IN,)),
+        stage=text.stage,
+        temperatures=_temperatures(text.temperatures),
+        runtime=evaluation.runtime,
+        tokens=text.tokens,
+        seconds=None if text.budget is None else seconds(text.budget),
+        epochs=text.epochs,
         device=device,
-        evaluate=None if judging.evaluate is None else resolve_draft("evaluate", judging.evaluate, target),
-        tasks=tuple(judging.tasks or ()),
-        shape=shape_from_options(draft.layers, draft.hidden, draft.init, draft.vocab, target),
-        writer=WriterOptions(rows=answers, max_tokens=amount.answer_tokens, seed=seed),
+        evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
+        tasks=tuple(evaluation.tasks or ()),
+        shape=shape_from_options(shape.layers, shape.hidden, shape.init, shape.vocab, target),
+        writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
         train=TrainOptions(
             learning_rate=training.learning_rate,
             cooldown=training.cooldown,
@@ -342,7 +275,7 @@ def _options(
             part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
             loss=losses,
         ),
-        judge=EvaluationOptions(judging.judged, seed=seed),
+        judge=EvaluationOptions(evaluation.judged, seed=seed),
         command=shlex.join(["outpace", *sys.argv[1:]]),
     )
 

@@ -1,4 +1,4 @@
-"""`outpace doctor`: what this machine has, and how fast plain decoding can be on it. Nothing missing is an error."""
+"""`outpace doctor`: report what this machine has, and how fast plain decoding can be. Missing parts are no errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import display, plan, process
-from outpace.cli.options import Json, flags
+from outpace.cli import display, process
+from outpace.cli.flags import flag
+from outpace.cli.options import Json
 from outpace.core.errors import UserError, install_command
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
@@ -27,12 +27,212 @@ if TYPE_CHECKING:
     from outpace.api.llm import LLM
     from outpace.models.files.cache import CacheEntry
 
+SHOWN_ENTRIES = 12  # the largest entries of the cache folder, one a line
+NUM_PASSES = 24  # timed
+COMPILERS = ("c++", "g++", "clang++")
+EXTRAS = {  # of pyproject.toml: purpose and modules; `native` has its own line
+    "hub": ("models by hub id", ("huggingface_hub",)),
+    "grammar": ("answers by a JSON schema, a regex or a grammar", ("llguidance",)),
+    "server": (
+        "outpace serve",
+        ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    ),
+    "transformers": ("architectures that the own runtimes do not support", ("transformers",)),
+    "torchao": ("weights in 8 bits by torch", ("torchao",)),
+    "distill": ("plots of outpace distill", ("matplotlib",)),
+    "search": ("outpace tune --drafter layer_skip", ("optuna",)),
+    "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "transformers")),
+    "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
+    "flashspec": ("FlashSpec in outpace bench --peers", ("flashspec", "transformers")),
+}
+NOT_CONVERTED = (
+    "not measured: it is not converted yet, which takes hundreds of megabytes in the cache folder;"
+    " `outpace generate` converts it"
+)
 
-SHOWN = 12  # entries in a row each, the largest
+
+Clean = Annotated[
+    bool,
+    flag(
+        "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are"
+        " made again when needed, and the tables that outpace tune --corpus made. Files that"
+        " outpace did not make are kept.",
+        None,
+        "--clean",
+    ),
+]
+
+
+def doctor(as_json: Json = False, clean: Clean = False) -> None:
+    """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
+    found = clean_cache() if clean else collect(quiet=as_json)
+    if as_json:
+        display.print_json(found)
+    elif clean:
+        for line in clean_report(found):
+            display.stdout().print(line, soft_wrap=True)
+    else:
+        display.stdout().print(_table(found))
+
+
+def collect(quiet: bool = True) -> dict[str, Any]:
+    """Return all findings, as `--json` prints them."""
+    import torch
+
+    from outpace import __version__
+    from outpace.core import machine
+
+    devices = ["cpu"] + [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
+    bandwidth = machine.memory_bandwidth()
+    return {
+        "outpace": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cores": machine.num_cores(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "devices": devices,
+        "kernels": _kernels(),
+        "packed_product": torch.backends.mkldnn.is_available(),
+        "gigabytes_per_second": round(bandwidth / 1e9, 2),
+        "model": _model(bandwidth, quiet),
+        "cache": cache_contents(),
+        "extras": {name: all(map(_is_installed, modules)) for name, (_, modules) in EXTRAS.items()},
+    }
+
+
+def _kernels() -> dict[str, Any]:
+    """Describe the native kernels: instruction sets, the fastest first; or why they are missing."""
+    from outpace.models.llama.native.binding import load_kernels
+    from outpace.models.runtimes import missing_kernels
+
+    missing = missing_kernels()
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    return {
+        "missing": missing,
+        "instruction_sets": [] if missing else list(load_kernels().instruction_sets()),
+        "compiler": compiler,
+    }
+
+
+def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
+    """Describe the default model: exactness, memory limit and a measured pass; or why it does not run."""
+    try:
+        from outpace.api.llm import load
+
+        with process.at_safe_points(), display.LoadingBar(quiet) as bar:
+            progress = partial(_show_loading, bar)
+            with load(draft=NO_DRAFT, method="autoregressive", progress=progress) as llm:
+                return _measured(llm, bandwidth)
+    except UserError as error:
+        return {"missing": str(error)}
+    except Exception as error:
+        return {"missing": f"it fails to load or to run ({type(error).__name__}: {error})"}
+
+
+def _show_loading(bar: display.LoadingBar, stage: str, fraction: float) -> None:
+    """Show the progress of loading; raise UserError if the model had to be converted first, which fills the disk."""
+    if stage != "loading":
+        raise UserError(NOT_CONVERTED)
+    bar(stage, fraction)
+
+
+def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
+    model = llm.target.model
+    size = model.weight_bytes or 0
+    process.check()
+    llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
+    process.check()
+    figures = llm.generate(["Once upon a time"], max_tokens=NUM_PASSES, plain=True)[0].figures
+    return {
+        "name": llm.target.name,
+        "precision": llm.target.precision,
+        "notice": llm.target.notice,
+        "instruction_set": model.instruction_set,
+        "exact": model.exact,
+        "row_counts": list(model.row_counts),
+        "weight_bytes": size,
+        "floor_seconds": round(size / bandwidth, 5),
+        "pass_seconds": round(figures.target_seconds / figures.passes, 5),
+    }
+
+
+def _is_installed(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def _table(found: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for name, value in [*_machine(found), *_default_model(found["model"]), *_cache_and_extras(found)]:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
+    one_dnn = "available in torch" if found["packed_product"] else "missing in this torch: its passes take longer"
+    return [
+        ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
+        ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
+        ("devices", ", ".join(found["devices"])),
+        ("native kernels", _kernels_line(found["kernels"])),
+        ("oneDNN", one_dnn),
+        ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
+        *_busy(found),
+    ]
+
+
+def _kernels_line(kernels: dict[str, Any]) -> str:
+    if kernels["missing"] is None:
+        first, *others = kernels["instruction_sets"]
+        return f"installed, running {first}" + (f" (also possible: {', '.join(others)})" if others else "")
+    compiler = f"there is {kernels['compiler']}" if kernels["compiler"] else "none was found"
+    return (
+        f"missing: {kernels['missing']} ({compiler}); until they are installed, models run in float32 by"
+        " torch, whose passes take several times as long"
+    )
+
+
+def _busy(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Warn about a busy machine, which makes the measurements slower."""
+    if (found["load"] or 0) < 0.5 * found["cores"]:
+        return []
+    return [
+        ("busy", f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than measured here")
+    ]
+
+
+def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
+    if "missing" in model:
+        return [("default model", model["missing"])]
+    floor, measured = model["floor_seconds"], model["pass_seconds"]
+    faster = " (memory is faster than estimated, or caches contain some of the weights)" if measured < floor else ""
+    padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
+    exact = f"on{padding}" if model["exact"] else "not available on this machine"
+    weights = "the file's own weights" if model["precision"] == FILE else model["precision"]
+    rate = f"about {1 / floor:.0f} tokens/s by plain decoding"
+    runs = f"{weights} by {model['instruction_set'] or 'torch'}"
+    return [
+        ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read in each pass"),
+        ("computed in", "; ".join(filter(None, (runs, model["notice"])))),
+        ("exact mode", exact),
+        ("floor of a pass", f"about {1000 * floor:.1f} ms (estimate): {rate}, if memory is the limit"),
+        ("measured pass", f"{1000 * measured:.1f} ms, {measured / floor:.2f} times the floor{faster}"),
+    ]
+
+
+def _cache_and_extras(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = cache_rows(found["cache"])
+    for name, (gives, _) in EXTRAS.items():
+        there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
+        rows.append((f"extra {name}", f"{there} ({gives})"))
+    return rows
 
 
 def cache_contents() -> dict[str, Any]:
-    """The folder, its entries and its size; or why there is none."""
+    """Return the cache folder, its entries and its size; or why there is none."""
     from outpace.models.files import cache
     from outpace.models.files.cache_place import cache_folder
 
@@ -49,10 +249,10 @@ def cache_contents() -> dict[str, Any]:
 
 
 def cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines of the doctor's table: the folder, the largest entries, and how many others there are."""
+    """Return lines of the table: the folder, the largest entries, and the number of others."""
     if found["folder"] is None:
         return [("cache", found["missing"])]
-    large, small = found["entries"][:SHOWN], found["entries"][SHOWN:]
+    large, small = found["entries"][:SHOWN_ENTRIES], found["entries"][SHOWN_ENTRIES:]
     lines = [("cache", f"{found['folder']}, {_megabytes(found['bytes'])} (`outpace doctor --clean` empties it)")]
     lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']} ({entry['kind']})") for entry in large]
     if small:
@@ -62,7 +262,7 @@ def cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def clean_cache() -> dict[str, Any]:
-    """Removes what outpace has made in its cache folder: what went, what stays and why, and what is not ours."""
+    """Remove what outpace has made in its cache folder; return what was removed, kept and why, and others' files."""
     from outpace.models.files import cache
     from outpace.models.files.cache_place import cache_folder
 
@@ -86,7 +286,7 @@ def clean_cache() -> dict[str, Any]:
 
 
 def clean_report(found: dict[str, Any]) -> list[str]:
-    """What `clean` did, in sentences."""
+    """Describe what `clean_cache` did."""
     lines = [
         f"removed {_megabytes(each['bytes'])}: {each['name']} ({each['kind']}){_again(each)}"
         for each in found["removed"]
@@ -100,7 +300,7 @@ def clean_report(found: dict[str, Any]) -> list[str]:
 
 
 def _again(entry: dict[str, Any]) -> str:
-    """How to have it again, where outpace does not make it by itself."""
+    """Return how to make an entry again, if outpace does not do it by itself."""
     from outpace.models.files.cache import TABLES
 
     if entry["kind"] != TABLES:
@@ -120,217 +320,3 @@ def _listed(names: Sequence[str]) -> str:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
-
-
-PASSES = 24
-COMPILERS = ("c++", "g++", "clang++")
-EXTRAS = {  # of pyproject.toml: what each is for, and the modules that it brings; `native` has a line of its own
-    "hub": ("models by hub id", ("huggingface_hub",)),
-    "grammar": ("answers by a JSON schema, a regex or a grammar", ("llguidance",)),
-    "server": (
-        "outpace serve",
-        ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
-    ),
-    "transformers": ("architectures that our own runtime does not know", ("transformers",)),
-    "torchao": ("weights in 8 bits by torch", ("torchao",)),
-    "distill": ("plots of outpace distill", ("matplotlib",)),
-    "search": ("outpace tune --drafter layer_skip", ("optuna",)),
-    "bench": ("plots of outpace bench, and transformers beside it", ("matplotlib", "transformers")),
-    "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
-}
-NOT_MADE = (
-    "not measured: it is not converted yet, which takes hundreds of megabytes in the cache folder;"
-    " `outpace generate` converts it"
-)
-
-
-Clean = Annotated[
-    bool,
-    typer.Option(
-        "--clean",
-        help="Empty the cache folder: converted models, unpacked drafts and what the planner learnt, which are made"
-        " again when they are needed, and the tables that outpace tune --corpus made. Files that outpace did not make"
-        " are kept.",
-    ),
-]
-
-
-@flags
-def doctor(asked: plan.Planning, as_json: Json = False, clean: Clean = False) -> None:
-    """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
-    if asked.plan:
-        planned = plan.collect(asked)
-        if not as_json:
-            display.stdout().print(plan.report(planned))
-        display.print_json(planned)
-        return
-    if asked != plan.Planning():
-        raise UserError("models and devices are options of --plan: add it, or leave them out")
-    found = clean_cache() if clean else collect(quiet=as_json)
-    if as_json:
-        display.print_json(found)
-    elif clean:
-        for line in clean_report(found):
-            display.stdout().print(line, soft_wrap=True)
-    else:
-        display.stdout().print(_table(found))
-
-
-def collect(quiet: bool = True) -> dict[str, Any]:
-    """All findings, as `--json` prints them."""
-    import torch
-
-    from outpace import __version__
-    from outpace.core import machine
-
-    devices = ["cpu"] + [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
-    bandwidth = machine.memory_bandwidth()
-    return {
-        "outpace": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(terse=True),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cores": machine.num_cores(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "devices": devices,
-        "kernels": _kernels(),
-        "packed_product": torch.backends.mkldnn.is_available(),
-        "gigabytes_per_second": round(bandwidth / 1e9, 2),
-        "model": _model(bandwidth, quiet),
-        "cache": cache_contents(),
-        "extras": {name: all(map(_is_there, modules)) for name, (_, modules) in EXTRAS.items()},
-    }
-
-
-def _kernels() -> dict[str, Any]:
-    """The native kernels: what this machine runs them with, the fastest first; or why they are not there."""
-    from outpace.models.llama.native.binding import load_kernels
-    from outpace.models.runtimes import missing_kernels
-
-    missing = missing_kernels()
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    return {
-        "missing": missing,
-        "instruction_sets": [] if missing else list(load_kernels().instruction_sets()),
-        "compiler": compiler,
-    }
-
-
-def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
-    """The default model: whether it runs, whether exactly, its floor and a measured pass; or why it does not."""
-    try:
-        from outpace.api.llm import load
-
-        with process.at_safe_points(), display.LoadingBar(quiet) as bar:
-            progress = partial(_told_on, bar)
-            with load(draft=NO_DRAFT, method="autoregressive", progress=progress) as llm:
-                return _measured(llm, bandwidth)
-    except UserError as error:
-        return {"missing": str(error)}
-    except Exception as error:
-        return {"missing": f"it fails to load or to run ({type(error).__name__}: {error})"}
-
-
-def _told_on(bar: display.LoadingBar, stage: str, fraction: float) -> None:
-    """Shows how far loading is; UserError where files would have to be made first: to look fills no disk."""
-    if stage != "loading":
-        raise UserError(NOT_MADE)
-    bar(stage, fraction)
-
-
-def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
-    model = llm.target.model
-    size = model.weight_bytes or 0
-    process.check()
-    llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
-    process.check()
-    figures = llm.generate(["Once upon a time"], max_tokens=PASSES, plain=True)[0].figures
-    return {
-        "name": llm.target.name,
-        "precision": llm.target.precision,
-        "notice": llm.target.notice,
-        "instruction_set": model.instruction_set,
-        "exact": model.exact,
-        "row_counts": list(model.row_counts),
-        "weight_bytes": size,
-        "floor_seconds": round(size / bandwidth, 5),
-        "pass_seconds": round(figures.target_seconds / figures.passes, 5),
-    }
-
-
-def _is_there(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
-def _table(found: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column()
-    for name, value in [*_machine(found), *_default_model(found["model"]), *_around(found)]:
-        table.add_row(name, Text(value))
-    return table
-
-
-def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
-    packed = (
-        "available in torch"
-        if found["packed_product"]
-        else "missing in this torch, whose passes take longer without it"
-    )
-    return [
-        ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
-        ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
-        ("devices", ", ".join(found["devices"])),
-        ("native kernels", _kernels_line(found["kernels"])),
-        ("oneDNN", packed),
-        ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
-        *_busy(found),
-    ]
-
-
-def _kernels_line(kernels: dict[str, Any]) -> str:
-    if kernels["missing"] is None:
-        first, *others = kernels["instruction_sets"]
-        return f"installed, running {first}" + (f" (possible too: {', '.join(others)})" if others else "")
-    compiler = f"there is {kernels['compiler']}" if kernels["compiler"] else "none was found"
-    return (
-        f"missing: {kernels['missing']} ({compiler}); until then models run in float32 by torch,"
-        " whose passes take several times as long"
-    )
-
-
-def _busy(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Others' work makes what is measured here slower, so it is said."""
-    if (found["load"] or 0) < 0.5 * found["cores"]:
-        return []
-    return [
-        ("busy", f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than is shown here")
-    ]
-
-
-def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
-    if "missing" in model:
-        return [("default model", model["missing"])]
-    floor, measured = model["floor_seconds"], model["pass_seconds"]
-    faster = " (memory is read faster than it seemed, or caches hold some of the weights)" if measured < floor else ""
-    padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
-    exact = f"on{padding}" if model["exact"] else "not available on this machine"
-    held = "the file's own weights" if model["precision"] == FILE else model["precision"]
-    rate = f"about {1 / floor:.0f} tokens/s by plain decoding"
-    runs = f"{held} by {model['instruction_set'] or 'torch'}"
-    return [
-        ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read in each pass"),
-        ("computed in", "; ".join(filter(None, (runs, model["notice"])))),
-        ("exact mode", exact),
-        ("floor of a pass", f"about {1000 * floor:.1f} ms (estimate): {rate}, if memory is the limit"),
-        ("measured pass", f"{1000 * measured:.1f} ms, {measured / floor:.2f} times the floor{faster}"),
-    ]
-
-
-def _around(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = cache_rows(found["cache"])
-    for name, (gives, _) in EXTRAS.items():
-        there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
-        rows.append((f"extra {name}", f"{there} ({gives})"))
-    return rows

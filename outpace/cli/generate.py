@@ -1,4 +1,4 @@
-"""`outpace generate`: one answer to one prompt."""
+"""`outpace generate`: answer one prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import display, process
-from outpace.cli.options import Json, ModelFlags, System, flags
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import Json, ModelFlags, System
 from outpace.cli.sampling_options import TEXT, SamplingFlags
 from outpace.core.errors import UserError
 
@@ -18,55 +19,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How many answers, and what beside their text."""
+class AnswerFlags:
+    """The number of answers, and what is written besides their text."""
 
-    n: Annotated[int, typer.Option(help="Answers to write, each sampled independently.", rich_help_panel=TEXT)] = 1
-    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before the answer.", rich_help_panel=TEXT)] = (
-        False
-    )
+    n: Annotated[int, flag("Answers to write, each sampled independently.", TEXT)] = 1
+    echo: Annotated[bool, flag("Write the prompt before the answer.", TEXT, "--echo")] = False
     logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="With --json: log-probabilities of this many best tokens at each position.", rich_help_panel=TEXT
-        ),
+        int | None, flag("With --json: log-probabilities of this many best tokens at each position.", TEXT)
     ] = None
     logprobs_mode: Annotated[
-        str,
-        typer.Option(
-            help="Log-probabilities before (raw) or after (processed) penalties, temperature and filters.",
-            rich_help_panel=TEXT,
-        ),
+        str, flag("Log-probabilities before (raw) or after (processed) penalties, temperature and filters.", TEXT)
     ] = "raw"
     prediction: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with a guess of the answer: where it is right, the answer is written faster.",
-            rich_help_panel=TEXT,
-        ),
+        flag("File with a guess of the answer: where it is right, the answer is written faster.", TEXT, metavar="FILE"),
     ] = None
 
     def options(self, as_json: bool) -> dict[str, Any]:
-        """The options of `SamplingParams` by name."""
+        """Return the arguments of SamplingParams."""
         if self.logprobs is not None and not as_json:
             raise UserError("--logprobs needs --json, add it")
-        told = {"echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
-        return {"n": self.n, "prediction": _guess(self.prediction), **told}
+        options = {"echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
+        return {"n": self.n, "prediction": _read_prediction(self.prediction), **options}
 
 
 @flags
 def generate(
     ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")],
-    loading: ModelFlags,
-    writing: SamplingFlags,
-    wanted: Asked,
+    model: ModelFlags,
+    sampling: SamplingFlags,
+    answer: AnswerFlags,
     system: System = None,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Continue the text as it is, without the chat template.", rich_help_panel=TEXT),
-    ] = False,
+    raw: Annotated[bool, flag("Continue the text as it is, without the chat template.", TEXT, "--raw")] = False,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt.
@@ -76,21 +61,21 @@ def generate(
     """
     from outpace.api.params import SamplingParams
 
-    params = SamplingParams(**writing.options(), **wanted.options(as_json))
-    asked = _asked(prompt, system, raw)
-    with process.at_safe_points(), loading.open(ctx.obj, quiet=as_json) as llm:
-        streams = [llm.stream(asked, replace(params, n=1), choice=choice) for choice in range(params.n)]
+    params = SamplingParams(**sampling.options(), **answer.options(as_json))
+    conversation = _conversation(prompt, system, raw)
+    with process.at_safe_points(), model.open(ctx.obj, quiet=as_json) as llm:
+        streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
-        whole = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
-    if not whole:
+        is_complete = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
+    if not is_complete:
         raise typer.Exit(process.INTERRUPTED)
 
 
 def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
-    """Shows one answer as it comes, with its grey line; or one line of JSON. False if Ctrl-C ended it."""
-    page = display.Page()
-    whole = display.write_answer(stream, page.show if not as_json else lambda piece: None)
-    page.end()
+    """Write one answer with its summary, or as one line of JSON. Return False if Ctrl-C ended it."""
+    printer = display.TextPrinter()
+    is_complete = display.write_answer(stream, printer.show if not as_json else lambda piece: None)
+    printer.end()
     result = stream.finish()
     if as_json:
         display.print_json(_record(result, precision, several=last.choice > 0))
@@ -98,12 +83,13 @@ def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
         display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))
         if stream is not last:
             typer.echo()
-    return whole
+    return is_complete
 
 
-def _asked(prompt: str, system: str | None, raw: bool) -> Prompt:
+def _conversation(prompt: str, system: str | None, raw: bool) -> Prompt:
     if prompt == "-":
-        prompt = _from_stdin()
+        with process.standard_input() as stream:
+            prompt = stream.read().removesuffix("\n")  # the end of the last line is not part of the prompt
     if raw:
         if system is not None:
             raise UserError("--system needs the chat template, leave out --raw or --system")
@@ -112,8 +98,7 @@ def _asked(prompt: str, system: str | None, raw: bool) -> Prompt:
     return [*opening, {"role": "user", "content": prompt}]
 
 
-def _guess(file: Path | None) -> str:
-    """The text of a file; UserError where it has none."""
+def _read_prediction(file: Path | None) -> str:
     if file is None:
         return ""
     try:
@@ -125,12 +110,6 @@ def _guess(file: Path | None) -> str:
     if not text:
         raise UserError(f"--prediction is {file}, which is empty")
     return text
-
-
-def _from_stdin() -> str:
-    """All of standard input; the newline that ends its last line is the file's, not the prompt's."""
-    with process.reading() as stream:
-        return stream.read().removesuffix("\n")
 
 
 def _record(result: Result, precision: str, several: bool) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The command `outpace`: its commands, and what errors look like. Everything heavy is imported by what needs it."""
+"""The program `outpace`: its commands, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from outpace.cli import display, process
-from outpace.cli.passthrough_options import ExtraFlags
+from outpace.cli.flags import PassthroughCommand
 from outpace.core.errors import UserError
 
-WITH_EXTRA = ("generate", "chat", "serve", "demo")  # flags of methods and drafters, which they do not list
-ANYWHERE = ("demo", "bench", "distill", "tune", "simulate")  # what these begin, an interrupt may end wherever it is
+WITH_PASSTHROUGH = ("generate", "chat", "serve", "demo")  # commands that take the options of methods and drafters
+INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate")  # commands that Ctrl-C may end at any point
 COMMANDS = ("generate", "chat", "serve", "demo", "bench", "distill", "tune", "simulate", "methods", "theory", "doctor")
 
 
 def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The commands of these names, each the function of its name in the module of its name: no other is imported."""
+    """Build the program with some commands. Each is the function of its name in the module of its name."""
     app = typer.Typer(
         name="outpace",
         help="Language models that write faster without changing what they write.",
@@ -29,17 +29,17 @@ def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
         pretty_exceptions_enable=False,
         add_completion=False,
     )
-    anywhere = process.at_any_point()
+    interruptible = process.at_any_point()
     for name in names:
         function = getattr(import_module(f"outpace.cli.{name}"), name)
-        own: dict[str, Any] = {"cls": ExtraFlags} if name in WITH_EXTRA else {}
-        app.command(**own)(anywhere(function) if name in ANYWHERE else function)
+        options: dict[str, Any] = {"cls": PassthroughCommand} if name in WITH_PASSTHROUGH else {}
+        app.command(**options)(interruptible(function) if name in INTERRUPTIBLE else function)
     app.callback(invoke_without_command=True)(outpace)
     return app
 
 
 def __getattr__(name: str) -> Any:
-    """`app`: all commands, made when it is first asked for."""
+    """Build `app`, the program with all commands, on first use."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()["app"] = build()
@@ -60,53 +60,58 @@ def outpace(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits: 0, 2 for bad input, 1 for a bug, 130 after Ctrl-C."""
+    """Run one command and exit: 0, 2 for bad input, 1 for a bug, 130 after Ctrl-C."""
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _run(arguments: list[str]) -> int:
     try:
-        process.prepare()
+        process.prepare_streams()
         display.show_warnings_plainly()
-        asked = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS
-        code = build(asked)(arguments, prog_name="outpace", standalone_mode=False)
+        names = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS
+        code = build(names)(arguments, prog_name="outpace", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
         if isinstance(error, process.OutputError):
-            process.silence()
+            process.silence_output()
         display.say(f"error: {error}", "red")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return process.INTERRUPTED
     except BrokenPipeError:
-        process.silence()
+        process.silence_output()
         return 1
     except Exception as error:
-        return _unforeseen(error)
+        return _unexpected(error)
 
 
-def _unforeseen(error: Exception) -> int:
-    """Typer's usage errors are known by their two fields (it brings its own click since 0.20); the rest are bugs."""
+def _unexpected(error: Exception) -> int:
+    """Show a usage error of typer, which has these two attributes, as a sentence; any other error with its traceback.
+
+    The class is not tested, since typer brings its own copy of click from 0.20 on.
+    """
     message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
     if message is None or code is None:
         traceback.print_exception(error)
         return 1
-    text = _in_our_words(message().rstrip(".").replace(". Did", "; did"))
+    text = _reworded(message().rstrip(".").replace(". Did", "; did"))
     if text.startswith("No such command") and "did you mean" not in text:
         text += f", there are {', '.join(sorted(COMMANDS))}"
     display.say(f"error: {text[:1].lower()}{text[1:]}", "red")
     return int(code)
 
 
-def _in_our_words(text: str) -> str:
-    """Typer's sentence, without the words that pydantic or click has in it for numbers, and with what helps."""
+def _reworded(text: str) -> str:
+    """Replace what pydantic or click say about numbers, and add a hint."""
     if text == "Missing argument 'PROMPT'":
         return f"{text}; - reads it from standard input"
-    text = re.sub(r"(Input should be a valid number\b|'.*' is not a valid float).*", "it must be a number", text)
-    return re.sub(
-        r"(Input should be a valid integer\b|'.*' is not a valid integer).*", "it must be a whole number", text
-    )
+    for kind, allowed in (("number", "a number"), ("integer", "a whole number")):
+        click = "float" if kind == "number" else kind
+        text = re.sub(
+            rf"(Input should be a valid {kind}\b|'.*' is not a valid {click}).*", f"it must be {allowed}", text
+        )
+    return text
 
 
 if __name__ == "__main__":

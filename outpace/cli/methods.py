@@ -1,4 +1,4 @@
-"""`outpace methods`: the methods, drafters and rules to choose from."""
+"""`outpace methods`: list the methods, drafters and rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
+from outpace.cli.flags import flag
 from outpace.cli.options import Json
 from outpace.core.errors import UserError, unknown
 
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
 FLAGS = {"decoders": "--method", "drafters": "--drafter", "rules": "--rule"}
 PAGE = """# Methods
 
-A method says who drafts and when, a drafter what is proposed, a rule which proposals are accepted. *Lossless* methods
-and rules keep the target's distribution (greedy, gumbel and match its text too); the others give some of it up for
-speed, and their answers say so. Each option is a flag of the command line and an argument of the library. It is shown
-with its default, where that is a value; for the others the text below the options says what holds without them.
+A method decides when to draft and with which drafter, a drafter what is proposed, a rule which proposals are accepted.
+*Lossless* methods and rules keep the target's distribution (greedy, gumbel and match its text too); the others give up
+some of it for speed, and their answers are marked as lossy. Each option is a flag of the command line and an argument
+of the library. It is shown with its default if that is a value; the text below the options explains other defaults.
 
 A *pass* is a forward of the target, a *draft step* one of the draft model; a *round* is one pass with the drafting
 for it, and costs are those of one round. Proposed tokens form a *tree* (a *chain* where there is one branch), whose
-*root* is the last token that is certain. p and q are the probabilities of target and draft. Drafts are *drawn*
-(sampled from q) or *picked* (chosen otherwise, as the likeliest or by copying). A drafter *beside the target* works
-while the target's pass runs; the other terms of these methods are in [card.md](card.md).
+*root* is the last committed token. p and q are the probabilities of target and draft. Drafts are *drawn* (sampled from
+q) or *picked* (chosen otherwise, as the likeliest or by copying). Some drafters work *in parallel with the target*,
+while its pass runs; the other terms of these methods are in [card.md](card.md).
 
 `outpace methods --markdown` makes this page.
 """
 
 
-HINT = "outpace methods NAME ... shows some of them in full, with their options; --markdown writes all of it"
+HINT = "outpace methods NAME ... shows some of them in full, with their options; --markdown writes the whole list"
 
 
 def methods(
@@ -44,9 +45,9 @@ def methods(
         typer.Argument(metavar="NAME", help="Methods, drafters or rules to show in full.", show_default=False),
     ] = None,
     as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Write the list as a Markdown page.")] = False,
+    markdown: Annotated[bool, flag("Write the list as a Markdown page.", None, "--markdown")] = False,
 ) -> None:
-    """List the methods, drafters and rules in a line each; with NAMEs: what these need and cost, options and papers."""
+    """List the methods, drafters and rules, one a line; with NAMEs: their requirements, costs, options and papers."""
     if as_json and markdown:
         raise UserError("--json and --markdown exclude each other, leave out one of them")
     if chosen and markdown:
@@ -64,7 +65,7 @@ def methods(
 
 
 def page() -> str:
-    """All of it in Markdown."""
+    """Return the whole list in Markdown."""
     parts = [PAGE]
     for kind, some in _found().items():
         parts.append(f"\n## {kind.capitalize()} (`{FLAGS[kind]}`)\n\n")
@@ -79,7 +80,7 @@ def _found() -> Mapping[str, Sequence[Method]]:
 
 
 def _chosen(found: Mapping[str, Sequence[Method]], wanted: Sequence[str]) -> Mapping[str, Sequence[Method]]:
-    """Those of these names, or all where none is named; UserError for a name that none has."""
+    """Select by name, or all without names; raise UserError for an unknown name."""
     known = {method.name for some in found.values() for method in some}
     for name in wanted:
         if name not in known:
@@ -91,7 +92,7 @@ def _chosen(found: Mapping[str, Sequence[Method]], wanted: Sequence[str]) -> Map
 
 
 def _print_short(found: Mapping[str, Sequence[Method]]) -> None:
-    """A line each, cut on a terminal that is narrower."""
+    """Print one line for each, cut to the width of a terminal."""
     console = display.stdout()
     width = max(len(method.name) for some in found.values() for method in some) + 2
     for kind, some in found.items():
@@ -111,7 +112,7 @@ def _title(kind: str) -> Text:
 
 
 def _rows(kind: str, found: Sequence[Method]) -> list[list[str]]:
-    """Head, rule and rows of a table; drafters never change a text, so they have no column for that."""
+    """Return head, rule and rows of a Markdown table. Drafters have no column `lossless`: they never change a text."""
     has_loss = kind != "drafters"
     head = ["name", "what it does", *(["lossless"] if has_loss else []), "needs", "costs", "options", "paper"]
     rows = [head, ["---"] * len(head)]
@@ -149,7 +150,7 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
 
 
 def _flag(option: str) -> str:
-    """`name=default` as on the command line; an option without a default by its name alone."""
+    """Format `name=default` as on the command line, without a default of None."""
     name, _, default = option.partition("=")
     shown = {"None": "", "True": "true", "False": "false"}.get(default, default)
     return f"--{name.replace('_', '-')} {shown}".rstrip()

@@ -1,4 +1,4 @@
-"""Files that a command will write: errors are reported before the work begins, or after it is shown."""
+"""Files that a command writes: mistakes are reported before the work starts, errors after the results are shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.core.errors import UserError
 
 
 def check_file(flag: str, file: Path | None) -> None:
-    """UserError unless `file` can be made or written over; None: it was not asked for."""
+    """Raise UserError unless `file` is None or can be written."""
     if file is None:
         return
     if file.is_dir():
@@ -23,7 +23,7 @@ def check_file(flag: str, file: Path | None) -> None:
 
 
 def check_folder(flag: str, folder: Path | None) -> None:
-    """UserError unless `folder` is there or can be made."""
+    """Raise UserError unless `folder` is None, exists, or can be made."""
     if folder is None:
         return
     above = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
@@ -34,21 +34,22 @@ def check_folder(flag: str, folder: Path | None) -> None:
 
 
 def check_plot(flag: str, file: Path | None) -> None:
-    """UserError unless matplotlib is there and can write `file` in the form that its name tells."""
+    """Raise UserError unless `file` is None or matplotlib can write it in the format of its suffix."""
     if file is None:
         return
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UserError(f"{flag} needs `pip install matplotlib`; leave it out for the table alone") from None
-    forms = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix[1:].lower() not in forms:
-        raise UserError(f"{flag} is {file}, its name must end with one of {', '.join(f'.{form}' for form in forms)}")
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in formats:
+        suffixes = ", ".join(f".{name}" for name in formats)
+        raise UserError(f"{flag} is {file}, its name must end with one of {suffixes}")
     check_file(flag, file)
 
 
 def write_all(writes: Iterable[Callable[[], None]]) -> list[UserError]:
-    """Carries out all of them; what the user is to know of those that failed."""
+    """Call all functions; return the errors of those that failed."""
     errors = []
     for write in writes:
         try:
@@ -59,7 +60,7 @@ def write_all(writes: Iterable[Callable[[], None]]) -> list[UserError]:
 
 
 def raise_last(errors: list[UserError]) -> None:
-    """Says all of them; the last one ends the command."""
+    """Show all errors and raise the last one, if there is any."""
     for error in errors[:-1]:
         display.say(f"error: {error}", "red")
     if errors:

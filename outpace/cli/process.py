@@ -1,7 +1,7 @@
-"""Ctrl-C: a command that has something to put in order takes it at safe points; elsewhere it ends the program at once.
+"""Signals and standard streams of the process.
 
-At a safe point (between two rounds of an answer, between two stages of loading) nothing is half done. The handler of
-the signal is the only state there is.
+A command handles Ctrl-C at safe points only, where nothing is half done: between two rounds of an answer, or two stages
+of loading. The only state is the installed signal handler. Problems of standard streams become one sentence.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import typer
 
 from outpace.core.errors import UserError
 
-INTERRUPTED = 130  # the exit status that a shell expects after Ctrl-C
-_SHOW_CURSOR = b"\x1b[?25h"  # a bar hides it
+INTERRUPTED = 130  # the exit status that shells expect after SIGINT
+TERMINATED = 128 + signal.SIGTERM  # and after SIGTERM
+_SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
-class _Noted:
-    """Takes the signal while a command runs at safe points. A second one, while the first waits, ends the program."""
+class _DeferredInterrupt:
+    """A SIGINT handler that notes the signal for the next safe point. A second signal before that ends the program."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -41,28 +42,30 @@ class _Noted:
 
 @contextmanager
 def at_safe_points() -> Iterator[None]:
-    """In the block an interrupt is noted. It becomes a KeyboardInterrupt at the next `check`, at the latest at the
-    block's end, unless it was `taken`. A block within a block changes nothing."""
-    noted, before = _Noted(), signal.getsignal(signal.SIGINT)
+    """Defer interrupts in the block to the next `check`, at the latest to the block's end, unless `take` removes them.
+
+    They become KeyboardInterrupt there. Nested blocks have no effect.
+    """
+    handler, before = _DeferredInterrupt(), signal.getsignal(signal.SIGINT)
     if before not in (signal.SIG_DFL, signal.default_int_handler) or not _is_main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, noted)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if noted.is_pending:
+    if handler.is_pending:
         raise KeyboardInterrupt
 
 
 @contextmanager
 def at_any_point() -> Iterator[None]:
-    """In the block an interrupt is a KeyboardInterrupt wherever it comes, and one that was noted before is one now."""
-    if taken():
+    """Raise KeyboardInterrupt wherever an interrupt occurs in the block, and at once for one that was deferred."""
+    if take():
         raise KeyboardInterrupt
     before = signal.getsignal(signal.SIGINT)
-    if not (before is signal.SIG_DFL or isinstance(before, _Noted)) or not _is_main_thread():
+    if not (before is signal.SIG_DFL or isinstance(before, _DeferredInterrupt)) or not _is_main_thread():
         yield
         return
     try:
@@ -74,47 +77,45 @@ def at_any_point() -> Iterator[None]:
 
 @contextmanager
 def stopping(stop: Callable[[], None]) -> Iterator[None]:
-    """In the block an interrupt that is noted calls `stop`, which returns at once; one that was noted before does so
-    now."""
-    if (noted := _noted()) is None:
+    """Call `stop`, which must return at once, when an interrupt is deferred in the block, or was before it."""
+    if (handler := _handler()) is None:
         yield
         return
-    noted.stop = stop
+    handler.stop = stop
     try:
-        if noted.is_pending:
+        if handler.is_pending:
             stop()
         yield
     finally:
-        noted.stop = None
+        handler.stop = None
 
 
 def check() -> None:
-    """A safe point."""
-    if (noted := _noted()) is not None and noted.is_pending:
+    """Raise KeyboardInterrupt if an interrupt was deferred: a safe point."""
+    if (handler := _handler()) is not None and handler.is_pending:
         raise KeyboardInterrupt
 
 
-def taken() -> bool:
-    """Whether an interrupt was noted; with this it is forgotten."""
-    if (noted := _noted()) is None or not noted.is_pending:
+def take() -> bool:
+    """Return whether an interrupt was deferred, and forget it."""
+    if (handler := _handler()) is None or not handler.is_pending:
         return False
-    noted.is_pending = False
+    handler.is_pending = False
     return True
 
 
-def _noted() -> _Noted | None:
-    """The handler of the block that runs, if there is one."""
+def _handler() -> _DeferredInterrupt | None:
     handler = signal.getsignal(signal.SIGINT)
-    return handler if isinstance(handler, _Noted) else None
+    return handler if isinstance(handler, _DeferredInterrupt) else None
 
 
 def _is_main_thread() -> bool:
-    """The one that may set handlers."""
+    """Whether this thread may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 def _die() -> None:
-    """Ends the program by the signal, as if it had no handler."""
+    """End the program by the signal's default action."""
     with suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)
@@ -122,34 +123,30 @@ def _die() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell expects after it
-
-
 @contextmanager
-def as_interrupt() -> Iterator[None]:
-    """In the block a SIGTERM is a KeyboardInterrupt. However the block takes that, the command then exits with
-    TERMINATED."""
-    came = False
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt for a SIGTERM in the block; whatever handles it, the command exits with TERMINATED."""
+    was_terminated = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal was_terminated
+        was_terminated = True
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except (KeyboardInterrupt, typer.Exit):
-        if not came:
+        if not was_terminated:
             raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    if came:
+    if was_terminated:
         raise typer.Exit(TERMINATED)
 
 
 class OutputError(UserError):
-    """Standard output takes nothing more."""
+    """Standard output cannot be written."""
 
 
 class _Output(io.FileIO):
@@ -162,8 +159,8 @@ class _Output(io.FileIO):
             raise OutputError(f"standard output cannot be written ({error.strerror})") from error
 
 
-class _Errors(io.FileIO):
-    """What cannot be said is left unsaid: there is nowhere to say so."""
+class _ErrorOutput(io.FileIO):
+    """Drops what cannot be written: there is no other place to report it."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -172,33 +169,33 @@ class _Errors(io.FileIO):
             return memoryview(data).nbytes
 
 
-def prepare() -> None:
-    """Once, before anything is said. OutputError where standard output is closed."""
+def prepare_streams() -> None:
+    """Replace closed or fragile standard streams. Raises OutputError if standard output is closed."""
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
-        os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: no other file may get it
-    sys.stderr = open(os.devnull, "w") if sys.stderr is None else _wrapped(sys.stderr, _Errors)  # noqa: SIM115
+        os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, so that no other file can get it
+    sys.stderr = open(os.devnull, "w") if sys.stderr is None else _rewrap(sys.stderr, _ErrorOutput)  # noqa: SIM115
     if sys.stdout is None:
         raise OutputError("standard output is closed, there is nowhere to write to")
-    sys.stdout = _wrapped(sys.stdout, _Output)
+    sys.stdout = _rewrap(sys.stdout, _Output)
 
 
-def silence() -> None:
-    """Whatever is still to be written to standard output goes nowhere: the interpreter flushes it once more."""
+def silence_output() -> None:
+    """Discard further output, which the interpreter would flush once more at its exit."""
     if sys.stdout is not None:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
-def reading() -> Iterator[TextIO]:
-    """Standard input, for the block. UserError where it is closed, or holds no text."""
+def standard_input() -> Iterator[TextIO]:
+    """Give standard input to the block. Raises UserError if it is closed, unreadable, or not text."""
     if sys.stdin is None:
         raise UserError("standard input is closed, there is nothing to read from")
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors == "surrogateescape":  # in the locale C.UTF-8
-        with suppress(io.UnsupportedOperation):  # where it has been read from
+        with suppress(io.UnsupportedOperation):  # once it has been read from
             sys.stdin.reconfigure(errors="strict")
     try:
         yield sys.stdin
@@ -208,8 +205,8 @@ def reading() -> Iterator[TextIO]:
         raise UserError(f"standard input cannot be read ({error.strerror or error})") from error
 
 
-def _wrapped(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
-    """The same file with another way to fail; a stream that is no plain file stays as it is."""
+def _rewrap(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
+    """Return the same file with another raw class; a stream that is not a plain file stays as it is."""
     file = getattr(getattr(stream, "buffer", None), "raw", None) or getattr(stream, "buffer", None)
     if type(file) is not io.FileIO:
         return stream
@@ -218,6 +215,6 @@ def _wrapped(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         stream.encoding,
-        errors="replace",  # a terminal that cannot show a character is no reason to fail
+        errors="replace",  # a terminal that cannot show a character must not end the command
         line_buffering=bool(stream.line_buffering),
     )

@@ -1,4 +1,4 @@
-"""A server with the OpenAI API as `outpace chat --url` sees it: messages there, pieces of text back."""
+"""Client of a server with the OpenAI API, for `outpace chat --url`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from urllib.parse import urlsplit
 from outpace.cli import process
 from outpace.core.errors import UserError
 
-PATIENCE = 600.0  # seconds without a byte
-MOST_LINE = 1 << 20  # bytes of one event
+TIMEOUT = 600.0  # seconds without a byte
+MAX_LINE = 1 << 20  # bytes of one event
 
 
-class Told(NamedTuple):
-    """One answer: its text, why it ended ("abort" after Ctrl-C), and llama.cpp's timings where the server has them."""
+class RemoteAnswer(NamedTuple):
+    """An answer's text, finish reason ("abort" after Ctrl-C), and llama.cpp's timings if the server sends them."""
 
     text: str
     finish_reason: str
     timings: Mapping[str, Any]
 
 
-class Remote:
-    """One server, by its address with or without /v1; `model` None: the first that it lists."""
+class RemoteModel:
+    """A model on a server. The address may end with /v1; without `model` it is the first one that the server lists."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -42,8 +42,8 @@ class Remote:
 
     def answer(
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
-    ) -> Told:
-        """Asks for an answer and shows it as it comes; Ctrl-C ends it, and the server's work on it."""
+    ) -> RemoteAnswer:
+        """Request an answer and show it as it comes. Ctrl-C ends it, on the server too."""
         connection = self._connect()
         texts: list[str] = []
         reason, timings = "stop", dict[str, Any]()
@@ -65,27 +65,27 @@ class Remote:
                             texts.append(text)
                             show(text)
             except (UserError, OSError, http.client.HTTPException) as error:
-                if not process.taken():
-                    raise error if isinstance(error, UserError) else self._broken(error) from None
+                if not process.take():
+                    raise error if isinstance(error, UserError) else _connection_error(self._host, error) from None
                 reason = "abort"
             else:
-                reason = "abort" if process.taken() else reason
+                reason = "abort" if process.take() else reason
             finally:
                 connection.close()
-        return Told("".join(texts), reason, timings)
+        return RemoteAnswer("".join(texts), reason, timings)
 
     def _events(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         connection.request("POST", f"{self._path}/chat/completions", json.dumps(body).encode(), self._headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise self._refused(response)
-        while line := response.readline(MOST_LINE):
+            raise _status_error(self._host, response)
+        while line := response.readline(MAX_LINE):
             data = line.decode("utf-8", "replace").strip()
             if not data.startswith("data:") or data == "data: [DONE]":
                 continue
-            event = _parsed(data.removeprefix("data:"))
+            event = _parse(data.removeprefix("data:"))
             if "error" in event:
-                raise UserError(f"the server ended the answer: {_said(event)}")
+                raise UserError(f"the server ended the answer: {_error_message(event)}")
             yield event
 
     def _first_model(self) -> str:
@@ -94,10 +94,10 @@ class Remote:
             connection.request("GET", f"{self._path}/models", headers=self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise self._refused(response)
-            listed = _parsed(response.read(MOST_LINE).decode("utf-8", "replace")).get("data")
+                raise _status_error(self._host, response)
+            listed = _parse(response.read(MAX_LINE).decode("utf-8", "replace")).get("data")
         except (OSError, http.client.HTTPException) as error:
-            raise self._broken(error) from None
+            raise _connection_error(self._host, error) from None
         finally:
             connection.close()
         names = [entry.get("id") for entry in listed or () if isinstance(entry, Mapping)]
@@ -107,18 +107,20 @@ class Remote:
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=PATIENCE)
+        return kind(self._host, self._port, timeout=TIMEOUT)
 
-    def _broken(self, error: Exception) -> UserError:
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        return UserError(f"--url: no answer from {self._host} ({why})")
 
-    def _refused(self, response: http.client.HTTPResponse) -> UserError:
-        try:
-            said = _said(_parsed(response.read(MOST_LINE).decode("utf-8", "replace")))
-        except UserError:
-            said = response.reason
-        return UserError(f"{self._host} answers with status {response.status}: {said}")
+def _connection_error(host: str, error: Exception) -> UserError:
+    why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return UserError(f"--url: no answer from {host} ({why})")
+
+
+def _status_error(host: str, response: http.client.HTTPResponse) -> UserError:
+    try:
+        message = _error_message(_parse(response.read(MAX_LINE).decode("utf-8", "replace")))
+    except UserError:
+        message = response.reason
+    return UserError(f"{host} answers with status {response.status}: {message}")
 
 
 def _port(parts: Any, url: str) -> int | None:
@@ -129,18 +131,18 @@ def _port(parts: Any, url: str) -> int | None:
     return port
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError:
-        raise UserError(f"the server does not speak the OpenAI API: {text[:80]!r}") from None
+        found = None
     if not isinstance(found, dict):
-        raise UserError(f"the server does not speak the OpenAI API: {text[:80]!r}")
+        raise UserError(f"the server does not have the OpenAI API: it sent {text[:80]!r}")
     return found
 
 
-def _said(event: Mapping[str, Any]) -> str:
-    """The message of an error."""
+def _error_message(event: Mapping[str, Any]) -> str:
+    """Return the message of an error object."""
     error = event.get("error")
     message = error.get("message") if isinstance(error, Mapping) else error
     return str(message)[:500]

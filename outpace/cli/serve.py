@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outpace.cli import display
-from outpace.cli.options import ModelFlags, flags
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError, install_command
 
 if TYPE_CHECKING:
@@ -21,69 +22,55 @@ BOUNDS = "Limits"
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
-def _flag(text: str, panel: str = SERVER, **options: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, **options)
-
-
 @dataclass(frozen=True)
-class Listening:
-    """Where the server listens, and to whom."""
+class ListenFlags:
+    """The address of the server, and the requests that it accepts."""
 
-    host: Annotated[str, _flag("Address to listen on; one that other machines reach needs API keys.")] = "127.0.0.1"
-    port: Annotated[int, _flag("Port to listen on; 0: any that is free.")] = 8000
-    served_name: Annotated[list[str] | None, _flag("Name of the model in requests; may be repeated.")] = None
-    api_key_file: Annotated[Path | None, _flag("File with API keys, one a line, beside those in OUTPACE_API_KEY.")] = (
-        None
+    host: Annotated[str, flag("Address to listen on; one that other machines can reach needs API keys.", SERVER)] = (
+        "127.0.0.1"
     )
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without API keys.", rich_help_panel=SERVER)
-    ] = False
-    allow_host: Annotated[list[str] | None, _flag("Host header to accept without keys; may be repeated.")] = None
+    port: Annotated[int, flag("Port to listen on; 0: any free port.", SERVER)] = 8000
+    served_name: Annotated[list[str] | None, flag("Name of the model in requests; may be repeated.", SERVER)] = None
+    api_key_file: Annotated[
+        Path | None, flag("File with API keys, one a line, in addition to those in OUTPACE_API_KEY.", SERVER)
+    ] = None
+    insecure: Annotated[bool, flag("Serve other machines without API keys.", SERVER, "--insecure")] = False
+    allow_host: Annotated[list[str] | None, flag("Host header to accept without keys; may be repeated.", SERVER)] = None
     allow_method: Annotated[
-        list[str] | None, _flag("Method, drafter or rule that a request may choose; may be repeated.")
+        list[str] | None, flag("Method, drafter or rule that a request may choose; may be repeated.", SERVER)
     ] = None
     ignore_unknown: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-unknown", help="List unknown fields in a header, do not refuse them.", rich_help_panel=SERVER
-        ),
+        bool, flag("List unknown fields in a header instead of refusing them.", SERVER, "--ignore-unknown")
     ] = False
     tool_prompt: Annotated[
-        bool,
-        typer.Option(
-            "--tool-prompt",
-            help="Describe tools in the system message where the chat template ignores them.",
-            rich_help_panel=SERVER,
-        ),
+        bool, flag("Describe tools in the system message if the chat template ignores them.", SERVER, "--tool-prompt")
     ] = False
-    metrics_prefix: Annotated[str, _flag("Prefix of the metrics: outpace, vllm or both.")] = "outpace"
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write the bodies of requests into the log.", rich_help_panel=SERVER)
-    ] = False
-    ssl_certfile: Annotated[Path | None, _flag("TLS certificate.")] = None
-    ssl_keyfile: Annotated[Path | None, _flag("Key of the TLS certificate.")] = None
+    metrics_prefix: Annotated[str, flag("Prefix of the metrics: outpace, vllm or both.", SERVER)] = "outpace"
+    log_prompts: Annotated[bool, flag("Write the bodies of requests into the log.", SERVER, "--log-prompts")] = False
+    ssl_certfile: Annotated[Path | None, flag("TLS certificate.", SERVER)] = None
+    ssl_keyfile: Annotated[Path | None, flag("Key of the TLS certificate.", SERVER)] = None
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What requests may take."""
+class LimitFlags:
+    """Limits of requests."""
 
-    batch: Annotated[int, _flag("Answers written at the same time.", BOUNDS)] = 16
-    max_queue: Annotated[int, _flag("Answers that may wait; further ones are refused with 429.", BOUNDS)] = 128
-    max_queued_tokens: Annotated[int, _flag("Prompt tokens that may wait in all.", BOUNDS)] = 1 << 20
-    max_requests_per_key: Annotated[int, _flag("Requests of one API key at once; 0: no limit.", BOUNDS)] = 0
-    max_connections: Annotated[int, _flag("Connections at once.", BOUNDS)] = 512
-    max_body: Annotated[int, _flag("Largest body of a request, in bytes.", BOUNDS)] = 4 << 20
-    queue_timeout: Annotated[float, _flag("Seconds that a request may wait in the queue.", BOUNDS)] = 60.0
-    request_timeout: Annotated[float, _flag("Seconds that an answer may take.", BOUNDS)] = 600.0
-    write_timeout: Annotated[float, _flag("Seconds without reading until a client is dropped.", BOUNDS)] = 30.0
-    drain: Annotated[
-        float, _flag("The most seconds for finishing running answers after SIGTERM or Ctrl-C.", BOUNDS)
-    ] = 30.0
+    batch: Annotated[int, flag("Answers written at the same time.", BOUNDS)] = 16
+    max_queue: Annotated[int, flag("Answers that may wait; further ones are refused with 429.", BOUNDS)] = 128
+    max_queued_tokens: Annotated[int, flag("Prompt tokens that may wait in total.", BOUNDS)] = 1 << 20
+    max_requests_per_key: Annotated[int, flag("Concurrent requests of one API key; 0: no limit.", BOUNDS)] = 0
+    max_connections: Annotated[int, flag("Concurrent connections.", BOUNDS)] = 512
+    max_body: Annotated[int, flag("Largest body of a request, in bytes.", BOUNDS)] = 4 << 20
+    queue_timeout: Annotated[float, flag("Seconds that a request may wait in the queue.", BOUNDS)] = 60.0
+    request_timeout: Annotated[float, flag("Seconds that an answer may take.", BOUNDS)] = 600.0
+    write_timeout: Annotated[float, flag("Seconds without reading until a client is dropped.", BOUNDS)] = 30.0
+    drain: Annotated[float, flag("Maximum seconds for finishing running answers after SIGTERM or Ctrl-C.", BOUNDS)] = (
+        30.0
+    )
 
 
 @flags
-def serve(ctx: typer.Context, loading: ModelFlags, listening: Listening, bounds: Bounds) -> None:
+def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: LimitFlags) -> None:
     """Answer the OpenAI and Anthropic APIs over HTTP.
 
     Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C it finishes running
@@ -94,34 +81,33 @@ def serve(ctx: typer.Context, loading: ModelFlags, listening: Listening, bounds:
         raise UserError(f"the server needs {', '.join(missing)}: {install_command('server')}")
     from outpace.server import run
 
-    options = _options(listening, bounds)
-    with run.listen(options) as listener, loading.open({**ctx.obj, "batch": bounds.batch}) as llm:
+    options = _options(listen, limit)
+    with run.listen(options) as listener, model.open({**ctx.obj, "batch": limit.batch}) as llm:
         address = _address(options, listener.getsockname()[1])
         run.serve(llm, options, listener, lambda: _greet(llm.target.name, llm.method, options, address))
 
 
-def _options(listening: Listening, bounds: Bounds) -> ServerOptions:
-    from outpace.server import options
-    from outpace.server.options import Limits, ServerOptions
+def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
+    from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
 
-    own = {field.name for field in fields(Limits)}
-    limits = {field.name: getattr(bounds, field.name) for field in fields(bounds) if field.name in own}
-    limits |= {"per_key": bounds.max_requests_per_key, "connections": bounds.max_connections}
+    own = {field.name for field in fields(ServerLimits)}
+    limits = {field.name: getattr(limit, field.name) for field in fields(limit) if field.name in own}
+    limits |= {"per_key": limit.max_requests_per_key, "connections": limit.max_connections}
     return ServerOptions(
-        host=listening.host,
-        port=listening.port,
-        names=tuple(listening.served_name or ()),
-        keys=options.read_api_keys(listening.api_key_file),
-        hosts=tuple(name.lower() for name in listening.allow_host or ()),
-        insecure=listening.insecure,
-        methods=tuple(listening.allow_method or ()),
-        ignore_unknown=listening.ignore_unknown,
-        tool_prompt=listening.tool_prompt,
-        metrics_prefix=listening.metrics_prefix,
-        log_prompts=listening.log_prompts,
-        certificate=listening.ssl_certfile,
-        certificate_key=listening.ssl_keyfile,
-        limits=Limits(body_bytes=bounds.max_body, **limits),
+        host=listen.host,
+        port=listen.port,
+        names=tuple(listen.served_name or ()),
+        keys=read_api_keys(listen.api_key_file),
+        hosts=tuple(name.lower() for name in listen.allow_host or ()),
+        insecure=listen.insecure,
+        methods=tuple(listen.allow_method or ()),
+        ignore_unknown=listen.ignore_unknown,
+        tool_prompt=listen.tool_prompt,
+        metrics_prefix=listen.metrics_prefix,
+        log_prompts=listen.log_prompts,
+        certificate=listen.ssl_certfile,
+        certificate_key=listen.ssl_keyfile,
+        limits=ServerLimits(body_bytes=limit.max_body, **limits),
     )
 
 
@@ -132,9 +118,9 @@ def _address(options: ServerOptions, port: int) -> str:
 
 def _greet(name: str, method: str, options: ServerOptions, address: str) -> None:
     key = " -H 'Authorization: Bearer KEY'" if options.keys else ""
-    display.say(f"{name} by {method} on {address}; the page to chat is {address}/")
+    display.say(f"{name} by {method} on {address}; chat page: {address}/")
     display.say(
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         """ -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
     )
-    display.say(f"  OPENAI_BASE_URL={address}/v1 is what other programs need to know; Ctrl-C ends")
+    display.say(f"  OPENAI_BASE_URL={address}/v1 configures other programs; Ctrl-C ends the server")

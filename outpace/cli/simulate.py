@@ -1,4 +1,4 @@
-"""`outpace simulate`: what every method would give with other ratios of times, from a recorded pair or a stated one."""
+"""`outpace simulate`: the speedup of every method at other cost ratios, from a recorded or an assumed pair."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outpace.cli import display
-from outpace.cli.options import flags
+from outpace.cli.flags import flag, flags
 from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
 from outpace.core.errors import UserError
 
@@ -19,108 +17,86 @@ if TYPE_CHECKING:
     from outpace.simulate.run import LiveModels
     from outpace.simulate.trace import Trace
 
-PAIR, TIMES, SHOWN = "Pair", "Times", "Shown"
+PAIR, TIMES, OUTPUT = "Pair", "Times", "Output"
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Whose acceptance: a recorded trace's, or a stated one."""
+class PairFlags:
+    """The acceptance rate: that of a recorded trace, or an assumed one."""
 
-    trace: Annotated[
-        Path | None, typer.Option(help="A trace that outpace bench --trace recorded.", rich_help_panel=PAIR)
-    ] = None
+    trace: Annotated[Path | None, flag("A trace that outpace bench --trace recorded.", PAIR)] = None
     acceptance: Annotated[
-        float | None,
-        typer.Option(help="Instead of a trace: the chance that a draft token is accepted.", rich_help_panel=PAIR),
+        float | None, flag("Instead of a trace: the chance that a draft token is accepted.", PAIR)
     ] = None
-    answers: Annotated[
-        int | None, typer.Option(help="Use at most this many of the trace's answers.", rich_help_panel=PAIR)
-    ] = None
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Use the answers of these tasks only, as in gsm8k,mt_bench.", rich_help_panel=PAIR),
-    ] = None
+    answers: Annotated[int | None, flag("Use at most this many of the trace's answers.", PAIR)] = None
+    tasks: Annotated[str | None, flag("Use the answers of these tasks only, as in gsm8k,mt_bench.", PAIR)] = None
     target: Annotated[
         str | None,
-        typer.Option(
-            help="The target of the trace, as for outpace bench: for rows of methods that ask it about wrong branches"
-            " (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
-            rich_help_panel=PAIR,
+        flag(
+            "The target of the trace, as for outpace bench: for rows of methods that score wrong"
+            " branches with it (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
+            PAIR,
         ),
     ] = None
-    draft: Annotated[
-        str | None, typer.Option(help="The draft of the trace, for the same rows; or auto.", rich_help_panel=PAIR)
-    ] = None
+    draft: Annotated[str | None, flag("The draft of the trace, for the same rows; or auto.", PAIR)] = None
 
     @property
     def names_models(self) -> bool:
-        """Whether the models themselves are to run."""
+        """Whether the models themselves run."""
         return self.target is not None or self.draft is not None
 
 
 @dataclass(frozen=True)
-class Times:
-    """What a pass costs, and where the drafter runs."""
+class TimeFlags:
+    """The times of passes and draft steps, and the devices."""
 
     ratio: Annotated[
         str,
-        typer.Option(
-            help="Time of a target pass over that of a draft step, or several, joined by commas. More rows cost"
-            " nothing.",
-            rich_help_panel=TIMES,
+        flag(
+            "Time of a target pass over that of a draft step, or several, joined by commas. More rows cost nothing.",
+            TIMES,
         ),
     ] = "3.5,7,15"
     target_times: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10.",
-            rich_help_panel=TIMES,
+        flag(
+            "Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10.", TIMES
         ),
     ] = None
-    draft_times: Annotated[
-        str | None, typer.Option(help="With --target-times: those of a draft step.", rich_help_panel=TIMES)
-    ] = None
-    devices: Annotated[
-        int, typer.Option(help="2: the drafter has a device of its own; 1: both share one.", rich_help_panel=TIMES)
-    ] = 2
+    draft_times: Annotated[str | None, flag("With --target-times: those of a draft step.", TIMES)] = None
+    devices: Annotated[int, flag("2: the drafter has a device of its own; 1: both share one.", TIMES)] = 2
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Where the results go."""
+class OutputFlags:
+    """The output of the results."""
 
-    rows: Annotated[
-        Path | None, typer.Option("--json", help="File for the rows of the table.", rich_help_panel=SHOWN)
-    ] = None
-    plot: Annotated[Path | None, typer.Option(help="File for a plot, as in FILE.png.", rich_help_panel=SHOWN)] = None
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as markdown.", rich_help_panel=SHOWN)
-    ] = False
+    rows: Annotated[Path | None, flag("File for the rows of the table.", OUTPUT, "--json")] = None
+    plot: Annotated[Path | None, flag("File for a plot, as in FILE.png.", OUTPUT)] = None
+    markdown: Annotated[bool, flag("Print the table as markdown.", OUTPUT, "--markdown")] = False
 
 
 @flags
 def simulate(
-    pair: Pair,
-    times: Times,
-    shown: Shown,
+    pair: PairFlags,
+    times: TimeFlags,
+    output: OutputFlags,
     methods: Annotated[
         str | None,
-        typer.Option(
-            help="Rows of the table to simulate, as in speculative,card,card-chain. The default is every method as it"
-            " is; all: also those without one of their parts."
+        flag(
+            "Rows of the table to simulate, as in speculative,card,card-chain. The default is every complete"
+            " method; all: also variants without one of their parts."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
+    nodes: Annotated[int, flag("Tree nodes verified in a pass, with the root.")] = 32,
     width: Annotated[
         str,
-        typer.Option(
-            help="Nodes that the drafter expands in one forward (K). Further widths, as in 16,5,25, add rows for CARD."
-        ),
+        flag("Nodes that the drafter expands in one forward (K). Further widths, as in 16,5,25, add rows for CARD."),
     ] = "16",
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
-    check_file("--json", shown.rows)
-    check_plot("--plot", shown.plot)
+    check_file("--json", output.rows)
+    check_plot("--plot", output.plot)
     costs = _costs(times)
     from outpace.simulate import report, run
     from outpace.simulate.setups import SetupSizes, select_setups
@@ -137,19 +113,19 @@ def simulate(
             trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every), live
         ):
             outcomes.append(outcome)
-            if not display.stderr().is_terminal:  # which shows a bar
-                told = f"{len(outcomes)} of {len(rows) * len(costs)}: {outcome.setup.title}"
-                display.stderr().print(told, markup=False)
-            if shown.rows is not None:  # what is done is kept, whatever ends the rest
-                failed = write_all([partial(_write, shown.rows, report.as_rows(outcomes))])
+            if not display.stderr().is_terminal:  # a terminal shows a bar
+                line = f"{len(outcomes)} of {len(rows) * len(costs)}: {outcome.setup.title}"
+                display.stderr().print(line, markup=False)
+            if output.rows is not None:  # finished rows are kept if the rest is interrupted
+                failed = write_all([partial(_write, output.rows, report.as_rows(outcomes))])
     summary = report.about(trace, sizes, times.devices)
     title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
-    if shown.markdown:
+    if output.markdown:
         display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title))
-    if shown.plot is not None:
-        failed += write_all([partial(report.plot, outcomes, title, shown.plot)])
+    if output.plot is not None:
+        failed += write_all([partial(report.plot, outcomes, title, output.plot)])
     display.print_for_machines({**summary, "rows": report.as_rows(outcomes)})
     raise_last(failed)
 
@@ -161,8 +137,8 @@ def _widths(text: str) -> list[int]:
         raise UserError(f"width is {text!r}, it must be whole numbers such as 16 or 16,5,25") from None
 
 
-def _costs(times: Times) -> list[Any]:
-    """The `PassTimes` that the flags mean."""
+def _costs(times: TimeFlags) -> list[Any]:
+    """Convert the flags to PassTimes."""
     from outpace.simulate import costs
 
     if times.target_times is None and times.draft_times is None:
@@ -172,7 +148,7 @@ def _costs(times: Times) -> list[Any]:
     return [costs.measured(times.target_times, times.draft_times)]
 
 
-def _trace(pair: Pair) -> Trace:
+def _trace(pair: PairFlags) -> Trace:
     from outpace.core.errors import check_whole
     from outpace.simulate import trace
     from outpace.simulate.indexed_trace import limit_trace
@@ -186,12 +162,12 @@ def _trace(pair: Pair) -> Trace:
         tasks = [name.strip() for name in pair.tasks.split(",")] if pair.tasks else []
         return limit_trace(trace.load(pair.trace), pair.answers, tasks)
     if pair.tasks is not None:
-        raise UserError("tasks are those of a trace, a stated chance has none")
+        raise UserError("--tasks selects answers of a trace, an assumed acceptance has none")
     return synthetic_trace(pair.acceptance or 0.0, pair.answers or 8)
 
 
-def _live(pair: Pair, trace: Trace) -> LiveModels | None:
-    """The models of the trace, if they are named."""
+def _live(pair: PairFlags, trace: Trace) -> LiveModels | None:
+    """Load the models of the trace, if they are named."""
     if not pair.names_models:
         return None
     from outpace.models.load import load_draft, load_model

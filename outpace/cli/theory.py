@@ -1,13 +1,13 @@
-"""`outpace theory`: what a draft of a given acceptance and cost can give, by the formulas of `core.theory`."""
+"""`outpace theory`: possible speedups of a draft with a given acceptance and cost, by formulas."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from outpace.cli import display
+from outpace.cli.flags import flag
 from outpace.cli.options import Json
 from outpace.core.errors import UserError, check_range, check_whole
 
@@ -15,22 +15,18 @@ from outpace.core.errors import UserError, check_range, check_whole
 def theory(
     acceptance: Annotated[
         str,
-        typer.Option(
-            help="Acceptance rate of a drafted token (alpha); or one for each position, with commas between them,"
-            " as `outpace bench` reports them: the last one holds for all further positions."
+        flag(
+            "Acceptance rate of a drafted token (alpha); or one for each position, with commas between them, as"
+            " `outpace bench` reports them: the last one holds for all further positions."
         ),
     ] = "0.8",
-    cost: Annotated[
-        float, typer.Option(help="Cost coefficient (c): time of a draft step over that of a plain pass.")
-    ] = 0.1,
-    verify: Annotated[
-        float, typer.Option(help="Time that each further row adds to a pass, as a share of a plain pass.")
-    ] = 0.0,
-    overhead: Annotated[float, typer.Option(help="Other time in a round, as a share of a plain pass.")] = 0.0,
-    lengths: Annotated[int, typer.Option(help="Show draft lengths (gamma) up to this one.")] = 10,
+    cost: Annotated[float, flag("Cost coefficient (c): time of a draft step over that of a plain pass.")] = 0.1,
+    verify: Annotated[float, flag("Time that each further row adds to a pass, as a share of a plain pass.")] = 0.0,
+    overhead: Annotated[float, flag("Other time in a round, as a share of a plain pass.")] = 0.0,
+    lengths: Annotated[int, flag("Show draft lengths (gamma) up to this one.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Show what speculation can give: tokens a round, speedups by draft length, and their limits."""
+    """Show possible gains of speculation: tokens a round, speedups by draft length, and their limits."""
     positions = _positions(acceptance)
     check_range("cost", cost, 0.0, 100.0)
     check_range("verify", verify, 0.0, 100.0)
@@ -43,7 +39,8 @@ def theory(
         return
     display.stdout().print(_table(rows))
     for name, value in limits.items():
-        display.stdout().print(f"{name.replace('_', ' ')}: {'none' if value is None else f'{value:.2f}'}")
+        title = name.replace("in_turn", "sequential").replace("_", " ")
+        display.stdout().print(f"{title}: {'none' if value is None else f'{value:.2f}'}")
 
 
 def _positions(text: str) -> list[float]:
@@ -78,7 +75,7 @@ def _limits(alpha: float, cost: float) -> dict[str, float | None]:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("draft length", "tokens a round", "speedup in turn", "in parallel (PEARL)"):
+    for name in ("draft length", "tokens a round", "sequential speedup", "in parallel (PEARL)"):
         table.add_column(name, justify="right")
     best = max(rows, key=lambda row: row["in_turn"])
     for row in rows:

@@ -1,4 +1,4 @@
-"""`outpace tune`: measures a pair on this machine, and keeps what the planner is to begin with."""
+"""`outpace tune`: measure a pair on this machine and store the times, from which the planner starts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.options import Json, ModelFlags, flags
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import Json, ModelFlags
 from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError
 
@@ -20,38 +20,36 @@ if TYPE_CHECKING:
 
 @flags
 def tune(
-    loading: ModelFlags,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each timed answer.")] = 96,
-    rounds: Annotated[int, typer.Option(help="How often each method answers each prompt.")] = 2,
+    model: ModelFlags,
+    max_tokens: Annotated[int, flag("Tokens of each timed answer.")] = 96,
+    rounds: Annotated[int, flag("Answers of each method to each prompt.")] = 2,
     corpus: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Make the file of --drafter cacheback or retrieval, or find what --drafter layer_skip leaves out, from"
-            " this text file, or .jsonl file with text or turns in each line; may be repeated."
+        flag(
+            "Make the file of --drafter cacheback or retrieval, or find what --drafter layer_skip leaves out,"
+            " from this text file, or .jsonl file with text or turns in each line; may be repeated."
         ),
     ] = None,
-    to: Annotated[
-        Path | None, typer.Option(help="With --corpus: the file to write; the default is in the cache folder.")
-    ] = None,
-    trials: Annotated[int, typer.Option(help="Sets of sublayers that are tried for --drafter layer_skip.")] = 200,
+    to: Annotated[Path | None, flag("With --corpus: the file to write; the default is in the cache folder.")] = None,
+    trials: Annotated[int, flag("Sets of sublayers that are tried for --drafter layer_skip.")] = 200,
     as_json: Json = False,
 ) -> None:
     """Time a pair of models on this machine and keep the times for method auto; with several drafts, rank them.
 
     With --corpus: make the file of drafter cacheback or retrieval from your own texts. With --drafter
-    layer_skip: find the sublayers that a draft of the target itself is to leave out.
+    layer_skip: find the sublayers that a draft made of the target should leave out.
     """
-    if loading.drafter == "layer_skip":
-        _search(loading, corpus or [], to, trials, max_tokens, as_json)
+    if model.drafter == "layer_skip":
+        _search(model, corpus or [], to, trials, max_tokens, as_json)
         return
     if corpus or to is not None:
-        _make(loading, corpus or [], to, as_json)
+        _make(model, corpus or [], to, as_json)
         return
     from outpace.bench.tune import TuneOptions, tune
 
     options = TuneOptions(max_tokens=max_tokens, rounds=rounds)
     with (
-        loading.open({}, quiet=as_json) as llm,
+        model.open({}, quiet=as_json) as llm,
         display.LoadingBar(as_json, 0.0) as progress,
     ):
         found = tune(llm.target, llm.draft, options, progress)
@@ -62,19 +60,19 @@ def tune(
     if found.path is None:
         display.say("these times are not kept: the cache folder cannot be written")
         return
-    does = "plans with these times" if found.chosen == "auto" else f"is method {found.chosen}, which was faster,"
-    display.say(f"from now on method auto {does} for this pair; kept in {found.path}")
+    effect = "plans with these times" if found.chosen == "auto" else f"is method {found.chosen}, which was faster,"
+    display.say(f"from now on method auto {effect} for this pair; kept in {found.path}")
 
 
-def _make(loading: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool) -> None:
-    """The file of a drafter, and a line on what it was made of."""
+def _make(model: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool) -> None:
+    """Make the file of a drafter, and describe it."""
     if not corpus:
         raise UserError(f"--to is {to}, it needs a --corpus to make that file from")
     check_file("--to", to)
     from outpace.bench.table_files import make_table
 
     with display.LoadingBar(as_json, 0.0) as progress:
-        made = make_table(loading.drafter, corpus, loading.target, to, progress)
+        made = make_table(model.drafter, corpus, model.target, to, progress)
     if as_json:
         display.print_json(made._asdict() | {"path": str(made.path)})
         return
@@ -85,18 +83,18 @@ def _make(loading: ModelFlags, corpus: list[Path], to: Path | None, as_json: boo
 
 
 def _search(
-    loading: ModelFlags, corpus: list[Path], to: Path | None, trials: int, max_tokens: int, as_json: bool
+    model: ModelFlags, corpus: list[Path], to: Path | None, trials: int, max_tokens: int, as_json: bool
 ) -> None:
-    """The sublayers that a draft of the target is to leave out, and a line on what they would bring."""
+    """Find the sublayers that a draft made of the target should leave out, and describe the result."""
     if to is not None:
-        raise UserError(f"--to is {to}, but --drafter layer_skip has no file: what is found are two options")
+        raise UserError(f"--to is {to}, but --drafter layer_skip has no file: the results are options")
     from outpace.bench.skip_search import SearchOptions, check_corpus, search
     from outpace.models.load import load_model
 
     check_corpus(corpus)
     options = SearchOptions(max_tokens=max_tokens, trials=trials)
     with display.LoadingBar(as_json, 0.0) as progress:
-        found = search(load_model(loading.target, loading.options, progress=progress), corpus, options, progress)
+        found = search(load_model(model.target, model.options, progress=progress), corpus, options, progress)
     length = f"--draft-length {found.draft_length}"
     if as_json:
         sets = {f"skip_{kind}": list(layers) for kind, layers in found.sublayers._asdict().items()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.clock import SuspendAwareClock
 from outpace.core.errors import UserError, install_command
 from outpace.grammar import schema
 from outpace.grammar.matcher import GrammarConstraint, unpacked
@@ -159,7 +158,7 @@ def _behind(thought: str, text: str) -> str:
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:
     """What the work gives, done in a thread that is left alone where it takes so many seconds of the processor, or
-    `BUSY` times as many on a clock that stands still when the process does: its own limits end it."""
+    `BUSY` times as many on the clock: its own limits end it."""
     results: list[Any] = []
     errors: list[BaseException] = []
     clocks: list[int] = []  # the thread's own
@@ -172,9 +171,12 @@ def _within(seconds: float, structure: Structure, work: Any) -> Any:
             errors.append(error)
 
     thread = threading.Thread(target=body, name="outpace-grammar", daemon=True)
-    clock = SuspendAwareClock()
+    began = time.monotonic()
     thread.start()
-    while thread.is_alive() and (waited := clock.look()) < BUSY * seconds and _used(clocks, waited) < seconds:
+    while thread.is_alive():
+        waited = time.monotonic() - began
+        if waited >= BUSY * seconds or _used(clocks, waited) >= seconds:
+            break
         thread.join(_LOOK * seconds)
     if errors:
         raise errors[0]

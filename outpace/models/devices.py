@@ -106,8 +106,7 @@ def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) ->
         fitting = sum(map(math.prod, shapes.values())) * free / needed
         raise UserError(
             f"the weights need {needed / GIB:.1f} GiB in {name}, "
-            f"{options.device} has {free / GIB:.1f} GiB free: a model of at most {fitting / 1e9:.1f} billion weights "
-            "fits there, `outpace doctor --plan` shows what fits where"
+            f"{options.device} has {free / GIB:.1f} GiB free: a model of at most {fitting / 1e9:.1f} billion weights fits"
         )
 
 

@@ -182,7 +182,7 @@ class Routes:
     async def _body(self, request: Request, kind: type[B]) -> tuple[B, Mapping[str, str]]:
         """Read and validate a body; return it with a response header that lists ignored fields."""
         service = self._service
-        given = await read_json(request, service.limits, service.clock)
+        given = await read_json(request, service.limits)
         if service.options.log_prompts:
             logs.write("body", id=_record(request)["id"], body=given)
         body, unknown = validate(kind, given, service.options.ignore_unknown)

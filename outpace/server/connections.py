@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from outpace.server.middleware import Middleware
 from outpace.server.options import ServerLimits
-from outpace.server.timers import Timer
 
 MAX_HEAD_BYTES = 64 << 10
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -25,7 +25,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     limits: ServerLimits
     middleware: Middleware
-    _timer: Timer | None = None  # one for all deadlines of the connection
+    _timer: asyncio.TimerHandle | None = None  # one for all deadlines of the connection
     _deadline: float | None = None
     _timeout_reply = b""
     _is_refused = False
@@ -75,13 +75,6 @@ class BoundedConnection(HttpToolsProtocol):
         elif not self._keeps_alive:
             self.transport.close()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:  # replaced by a deadline on the server's clock
-            self._unset_keepalive_if_required()
-            if self._head_bytes is None:
-                self._expect(b"", self.timeout_keep_alive)
-
     def _refuse(self) -> bool:
         """Refuse the request if the queue is full; return whether it was. Pipelined requests are not refused here."""
         self._is_refused = False
@@ -110,18 +103,17 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _expect(self, timeout_reply: bytes, seconds: float) -> None:
         """Set a deadline, at which the connection is closed with a reply."""
-        clock = self.middleware.clock
-        self._deadline, self._timeout_reply = clock.time() + seconds, timeout_reply
+        self._deadline, self._timeout_reply = time.monotonic() + seconds, timeout_reply
         if self._timer is None:
-            self._timer = clock.after(seconds, self._check_deadline)
+            self._timer = self.loop.call_later(seconds, self._check_deadline)
 
     def _check_deadline(self) -> None:
         self._timer = None
         if self._deadline is None:
             return
-        left = self._deadline - self.middleware.clock.time()
+        left = self._deadline - time.monotonic()
         if left > 0.0:
-            self._timer = self.middleware.clock.after(left, self._check_deadline)
+            self._timer = self.loop.call_later(left, self._check_deadline)
         else:
             self._close(self._timeout_reply)
 

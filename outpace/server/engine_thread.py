@@ -31,11 +31,10 @@ class EngineThread:
         engine: Engine,
         deliver: Callable[[Sequence[ChoiceUpdate]], None],
         report: Callable[[Exception], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deliver` is called in the engine's thread after each step with output; `report` with an error of a step
-        that belongs to no request. `clock` measures how long a step takes."""
-        self.engine, self._clock = engine, clock
+        that belongs to no request."""
+        self.engine = engine
         self._deliver, self._report = deliver, report
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._live: dict[Choice, TokenSequence] = {}
@@ -58,7 +57,7 @@ class EngineThread:
     def step_age(self) -> float:
         """Seconds since the last step ended; 0 without pending work."""
         since = self._busy_since
-        return 0.0 if since is None else self._clock() - since
+        return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, choices: Sequence[Choice]) -> Future[None]:
         """Submit the choices of one request, all or none; the future raises UserError if one can never run."""
@@ -75,7 +74,7 @@ class EngineThread:
             self._run_commands()
             if self._is_over:
                 break
-            self._busy_since = self._clock()
+            self._busy_since = time.monotonic()
             try:
                 self.engine.step()
             except Exception as error:  # errors of single requests do not get here

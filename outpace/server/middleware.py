@@ -33,7 +33,6 @@ class Middleware:
     def __init__(self, app: ASGIApp, options: ServerOptions, queued: frozenset[str], service: Service) -> None:
         """`queued` are the paths whose requests go through the queue."""
         self._app, self._options, self._queued, self._service = app, options, queued, service
-        self.clock = service.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

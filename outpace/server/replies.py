@@ -57,7 +57,7 @@ class Reply(Response):
         super().__init__()
         self._service, self._group, self._format, self._more_headers = service, group, response_format, dict(headers)
         self._is_complete = False  # all but the last bytes are sent: a disconnect does not matter any more
-        self._sending_since: float | None = None  # on the server's clock
+        self._sending_since: float | None = None
         self._is_too_slow = False  # the client does not read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +102,7 @@ class Reply(Response):
 
     async def _send(self, send: Send, message: Message) -> None:
         self._is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-        self._sending_since = self._service.clock.time()
+        self._sending_since = time.monotonic()
         try:
             await send(message)
         finally:
@@ -110,13 +110,13 @@ class Reply(Response):
 
     def _check_sending(self) -> None:
         """Cancel a response whose client has not read for too long. One timer serves all messages."""
-        now, most = self._service.clock.time(), self._service.limits.write_timeout
+        now, most = time.monotonic(), self._service.limits.write_timeout
         left = most if self._sending_since is None else self._sending_since + most - now
         if left <= 0.0:
             self._is_too_slow = True
             self._task.cancel()
             return
-        self._timer = self._service.clock.after(left, self._check_sending)
+        self._timer = asyncio.get_running_loop().call_later(left, self._check_sending)
 
     async def _send_error(self, scope: Scope, send: Send, error: Exception) -> None:
         reply = error_reply(_logged(error), scope["state"]["record"], self._format.is_messages)

@@ -16,7 +16,6 @@ from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
 from outpace.server.errors import ApiError, to_api_error
 from outpace.server.options import ServerLimits
-from outpace.server.timers import LoopClock
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -27,15 +26,15 @@ SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
 )
 
 
-async def read_json(request: Request, limits: ServerLimits, clock: LoopClock) -> dict[str, Any]:
-    """Read a request's body as a JSON object; raise ApiError for anything else. `clock` measures the time limit."""
+async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
+    """Read a request's body as a JSON object; raise ApiError for anything else."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content-type is {kind[:80]!r}, it must be application/json")
-    return parse_json(await _read(request, limits, clock), limits.json_depth)
+    return parse_json(await _read(request, limits), limits.json_depth)
 
 
-async def _read(request: Request, limits: ServerLimits, clock: LoopClock) -> bytes:
+async def _read(request: Request, limits: ServerLimits) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length) > limits.body_bytes:
         raise _too_large(limits)
@@ -47,20 +46,13 @@ async def _read(request: Request, limits: ServerLimits, clock: LoopClock) -> byt
             if len(chunks) > limits.body_bytes:
                 raise _too_large(limits)
 
-    reading = asyncio.ensure_future(collect())
-    timer = clock.after(limits.body_seconds, reading.cancel)
     try:
-        await reading
-    except asyncio.CancelledError:
-        if not timer.has_fired:
-            raise
+        await asyncio.wait_for(collect(), limits.body_seconds)
+    except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not arrive in {limits.body_seconds:g} seconds", code="timeout") from None
     except ClientDisconnect:
-        raise ApiError(
-            499, "the client disconnected before its body was complete", code="client_disconnected"
-        ) from None
-    finally:
-        timer.cancel()
+        message = "the client disconnected before its body was complete"
+        raise ApiError(499, message, code="client_disconnected") from None
     return bytes(chunks)
 
 

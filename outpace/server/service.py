@@ -20,7 +20,6 @@ from outpace.server.fingerprint import system_fingerprint
 from outpace.server.generation_request import GenerationRequest, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
-from outpace.server.timers import LoopClock, Timer
 from outpace.tools.definitions import CallFormat, call_format_of, takes_tools
 from outpace.tools.reasoning import has_thoughts
 
@@ -32,16 +31,14 @@ NUM_WORKERS = 2  # threads that tokenize, render templates and compile grammars
 class Service:
     """One served model. Everything but the engine's thread belongs to one event loop."""
 
-    def __init__(self, llm: LLM, options: ServerOptions, now: Callable[[], float] = time.monotonic) -> None:
-        """`now` is the system's clock."""
-        self.clock = LoopClock(now)
+    def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.limits = llm, options, options.limits
         self.names = options.names or (llm.target.name,)
         self.created = int(time.time())
         self.fingerprint = system_fingerprint(llm)
         self.max_model_len: int = llm.target.model.max_positions
-        self.admission = Admission(self.limits, llm.engine.options.batch, self.clock.time)
-        self.thread = EngineThread(llm.engine, self._post, logs.fault, self.clock.time)
+        self.admission = Admission(self.limits, llm.engine.options.batch)
+        self.thread = EngineThread(llm.engine, self._post, logs.fault)
         gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.admission.running,
             "num_requests_waiting": lambda: self.admission.waiting,
@@ -54,19 +51,17 @@ class Service:
         self._executor = ThreadPoolExecutor(NUM_WORKERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: dict[Any, ChoiceGroup] = {}  # by choice
-        self._timers: dict[ChoiceGroup, list[Timer]] = {}
+        self._timers: dict[ChoiceGroup, list[asyncio.TimerHandle]] = {}
 
     def begin(self) -> None:
         """Start the engine's thread. Must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
-        self.clock.begin(self._loop)
         self.thread.start()
 
     def end(self) -> None:
         """Stop the engine's thread, which ends all answers."""
         self.is_draining = True
         self.thread.stop(10.0)
-        self.clock.end()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
@@ -175,7 +170,7 @@ class Service:
             group.fail(error)
 
     def _set_timers(self, group: ChoiceGroup) -> None:
-        limits = self.limits
+        loop, limits = asyncio.get_running_loop(), self.limits
         late = ApiError(504, f"the answer took more than {limits.request_timeout:g} seconds", code="timeout")
 
         def check_queue_timeout() -> None:
@@ -184,8 +179,8 @@ class Service:
                 group.fail(error)
 
         self._timers[group] = [
-            self.clock.after(limits.request_timeout, lambda: group.fail(late)),
-            self.clock.after(limits.queue_timeout, check_queue_timeout),
+            loop.call_later(limits.request_timeout, lambda: group.fail(late)),
+            loop.call_later(limits.queue_timeout, check_queue_timeout),
         ]
 
     def _post(self, updates: Sequence[ChoiceUpdate]) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core import child_process
-from outpace.core.clock import Watchdog
 from outpace.core.errors import UserError
 from outpace.models.text import template_process
 
@@ -58,11 +57,16 @@ class ChatTemplate:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            with Watchdog(PATIENCE, process.kill):
+            timer = threading.Timer(PATIENCE, process.kill)
+            timer.daemon = True
+            timer.start()
+            try:
                 with contextlib.suppress(BrokenPipeError):  # it died: there will be no answer
                     process.stdin.write(question + b"\n")
                     process.stdin.flush()
                 line = process.stdout.readline()
+            finally:
+                timer.cancel()
             if line:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
