@@ -237,7 +237,7 @@ def test_a_peer_tells_rates_and_no_counts() -> None:
     [((1, 2), None), ((1, 9), (1, 2, 9)), ((1,), (1, 2, None)), ((1, 2, 3), (2, None, 3)), ((), (0, 1, None))],
 )
 def test_the_first_divergence(text: tuple[int, ...], expected: tuple[Any, ...] | None) -> None:
-    found = figures.diverge("t", "p", (1, 2), text)
+    found = figures.first_divergence("t", "p", (1, 2), text)
     assert (found and (found.position, found.plain_token, found.token)) == expected
 
 

@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.distill.export import write_draft
 from outpace.distill.run import distill
 from outpace.distill.start import DraftShape, draft_config, new_student
-from outpace.distill.student import EMBEDDING, NORM, Packed, Student
+from outpace.distill.student import EMBEDDING, NORM, PackedRows, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
@@ -57,7 +57,7 @@ def logits_of(student: Student, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     tokens = torch.tensor([[token for text in texts for token in text]])
     positions = torch.tensor([[place for text in texts for place in range(len(text))]])
     sequences = torch.tensor([[number for number, text in enumerate(texts) for _ in text]])
-    found = student.logits(Packed(tokens, positions, sequences, torch.arange(tokens.shape[1])))
+    found = student.logits(PackedRows(tokens, positions, sequences, torch.arange(tokens.shape[1])))
     return [*found.split([len(text) for text in texts])]
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from distill_files import target_folder
 
 from outpace.core.errors import UserError
-from outpace.distill.export import save_ids, write_draft
+from outpace.distill.export import save_vocab_ids, write_draft
 from outpace.distill.start import DraftShape, draft_config, new_student, pick_layers, shape_from_options
-from outpace.distill.student import EMBEDDING, _attended
+from outpace.distill.student import EMBEDDING, _attention
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.packed import pack
 from outpace.models.files.pairs import SHIPPED_FOLDER
@@ -88,7 +88,7 @@ def test_a_draft_to_go_on_from_that_does_not_fit(target: Path, tmp_path: Path) -
     config = draft_config(read_json(target / "config.json"), DraftShape("2"), None)
     student = new_student(target, DraftShape("2"), None, 0)
     write_draft(tmp_path / "draft", student, config, target)
-    save_ids(tmp_path / "draft" / "draft_vocab.safetensors", torch.tensor([4, 300]))
+    save_vocab_ids(tmp_path / "draft" / "draft_vocab.safetensors", torch.tensor([4, 300]))
     with pytest.raises(UserError, match="300"):
         DraftShape.of_draft(tmp_path / "draft")
     with pytest.raises(UserError, match="no draft comes with outpace for elsewhere"):
@@ -99,7 +99,7 @@ def test_attention_on_a_cpu_is_that_of_torch() -> None:
     query, key, value = (torch.randn(2, 3, 24, 8, requires_grad=True) for _ in range(3))
     mask = torch.zeros(2, 1, 24, 24).masked_fill_(~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf)
     both = []
-    for way in (partial(_attended, scale=8**-0.5), F.scaled_dot_product_attention):
+    for way in (partial(_attention, scale=8**-0.5), F.scaled_dot_product_attention):
         found = way(query, key, value, mask)
         both.append((found, *torch.autograd.grad(found.square().sum(), (query, key, value))))
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*both, strict=True))

@@ -14,10 +14,10 @@ from distill_files import prompts_file, target_folder
 from outpace.core.errors import UserError
 from outpace.distill import prompts
 from outpace.distill.batches import frequent_tokens, read_samples
-from outpace.distill.numbering import is_held_out
+from outpace.distill.prompts import is_held_out
 from outpace.distill.shards import MANIFEST, Shard, TextFolder, read_shard, read_shards
 from outpace.distill.text import TEMPERATURES, TextPlan, write_text
-from outpace.distill.writer import Job, WriterOptions, Written
+from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer
 from outpace.models.text.tokenizer import Tokenizer
 
 SMALL = WriterOptions(rows=7, max_tokens=12, top=4)
@@ -28,10 +28,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target_folder(tmp_path_factory.mktemp("target"))
 
 
-def jobs(count: int, temperature: float = 0.0) -> list[Job]:
+def jobs(count: int, temperature: float = 0.0) -> list[AnswerJob]:
     random = np.random.default_rng(0)
     lengths = random.integers(1, 20, count).tolist()
-    return [Job(n, tuple(random.integers(3, 260, length).tolist()), temperature) for n, length in enumerate(lengths)]
+    return [
+        AnswerJob(n, tuple(random.integers(3, 260, length).tolist()), temperature) for n, length in enumerate(lengths)
+    ]
 
 
 def write(target: Path, folder: Path, asked: Path, tokens: int, **options: int) -> TextFolder:
@@ -42,7 +44,9 @@ def write(target: Path, folder: Path, asked: Path, tokens: int, **options: int) 
 
 def test_shards_hold_what_was_written(tmp_path: Path) -> None:
     answers = [
-        Written(job, np.arange(3 + n, dtype=np.int32), np.zeros((3 + n, 4), np.int32), np.zeros((3 + n, 4), np.float16))
+        WrittenAnswer(
+            job, np.arange(3 + n, dtype=np.int32), np.zeros((3 + n, 4), np.int32), np.zeros((3 + n, 4), np.float16)
+        )
         for n, job in enumerate(jobs(3))
     ]
     TextFolder(tmp_path, {"target": "tiny", "top": 4}).add(answers)
@@ -130,7 +134,7 @@ def test_a_full_disk_leaves_the_finished_shards(target: Path, tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("outpace.distill.shards._save", full)
-    with pytest.raises(UserError, match=r"No space left on device.*1 finished shards beside it stay good"):
+    with pytest.raises(UserError, match=r"No space left on device.*1 finished shards stay good"):
         write(target, tmp_path / "text", asked, 200)
     monkeypatch.undo()
     assert TextFolder(tmp_path / "text", {}).tokens == first.tokens

@@ -23,18 +23,18 @@ from outpace.core.errors import UserError
 from outpace.distill import training_state
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.evaluate import (
+    MIN_ROUNDS,
     POSITIONS,
-    REACHED,
     Acceptance,
+    Evaluation,
     EvaluationOptions,
-    Judgement,
-    Speed,
-    _pass,
-    _told,
+    ModelTimes,
+    _timed_pass,
     predicted_speedups,
+    reliable_rates,
 )
-from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
+from outpace.distill.export import VOCAB_FILE, read_vocab_ids
+from outpace.distill.losses import DIVERGENCES, Labels, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import distill, save_evaluation, train_stage, write_plot
 from outpace.distill.start import DraftShape, new_student
@@ -118,7 +118,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(target: Path, tmp_
     assert point["loss"] > 0
 
     def on(folder: Path, tokens: int) -> Trainer:
-        student = new_student(target, options.shape, read_ids(options.out / "training" / VOCAB_FILE), 0)
+        student = new_student(target, options.shape, read_vocab_ids(options.out / "training" / VOCAB_FILE), 0)
         trainer = Trainer(student, options.out / "text", folder, replace(options.train, tokens=tokens))
         trainer.resume()
         trainer.run(lambda figures: None)
@@ -134,16 +134,14 @@ def test_another_draft_in_the_folder_is_refused_before_text_is_written(
     target: Path, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outpace.distill.text.load_model", None)
-    with pytest.raises(
-        UserError, match=r"another shape: model\.layers\.1\.\S+ is \[\d+.*\] in it and not there in this"
-    ):
+    with pytest.raises(UserError, match=r"another shape: model\.layers\.1\.\S+ is \[\d+.*\] in it and missing in this"):
         distill(settings(target, made, shape=DraftShape("1", vocab=120), tokens=10**9), silent)
     with pytest.raises(UserError, match="holds a draft of 120 tokens, not 90"):
         distill(settings(target, made, shape=DraftShape("0,1", vocab=90), tokens=10**9), silent)
 
 
 def test_a_judgement_that_cannot_be_kept_is_said(target: Path, made: Path, tmp_path: Path) -> None:
-    found = Judgement("t", "d", (), Speed(0.1, {1: 1.0}))
+    found = Evaluation("t", "d", (), ModelTimes(0.1, {1: 1.0}))
     with pytest.raises(UserError, match="the judgement cannot be written to"):
         save_evaluation(settings(target, tmp_path / "gone"), found)
 
@@ -151,7 +149,7 @@ def test_a_judgement_that_cannot_be_kept_is_said(target: Path, made: Path, tmp_p
 def test_a_torn_or_foreign_checkpoint_is_named(target: Path, made: Path, tmp_path: Path) -> None:
     other = new_student(target, DraftShape("2", hidden=32), None, 0)
     trainer = Trainer(other, made / "text", made / "training", TrainOptions())
-    expected = r"another shape: model\.embed_tokens\.weight is not there in it and \[272, 32\] in this draft"
+    expected = r"another shape: model\.embed_tokens\.weight is missing in it and \[272, 32\] in this draft"
     with pytest.raises(UserError, match=expected):
         trainer.resume()
     (tmp_path / "training.safetensors").write_bytes(b"torn")
@@ -163,7 +161,7 @@ def test_a_torn_or_foreign_checkpoint_is_named(target: Path, made: Path, tmp_pat
 
 def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
     """The folder holds a plain Llama: its scores, by the reference, are those that were trained."""
-    ids = read_ids(made / "draft" / VOCAB_FILE)
+    ids = read_vocab_ids(made / "draft" / VOCAB_FILE)
     with Checkpoint.open(made / "draft") as draft:
         config = from_dict(draft.config)
         assert draft.config["outpace"] == {"target_layers": [0, 1], "draft_window": 128, "draft_vocab_size": 120}
@@ -205,7 +203,7 @@ def test_a_drafts_own_tokens_may_lie_on_a_gpu(made: Path) -> None:
     samples, _ = read_samples(made / "text", 64)
     ids = torch.arange(0, 272, 2)
     here, there = (Packer(2, 64, 272, one, torch.device("cpu")) for one in (ids, ids.as_subclass(Elsewhere)))
-    assert torch.equal(here.batch(samples, [[0]]).goals.top, there.batch(samples, [[0]]).goals.top)
+    assert torch.equal(here.batch(samples, [[0]]).labels.top, there.batch(samples, [[0]]).labels.top)
 
 
 def test_a_loaded_state_lies_where_its_weights_do(tmp_path: Path) -> None:
@@ -243,10 +241,10 @@ def test_losses_by_hand(divergence: str) -> None:
         "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, both, strict=True)),
         "total_variation": 0.5 * sum(abs(a - b) for a, b in zip(p, both, strict=True)),
     }[divergence]
-    goals = Goals(torch.tensor([1]), torch.tensor([[2, -1]]), torch.tensor([[p_known, p_unknown]]))
-    found = loss(torch.tensor([logits]), goals, LossOptions(0.25, 2.0, divergence))
+    labels = Labels(torch.tensor([1]), torch.tensor([[2, -1]]), torch.tensor([[p_known, p_unknown]]))
+    found = loss(torch.tensor([logits]), labels, LossOptions(0.25, 2.0, divergence))
     assert float(found) == pytest.approx(-0.25 * math.log(q[1]) + 2.0 * expected, abs=1e-5)
-    unknown = replace(goals, tokens=torch.tensor([-1]))
+    unknown = replace(labels, tokens=torch.tensor([-1]))
     assert float(loss(torch.tensor([logits]), unknown, LossOptions(0.25, 2.0, divergence))) == pytest.approx(
         2.0 * expected, abs=1e-5
     )
@@ -280,7 +278,7 @@ def test_another_vocabulary_than_the_checkpoints(target: Path, made: Path) -> No
 
 
 def test_predicted_speedups_by_hand() -> None:
-    speed = Speed(0.1, {1: 1.0, **{rows: 1.0 + 0.1 * rows for rows in range(2, 10)}})
+    speed = ModelTimes(0.1, {1: 1.0, **{rows: 1.0 + 0.1 * rows for rows in range(2, 10)}})
     rows = [Acceptance("t", 0.0, 2.0, 2.5, (0.8, 0.5), 100), Acceptance("t", 0.8, 1.0, 1.0, (0.1,), 100)]
     found = predicted_speedups(rows, speed)
     assert found[1] == pytest.approx(1.8 / (0.1 + 1.2))
@@ -291,19 +289,25 @@ def test_predicted_speedups_by_hand() -> None:
 def test_a_timed_pass_is_one_that_the_device_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock tells how often the host has waited for scores."""
     with Waits() as waits:
-        timed = _pass(QuickToy(16, 3, 0), 4)
+        timed = _timed_pass(QuickToy(16, 3, 0), 4)
         monkeypatch.setattr("outpace.distill.evaluate.time.perf_counter", lambda: waits.count)
         assert [timed() for _ in range(3)] == [1, 1, 1]
 
 
-def test_acceptance_by_position_is_told_as_far_as_it_was_reached() -> None:
-    assert _told(((100, 50), (50, 20), (20, 20), (20, 10))) == pytest.approx([0.5, 0.4, 1.0, 0.5])
-    assert _told(((20 * REACHED, 5 * REACHED), (5 * REACHED, REACHED), (REACHED, 1))) == (0.25, 0.2, 1 / REACHED)
-    assert _told(((20 * REACHED, 5 * REACHED), (5 * REACHED, REACHED - 1), (REACHED - 1, 1))) == (
+def test_acceptance_by_position_isreliable_rates_as_far_as_it_was_reached() -> None:
+    assert reliable_rates(((100, 50), (50, 20), (20, 20), (20, 10))) == pytest.approx([0.5, 0.4, 1.0, 0.5])
+    assert reliable_rates(((20 * MIN_ROUNDS, 5 * MIN_ROUNDS), (5 * MIN_ROUNDS, MIN_ROUNDS), (MIN_ROUNDS, 1))) == (
         0.25,
-        round((REACHED - 1) / (5 * REACHED), 4),
+        0.2,
+        1 / MIN_ROUNDS,
     )
-    assert _told(((100, 0),)) == (0.0,)
+    assert reliable_rates(
+        ((20 * MIN_ROUNDS, 5 * MIN_ROUNDS), (5 * MIN_ROUNDS, MIN_ROUNDS - 1), (MIN_ROUNDS - 1, 1))
+    ) == (
+        0.25,
+        round((MIN_ROUNDS - 1) / (5 * MIN_ROUNDS), 4),
+    )
+    assert reliable_rates(((100, 0),)) == (0.0,)
 
 
 def test_transformers_loads_the_draft(made: Path) -> None:
@@ -318,8 +322,8 @@ def test_transformers_loads_the_draft(made: Path) -> None:
 
 
 def test_judgement_and_its_files(target: Path, made: Path) -> None:
-    tasks, judge = [str(made.parent / "asked.jsonl")], EvaluationOptions(prompts=12, max_tokens=64)
-    found = distill(settings(target, made, stage="judge", tasks=tasks, judge=judge), silent)
+    tasks, evaluation = [str(made.parent / "asked.jsonl")], EvaluationOptions(prompts=12, max_tokens=64)
+    found = distill(settings(target, made, stage="judge", tasks=tasks, evaluation=evaluation), silent)
     assert found is not None
     assert {row.temperature for row in found.rows} == {0.0, 0.8}
     assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)

@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.distill import text
 from outpace.distill.start import target_config
 from outpace.distill.text import load_target
-from outpace.distill.writer import Job, LoopWriter, Writer, WriterOptions, Written, writer_of
+from outpace.distill.writer import AnswerJob, EngineWriter, GraphLoopWriter, WriterOptions, WrittenAnswer, make_writer
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.cuda import writing_loop
@@ -24,18 +24,20 @@ from outpace.models.llama.torch.runtime import Llama
 
 TENSORS = reference.random_tensors(reference.TINY)
 TARGET = Llama.from_tensors(reference.TINY, TENSORS.__getitem__)
-JOBS = [Job(5000 + n, tuple(range(1 + n, 4 + 2 * n)), (0.0, 0.8, 1.0)[n % 3]) for n in range(9)]
+JOBS = [AnswerJob(5000 + n, tuple(range(1 + n, 4 + 2 * n)), (0.0, 0.8, 1.0)[n % 3]) for n in range(9)]
 STOP = frozenset({7})
 
 
-def write(rows: int, model: Model = TARGET) -> dict[int, Written]:
-    writer = Writer(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4))
+def write(rows: int, model: Model = TARGET) -> dict[int, WrittenAnswer]:
+    writer = EngineWriter(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4))
     return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
 
 
-def write_by_loop(rows: int, model: Model) -> dict[int, Written]:
+def write_by_loop(rows: int, model: Model) -> dict[int, WrittenAnswer]:
     assert isinstance(model, GraphLlama)
-    writer = LoopWriter(model, STOP, WriterOptions(max_tokens=12, top=4), max(len(job.prompt) for job in JOBS), rows)
+    writer = GraphLoopWriter(
+        model, STOP, WriterOptions(max_tokens=12, top=4), max(len(job.prompt) for job in JOBS), rows
+    )
     return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
 
 
@@ -64,10 +66,10 @@ def test_the_likeliest_are_found_in_parts(width: int) -> None:
 def test_a_loop_is_for_captured_passes_of_a_gpu() -> None:
     eager = GraphLlama.from_tensors(reference.TINY, TENSORS.__getitem__, is_eager=True, exact=False)
     for model in (TARGET, eager):
-        assert isinstance(writer_of(model, STOP, WriterOptions(), 9), Writer)
+        assert isinstance(make_writer(model, STOP, WriterOptions(), 9), EngineWriter)
 
 
-def log_p(answer: Written) -> torch.Tensor:
+def log_p(answer: WrittenAnswer) -> torch.Tensor:
     """The target's log-probabilities before every token of an answer: [tokens, vocab]"""
     tokens = [*answer.job.prompt, *answer.tokens.tolist()]
     start = len(answer.job.prompt)
@@ -97,8 +99,8 @@ def test_what_the_target_thought() -> None:
 
 def test_sampled_tokens_follow_the_distribution() -> None:
     """At temperature 1 the tokens at one place, over many jobs, have the target's distribution."""
-    asked = [Job(number, (5, 9, 40), 1.0) for number in range(1000)]
-    answers = list(Writer(TARGET, frozenset(), WriterOptions(rows=500, max_tokens=1, top=4)).answers(iter(asked)))
+    asked = [AnswerJob(number, (5, 9, 40), 1.0) for number in range(1000)]
+    answers = list(EngineWriter(TARGET, frozenset(), WriterOptions(rows=500, max_tokens=1, top=4)).answers(iter(asked)))
     expected = log_p(answers[0])[0].exp().numpy()
     counts = np.bincount([int(answer.tokens[0]) for answer in answers], minlength=len(expected)) / len(answers)
     noise = np.sqrt(expected / len(answers)).sum()  # what the distance would be in the mean, about

@@ -15,7 +15,7 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.distill import magpie
 from outpace.distill.prompts import read_prompts
-from outpace.distill.writer import Job, WriterOptions, Written
+from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer
 from outpace.models.files.cache_folder import exclusive_lock
 from outpace.models.files.find import resolve
 from outpace.models.text.tokenizer import Tokenizer
@@ -37,21 +37,21 @@ def write(target: Path, number: int, folder: Path) -> list[str]:
     return read_prompts(file)
 
 
-def written(job: Job, ids: list[int]) -> Written:
+def written(job: AnswerJob, ids: list[int]) -> WrittenAnswer:
     shape = (len(ids), 1)
-    return Written(job, np.array(ids, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float16))
+    return WrittenAnswer(job, np.array(ids, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float16))
 
 
 class Says:
     """A writer whose answers are told; it keeps the jobs that it was given."""
 
     def __init__(self, texts: list[str], target: Path) -> None:
-        self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[Job]()
+        self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[AnswerJob]()
 
     def __call__(self, *arguments: Any) -> Says:
         return self
 
-    def answers(self, jobs: Iterator[Job]) -> Iterator[Written]:
+    def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
         end = min(self._tokenizer.stop_ids)
         for text, job in zip(self._texts, jobs, strict=False):
             self.jobs.append(job)
@@ -61,7 +61,7 @@ class Says:
 
 def test_a_message_begins_where_a_users_does(target: Path) -> None:
     tokenizer = Tokenizer.from_folder(target)
-    head = magpie.beginning(tokenizer)
+    head = magpie.user_beginning(tokenizer)
     whole = tokenizer.chat([{"role": "user", "content": "hello world"}])
     assert head == whole[: len(head)]
     assert tokenizer.decode(whole[len(head) :], skip_special=False).lstrip().startswith("hello world")
@@ -77,14 +77,14 @@ def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeyp
         "d" * 20,
     ]
     says = Says(told, target)
-    monkeypatch.setattr(magpie, "writer_of", says)
+    monkeypatch.setattr(magpie, "make_writer", says)
     kept = [told[0], told[4]]
     assert write(target, 2, tmp_path) == kept
     assert {job.temperature for job in says.jobs} == {magpie.TEMPERATURE}
 
     assert write(target, 2, tmp_path) == kept, "it has enough"
     more = Says([told[0], "12 worlds or 12 hells"], target)
-    monkeypatch.setattr(magpie, "writer_of", more)
+    monkeypatch.setattr(magpie, "make_writer", more)
     assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "what stood there is not written again"
     assert not {job.number for job in more.jobs} & {job.number for job in says.jobs}
 
@@ -97,13 +97,13 @@ def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
         pytest.skip("the shipped model is not installed")
     found = [write(model, 3, tmp_path / name) for name in ("one", "two")]
     assert found[0] == found[1]
-    assert all(len(text) >= magpie.SHORTEST for text in found[0])
+    assert all(len(text) >= magpie.MIN_CHARACTERS for text in found[0])
     assert len(set(found[0])) == 3
 
 
 def test_a_target_that_ends_no_message_is_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(magpie, "_IN_VAIN", 5)
-    monkeypatch.setattr(magpie, "writer_of", Says(["CUT hello world or well"] * 20, target))
+    monkeypatch.setattr(magpie, "_MAX_TRIES", 5)
+    monkeypatch.setattr(magpie, "make_writer", Says(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
 
@@ -123,7 +123,7 @@ def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) 
 
 def test_prompts_begin_as_they_are_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says = Says([" world or well he", " well or all or he"] * 2, target)
-    monkeypatch.setattr(magpie, "writer_of", says)
+    monkeypatch.setattr(magpie, "make_writer", says)
     given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
     found = read_prompts(magpie.write_prompts(target, 2, tmp_path, *given))
     assert found == ["hello world or well he", "lo well or all or he"]
@@ -137,7 +137,7 @@ def test_two_processes_at_the_same_prompts(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
-    monkeypatch.setattr(magpie, "writer_of", Says(["hello world or well"] * 3, target))
+    monkeypatch.setattr(magpie, "make_writer", Says(["hello world or well"] * 3, target))
     command = ["distill", "--target", str(target), "--out", str(tmp_path), "--write-prompts", "1"]
     with exclusive_lock(tmp_path / "prompts.jsonl"):
         with pytest.raises(SystemExit) as left:

@@ -32,7 +32,8 @@ def draft_of(target: Path, out: Path, **changes: Any) -> Path:
     ids = torch.arange(0, 200, 2)
     shape = DraftShape("1", vocab=len(ids))
     config = draft_config(read_json(target / "config.json"), shape, ids.tolist()) | changes
-    write_draft(out, new_student(target, shape, ids, 0), config, target, {"README.md": "a card\n"})
+    write_draft(out, new_student(target, shape, ids, 0), config, target)
+    (out / "README.md").write_text("a card\n")
     return out
 
 

@@ -170,7 +170,7 @@ def test_references_say_how_they_are_scored(entry: dict[str, Any], expected: Ref
         ({"reference": "A", "choices": ["A"]}, "at least two different choices"),
         ({"reference": "A", "choices": ["A", "A"]}, "at least two different choices"),
         ({"reference": "A", "choices": "AB"}, "choices must be a list of texts, it is 'AB'"),
-        ({"test": TEST}, r"entry_point \(None\) the name of what it tests"),
+        ({"test": TEST}, r"entry_point \(None\) the name of the function that it tests"),
         ({"test": TEST, "entry_point": "x; y"}, "entry_point"),
         ({"test": 3, "entry_point": "x"}, "test must be a program"),
     ],
@@ -183,7 +183,7 @@ def test_a_reference_that_cannot_be_names_its_line(entry: dict[str, Any], messag
 
 
 def test_our_own_questions_have_answers_that_are_right() -> None:
-    found = tasks.collect([tasks.ANSWERS], 99)
+    found = tasks.collect(["answers"], 99)
     assert {asked.task for asked in found} == {"sentences", "capitals", "numbers"}
     assert len({asked.text for asked in found}) == len(found) == 36
     for asked in found:

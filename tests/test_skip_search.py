@@ -114,7 +114,7 @@ def run(*asked: str) -> tuple[int, str, str]:
 def test_the_command_prints_the_options_that_it_found(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = skip_search.Found(Sublayers((1, 2, 5), (3,)), 0.8, 2, 0.4, 7, 90, FLAT, SearchOptions())
+    found = skip_search.SearchResult(Sublayers((1, 2, 5), (3,)), 0.8, 2, 0.4, 7, 90, FLAT, SearchOptions())
     asked: list[Any] = []
     monkeypatch.setattr(skip_search, "search", lambda *given: asked.append(given) or found)
     path = folder(tmp_path, "target")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import outpace
 from outpace.core.errors import UserError
-from outpace.distill.report import facts
+from outpace.distill.report import provenance
 from outpace.distill.run import distill
 from outpace.distill.start import DraftShape, draft_config
 from outpace.models.base import chain
@@ -134,7 +134,7 @@ def test_sizes_that_the_hubs_file_leaves_out(tmp_path: Path) -> None:
             json.dumps(draft_config(checkpoint.config, DraftShape("1"), [1, 2]))
         )
     assert (sizes.vocab_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (262208, 8, 4, 256)
-    assert facts(tmp_path, tmp_path / "draft", tmp_path / "none")["tokens that it writes"] == "2 of 262,208"
+    assert provenance({}, tmp_path / "draft", [])["tokens that it writes"] == "2 of 262,208"
 
 
 @pytest.mark.parametrize("runtime", ["auto", "transformers"])

@@ -275,7 +275,7 @@ def _options(
             part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
             loss=losses,
         ),
-        judge=EvaluationOptions(evaluation.judged, seed=seed),
+        evaluation=EvaluationOptions(evaluation.judged, seed=seed),
         command=shlex.join(["outpace", *sys.argv[1:]]),
     )
 

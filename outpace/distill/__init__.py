@@ -1,1 +1,1 @@
-"""Trains a draft for any target from nothing but the target: its text, a small model, training, judgement."""
+"""Trains a draft model for a target from the target alone: writes training text, trains on it, and evaluates."""

@@ -1,4 +1,4 @@
-"""The target's text as training batches: packed rows, in an order that follows from the seed and the step alone."""
+"""Packs the target's text into training batches, in an order that depends on the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.losses import Goals
+from outpace.distill.losses import Labels
 from outpace.distill.shards import Shard, read_shards
-from outpace.distill.student import Packed
+from outpace.distill.student import PackedRows
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with its answer, cut to the length of a row."""
+    """A prompt with its answer, cut to the length of a row."""
 
     tokens: np.ndarray  # int32 [tokens]
     prompt: int  # tokens of the prompt
@@ -28,16 +28,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows for the student, and what the target said there."""
+class TrainingBatch:
+    """The student's input rows and their labels."""
 
-    packed: Packed
-    goals: Goals
+    packed: PackedRows
+    labels: Labels
     num_tokens: int  # answer tokens
 
 
 def read_samples(folder: Path, length: int) -> tuple[list[Sample], list[Sample]]:
-    """Samples to train on, and those that are held out; UserError where there is no text."""
+    """Return the samples to train on and the held-out ones; UserError without any to train on."""
     train: list[Sample] = []
     held_out: list[Sample] = []
     for shard in read_shards(folder):
@@ -63,9 +63,9 @@ def _samples(shard: Shard, length: int) -> Iterator[tuple[Sample, bool]]:
 
 
 def frequent_tokens(samples: Sequence[Sample], vocab: int, size: int, always: Sequence[int]) -> Tensor:
-    """The `size` tokens that the target writes most, in rising order: int64 [size]. Those of `always` are among them.
+    """Return the `size` tokens that the target writes most, those of `always` included, in ascending order.
 
-    The likeliest tokens at each place count as well as what was written, by their chance.
+    The most likely tokens at each position count by their probability, in addition to the written tokens. int64 [size]
     """
     counts = np.zeros(vocab)
     for sample in samples:
@@ -77,7 +77,7 @@ def frequent_tokens(samples: Sequence[Sample], vocab: int, size: int, always: Se
 
 
 class Packer:
-    """Packs samples into batches of `rows` rows of `length` tokens. `ids`: the draft's own tokens, None: all."""
+    """Packs samples into batches of `rows` rows of `length` tokens; `ids` is the draft's vocabulary (None: all)."""
 
     def __init__(self, rows: int, length: int, vocab: int, ids: Tensor | None, device: torch.device) -> None:
         self.rows, self.length, self.device = rows, length, device
@@ -86,31 +86,33 @@ class Packer:
             self._index[ids.cpu().numpy()] = np.arange(len(ids))
 
     def epoch(self, samples: Sequence[Sample], seed: int, epoch: int) -> list[list[list[int]]]:
-        """Which samples go into which rows of which batch: a shuffle by (seed, epoch), packed first fit."""
+        """Return the samples' numbers by batch and row: shuffled by (seed, epoch), packed first-fit."""
         order = np.random.default_rng((seed, epoch)).permutation(len(samples)).tolist()
         batches: list[list[list[int]]] = []
         rows: list[list[int]] = []
-        room: list[int] = []
+        free: list[int] = []
         for number in order:
             needed = len(samples[number].tokens)
-            row = next((row for row, free in enumerate(room) if free >= needed), None)
+            row = next((row for row, length in enumerate(free) if length >= needed), None)
             if row is None:
                 if len(rows) == self.rows:
                     batches.append(rows)
-                    rows, room = [], []
-                rows, room, row = [*rows, []], [*room, self.length], len(rows)
+                    rows, free = [], []
+                rows, free, row = [*rows, []], [*free, self.length], len(rows)
             rows[row].append(number)
-            room[row] -= needed
+            free[row] -= needed
         return [*batches, rows] if rows else batches
 
-    def batch(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
-        """The batch of these samples. The last token of a sample has no place: nothing comes after it."""
+    def batch(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> TrainingBatch:
+        """Build a batch; the last token of a sample has no label, since nothing follows it."""
         longest = max(sum(len(samples[number].tokens) for number in numbers) for numbers in rows)
-        shape = (len(rows), self._length(longest))
+        # on a CPU the padding is minimised; a GPU's kernels are faster with one shape
+        step = self.length if self.device.type != "cpu" else 16
+        shape = (len(rows), min(-(-longest // step) * step, self.length))
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         sequences = np.full(shape, -1, np.int64)
         chosen: list[Sample] = []
-        places: list[np.ndarray] = []
+        scored: list[np.ndarray] = []
         for row, numbers in enumerate(rows):
             start = 0
             for place, number in enumerate(numbers):
@@ -119,22 +121,16 @@ class Packer:
                 tokens[row, start : start + count] = sample.tokens
                 positions[row, start : start + count] = np.arange(count)
                 sequences[row, start : start + count] = place
-                places.append(row * shape[1] + start + np.arange(sample.prompt - 1, count - 1))
+                scored.append(row * shape[1] + start + np.arange(sample.prompt - 1, count - 1))
                 chosen.append(sample)
                 start += count
-        packed = Packed(*(self._tensor(part) for part in (tokens, positions, sequences, np.concatenate(places))))
-        return Batch(packed, self._goals(chosen), len(packed.places))
+        parts = (tokens, positions, sequences, np.concatenate(scored))
+        packed = PackedRows(*(torch.from_numpy(part).to(self.device) for part in parts))
+        return TrainingBatch(packed, self._labels(chosen), len(packed.scored))
 
-    def _length(self, longest: int) -> int:
-        """The length of a batch's rows. On a CPU what nobody fills is left out; a GPU's kernels like one size."""
-        step = self.length if self.device.type != "cpu" else 16
-        return min(-(-longest // step) * step, self.length)
-
-    def _goals(self, samples: Sequence[Sample]) -> Goals:
+    def _labels(self, samples: Sequence[Sample]) -> Labels:
         written = np.concatenate([sample.tokens[sample.prompt :] for sample in samples])
         top = np.concatenate([sample.top_ids for sample in samples])
         top_p = np.exp(np.concatenate([sample.top_log_p for sample in samples]).astype(np.float32))
-        return Goals(self._tensor(self._index[written]), self._tensor(self._index[top]), self._tensor(top_p))
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        parts = (self._index[written], self._index[top], top_p)
+        return Labels(*(torch.from_numpy(part).to(self.device) for part in parts))

@@ -1,4 +1,4 @@
-"""Stage judge: what a draft is worth to its target on prompts that it never saw, by real decoding and by the clock."""
+"""Evaluates a draft (stage judge): acceptance on held-out prompts by real decoding, and the times of both models."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from outpace.api.llm import LLM
 from outpace.core.errors import check_whole
 from outpace.core.stats import Positions, RunStats, merge_stats, rates
-from outpace.distill.progress import Progress
+from outpace.distill.progress_display import Progress
 from outpace.models.base import chain
 from outpace.models.load import Loaded
 from outpace.models.options import FILE
 
-POSITIONS = 8  # the chain by which acceptance by position is measured
+POSITIONS = 8  # length of the chain that measures acceptance by position
 CHAIN, TREE, TREE_WIDTH, TREE_DEPTH = 4, 16, 4, 6
 TEMPERATURES = (0.0, 0.8)
-TIMED = 9  # passes, of which the median counts
-REACHED = 10  # rounds that must come to a position for its acceptance to be told
-UNEVEN = 1.5  # a median so many times the minimum was disturbed
-CONTEXT = 200  # tokens that stand before a timed pass
+TIMED = 9  # passes, whose median counts
+MIN_ROUNDS = 10  # rounds that must reach a position for its acceptance to be reported
+UNEVEN = 1.5  # ratio of median to minimum above which times count as disturbed
+CONTEXT = 200  # tokens before a timed pass
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """`prompts` of each task are answered, with at most `max_tokens` each."""
+    """The first `prompts` of each task are answered with at most `max_tokens` each."""
 
     prompts: int = 20
     max_tokens: int = 128
@@ -43,69 +43,71 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """One task at one temperature. Lengths are emitted tokens a target pass."""
+    """The acceptance on one task at one temperature. `chain` and `tree` are mean accepted lengths."""
 
     task: str
     temperature: float
     chain: float
     tree: float
-    by_position: tuple[float, ...]  # that the i-th token of a chain is accepted, once those before it were
+    by_position: tuple[float, ...]  # acceptance rate of the i-th token of a chain, given that those before it were
     tokens: int
     prompts: int = 0
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Seconds on this machine. `passes`: of the target, by rows; the draft's one step has one row."""
+class ModelTimes:
+    """Seconds of a draft step of one row, and of target passes by rows, on this machine."""
 
     draft_step: float
     passes: Mapping[int, float]
-    is_disturbed: bool = False  # by other work on this machine, so that nothing follows from these times
+    is_disturbed: bool = False  # by other work on this machine, so that the times are unreliable
 
     @property
     def cost(self) -> float:
-        """Draft step over target pass: c."""
+        """The cost ratio c: draft step over target pass."""
         return self.draft_step / self.passes[1]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Evaluation:
     """All figures of one draft."""
 
     target: str
     draft: str
     rows: tuple[Acceptance, ...]
-    speed: Speed
+    speed: ModelTimes
     predicted: Mapping[int, float] = field(default_factory=dict)  # speedup at temperature 0, by draft length
     where: str = ""  # runtime and threads
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return {**asdict(self), "cost": self.speed.cost}
 
 
-def judge(
+def evaluate(
     target: Loaded, draft: Loaded, tasks: Mapping[str, Sequence[str]], options: EvaluationOptions, progress: Progress
-) -> Judgement:
-    """Decodes every task's prompts (texts; chat messages where the target has a template) and times both models."""
+) -> Evaluation:
+    """Decode every task's prompts (texts; chat messages if the target has a template) and time both models."""
     rows: list[Acceptance] = []
     total = len(tasks) * len(TEMPERATURES)
     for task, prompts in tasks.items():
         for temperature in TEMPERATURES:
-            rows.append(_row(target, draft, task, prompts[: options.prompts], temperature, options))
+            rows.append(_measure_acceptance(target, draft, task, prompts[: options.prompts], temperature, options))
             progress({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
-    speed = _speed(target.model, draft.model)
+    speed = _time_models(target.model, draft.model)
     kernels = "native kernels" if target.model.instruction_set else "torch"
-    held = [
+    weights = [
         "the file's own weights" if one.precision == FILE else f"weights in {one.precision}" for one in (target, draft)
     ]
-    where = f"{kernels}, target: {held[0]}, draft: {held[1]}, threads {torch.get_num_threads()}"
-    return Judgement(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
+    where = f"{kernels}, target: {weights[0]}, draft: {weights[1]}, threads {torch.get_num_threads()}"
+    return Evaluation(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
 
 
-def predicted_speedups(rows: Sequence[Acceptance], speed: Speed) -> dict[int, float]:
-    """E / (gamma c + v) for every draft length gamma, from greedy acceptance by position: 1 + sum of its products, and
-    v = t_p(gamma + 1) / t_p(1)."""
+def predicted_speedups(rows: Sequence[Acceptance], speed: ModelTimes) -> dict[int, float]:
+    """Return the speedup E / (gamma c + v) for every draft length gamma.
+
+    E is 1 plus the sum of the products of the greedy acceptance by position, and v = t_p(gamma + 1) / t_p(1).
+    """
     greedy = [row for row in rows if row.temperature == 0]
     if not greedy:
         return {}
@@ -118,61 +120,57 @@ def predicted_speedups(rows: Sequence[Acceptance], speed: Speed) -> dict[int, fl
     return predicted
 
 
-def _row(
-    target: Loaded, draft: Loaded, task: str, prompts: Sequence[str], temperature: float, options: EvaluationOptions
+def _measure_acceptance(
+    target: Loaded,
+    draft: Loaded,
+    task: str,
+    prompts: Sequence[str],
+    temperature: float,
+    options: EvaluationOptions,
 ) -> Acceptance:
-    def decode(nodes: int, width: int, depth: int) -> RunStats:
-        shape = {"nodes": nodes + 1, "width": width, "draft_length": depth}
-        return _decode(target, draft, prompts, shape, temperature=temperature, options=options)
+    encoded = [target.tokenizer.encode_prompt(text) for text in prompts]
 
-    long, chained = (decode(length, 1, length) for length in (POSITIONS, CHAIN))
+    def decode(nodes: int, width: int, depth: int) -> RunStats:
+        # the last round of an answer may draft past its end, which counts too
+        shape: dict[str, Any] = {"nodes": nodes + 1, "width": width, "draft_length": depth, "floor": 0.0}
+        with LLM(target, draft, method="speculative", drafter="model", batch=4, **shape) as llm:
+            results = llm.generate(encoded, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
+        return merge_stats([result.figures for result in results])
+
+    long, chain_stats = (decode(length, 1, length) for length in (POSITIONS, CHAIN))
     tree = decode(TREE, TREE_WIDTH, TREE_DEPTH)
     return Acceptance(
         task,
         temperature,
-        round(chained.mean_accepted_length, 3),
+        round(chain_stats.mean_accepted_length, 3),
         round(tree.mean_accepted_length, 3),
-        _told(long.positions),
+        reliable_rates(long.positions),
         long.emitted,
         len(prompts),
     )
 
 
-def _told(positions: Positions) -> tuple[float, ...]:
-    """The chance that the i-th token is accepted, given those before it; as far as REACHED rounds came."""
-    return tuple(round(rate, 4) for rate in rates([each for each in positions if each[0] >= REACHED]))
+def reliable_rates(positions: Positions) -> tuple[float, ...]:
+    """Return the acceptance rates by position, as far as MIN_ROUNDS rounds reached the position."""
+    return tuple(round(rate, 4) for rate in rates([each for each in positions if each[0] >= MIN_ROUNDS]))
 
 
-def _decode(
-    target: Loaded,
-    draft: Loaded,
-    prompts: Sequence[str],
-    shape: Mapping[str, int],
-    *,
-    temperature: float,
-    options: EvaluationOptions,
-) -> RunStats:
-    """All answers' rounds together. The last round of an answer offers what does not fit any more: it counts too."""
-    with LLM(target, draft, method="speculative", drafter="model", batch=4, floor=0.0, **shape) as llm:  # type: ignore[arg-type]
-        asked = [target.tokenizer.encode_prompt(text) for text in prompts]
-        results = llm.generate(asked, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
-    return merge_stats([result.figures for result in results])
+def _time_models(target: Any, draft: Any) -> ModelTimes:
+    """Return median times of draft steps (averaged over chains of CHAIN) and target passes.
 
-
-def _speed(target: Any, draft: Any) -> Speed:
-    """Median times of the draft's step, as a share of a chain of CHAIN, and of the target's passes, taken in turn: what
-    disturbs one disturbs all."""
+    The measurements alternate, so that a disturbance affects all of them.
+    """
     counts = range(1, POSITIONS + 2)
-    step = _pass(draft, 1)
-    passes = [lambda: statistics.fmean(step() for _ in range(CHAIN)), *(_pass(target, count) for count in counts)]
+    step = _timed_pass(draft, 1)
+    passes = [lambda: statistics.fmean(step() for _ in range(CHAIN)), *(_timed_pass(target, count) for count in counts)]
     times = list(zip(*([timed() for timed in passes] for _ in range(TIMED)), strict=True))
     draft_step, *rest = (statistics.median(column) for column in times)
     is_disturbed = any(statistics.median(column) > UNEVEN * min(column) for column in times)
-    return Speed(draft_step, dict(zip(counts, rest, strict=True)), is_disturbed)
+    return ModelTimes(draft_step, dict(zip(counts, rest, strict=True)), is_disturbed)
 
 
-def _pass(model: Any, rows: int) -> Callable[[], float]:
-    """Times one pass over so many rows behind CONTEXT tokens, each time anew."""
+def _timed_pass(model: Any, rows: int) -> Callable[[], float]:
+    """Return a function that times one pass of `rows` rows after CONTEXT tokens."""
     context = min(CONTEXT, model.max_positions // 2)
     session = model.open(context + 1, max(rows, context) + 1)
     model.score([chain(session, [1] * context)])
@@ -182,7 +180,7 @@ def _pass(model: Any, rows: int) -> Callable[[], float]:
         nonlocal keep
         started = time.perf_counter()
         held = model.score_held([chain(session, [1] * rows, range(rows), keep)])
-        float(held.values[-1, -1])  # waits for a device, whose time this is
+        float(held.values[-1, -1])  # waits for the device
         keep = []
         return time.perf_counter() - started
 

@@ -1,4 +1,4 @@
-"""Writes a draft as a model folder that transformers, other engines and this one load as it is."""
+"""Writes a draft as a model folder that transformers, other engines and outpace can load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.parts import index_of, save_parts
+from outpace.distill.sharded_safetensors import index_json, save_sharded
 from outpace.distill.student import Student
 from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE
@@ -22,17 +22,12 @@ VOCAB_FILE = "draft_vocab.safetensors"
 
 
 def write_draft(
-    folder: Path,
-    student: Student,
-    config: Mapping[str, Any],
-    target: Path,
-    extra: Mapping[str, str] | None = None,
-    part_bytes: int | None = None,
+    folder: Path, student: Student, config: Mapping[str, Any], target: Path, part_bytes: int | None = None
 ) -> None:
-    """Replaces the draft at `folder`, whole or not at all. `config` is its config.json; `extra` are more text files.
+    """Replace the draft in `folder` atomically; `config` is its config.json.
 
-    Weights are stored in bfloat16, under their Hugging Face names, in files of at most `part_bytes`; where the draft
-    writes some tokens only, their ids are the int32 tensor `ids` of draft_vocab.safetensors.
+    Weights are stored in bfloat16 under their Hugging Face names, in files of at most `part_bytes`. A draft with a
+    reduced vocabulary has its token ids in the int32 tensor `ids` of draft_vocab.safetensors.
     """
     tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.tensors.items()}
     retired = folder.with_name(f".{folder.name}.old")
@@ -40,18 +35,16 @@ def write_draft(
     if folder.exists():
         folder.rename(retired)
     try:
-        with new_folder(folder) as made:
-            (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-            placed = save_parts(made, Path(SINGLE).stem, tensors, part_bytes, {"format": "pt"})
-            if len(set(placed.values())) > 1:
-                (made / INDEX).write_text(index_of(tensors, placed), encoding="utf-8")
+        with new_folder(folder) as unfinished:
+            (unfinished / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+            files = save_sharded(unfinished, Path(SINGLE).stem, tensors, part_bytes, {"format": "pt"})
+            if len(set(files.values())) > 1:
+                (unfinished / INDEX).write_text(index_json(tensors, files), encoding="utf-8")
             if student.ids is not None:
-                save_ids(made / VOCAB_FILE, student.ids)
+                save_vocab_ids(unfinished / VOCAB_FILE, student.ids)
             for name in TOKENIZER_FILES:
                 if (target / name).is_file():
-                    shutil.copyfile(target / name, made / name)
-            for name, text in (extra or {}).items():
-                (made / name).write_text(text, encoding="utf-8")
+                    shutil.copyfile(target / name, unfinished / name)
     except BaseException:
         if retired.exists() and not folder.exists():
             retired.rename(folder)
@@ -59,8 +52,8 @@ def write_draft(
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def save_ids(file: Path, ids: Tensor) -> None:
-    """Writes the tokens that a draft can write: the int32 tensor `ids`, in rising order."""
+def save_vocab_ids(file: Path, ids: Tensor) -> None:
+    """Write the token ids of a draft's reduced vocabulary, in ascending order, as the int32 tensor `ids`."""
     from safetensors.torch import save_file
 
     try:
@@ -69,8 +62,8 @@ def save_ids(file: Path, ids: Tensor) -> None:
         raise UserError(f"{file} cannot be written ({error})") from error
 
 
-def read_ids(file: Path) -> Tensor:
-    """What `save_ids` wrote, int64 [ids]; UserError where it is damaged."""
+def read_vocab_ids(file: Path) -> Tensor:
+    """Read the token ids of a reduced vocabulary, int64 [ids]; UserError if the file is damaged."""
     from safetensors.torch import load_file
 
     try:
@@ -82,13 +75,15 @@ def read_ids(file: Path) -> Tensor:
     return ids
 
 
-def settled_ids(folder: Path, size: int) -> Tensor | None:
-    """The tokens on which a training in `folder` settled, None where it has not begun or `size` is 0; UserError where
-    they are not `size` many."""
+def chosen_vocab_ids(folder: Path, size: int) -> Tensor | None:
+    """Return the vocabulary that a training in `folder` chose; None before it began, or if `size` is 0.
+
+    UserError if it has another size.
+    """
     file = folder / VOCAB_FILE
     if not size or not file.exists():
         return None
-    ids = read_ids(file)
+    ids = read_vocab_ids(file)
     if len(ids) != size:
         raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
     return ids

@@ -1,4 +1,4 @@
-"""What a draft is trained on: the target's token, and the target's distribution as far as it was kept."""
+"""The training loss: cross-entropy on the target's token, and a divergence from the target's stored distribution."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _TINY = 1e-8
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The loss is `token_weight` times the cross-entropy on the target's token plus `distribution_weight` times the
-    `divergence` from the target's distribution: its k likeliest tokens, and one bucket for the rest."""
+    """The loss is token_weight * cross-entropy + distribution_weight * divergence.
+
+    The divergence is taken over the target's k most likely tokens and one bucket for all others.
+    """
 
     token_weight: float = 0.2
     distribution_weight: float = 0.8
@@ -32,36 +34,38 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
-class Goals:
-    """What the target said at the scored places, in the draft's numbering of tokens; -1: the draft cannot write it."""
+class Labels:
+    """The target's tokens at the scored positions, as indices of the draft's vocabulary; -1 if a token is not in it."""
 
-    tokens: Tensor  # int64 [scored]: what it wrote
-    top: Tensor  # int64 [scored, k]: its likeliest, in falling order
+    tokens: Tensor  # int64 [scored]: the tokens that it wrote
+    top: Tensor  # int64 [scored, k]: its most likely tokens, in descending order
     top_p: Tensor  # float32 [scored, k], at temperature 1
 
 
-def loss(logits: Tensor, goals: Goals, options: LossOptions) -> Tensor:
-    """The mean loss a place. logits float32 [scored, ids]. Tokens that the draft cannot write are not learnable: they
-    have no cross-entropy, and p is renormalised over the others."""
+def loss(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor:
+    """Return the mean loss per position; logits float32 [scored, ids].
+
+    Tokens outside the draft's vocabulary have no cross-entropy, and p is renormalised over the others.
+    """
     log_q = torch.log_softmax(logits, dim=-1)
     total = logits.new_zeros(())
     if options.token_weight:
-        known = goals.tokens >= 0
-        taken = log_q.gather(1, goals.tokens.clamp_min(0)[:, None]).squeeze(1)
-        total = total - options.token_weight * (taken * known).sum() / len(known)
+        known = labels.tokens >= 0
+        chosen = log_q.gather(1, labels.tokens.clamp_min(0)[:, None]).squeeze(1)
+        total = total - options.token_weight * (chosen * known).sum() / len(known)
     if options.distribution_weight:
-        total = total + options.distribution_weight * _divergence(log_q, goals, options.divergence).mean()
+        total = total + options.distribution_weight * _divergence(log_q, labels, options.divergence).mean()
     return total
 
 
-def _divergence(log_q: Tensor, goals: Goals, kind: str) -> Tensor:
-    """Between p and q over the kept tokens and the bucket of the rest: [scored]"""
-    known = goals.top >= 0
-    rest = (1.0 - goals.top_p.sum(1)).clamp_min(0.0)  # unknown tokens: taken as such that the draft can write
-    p = goals.top_p * known
+def _divergence(log_q: Tensor, labels: Labels, kind: str) -> Tensor:
+    """Return the divergence between p and q over the stored tokens and the bucket of all others: [scored]."""
+    known = labels.top >= 0
+    rest = (1.0 - labels.top_p.sum(1)).clamp_min(0.0)  # treated as tokens of the draft's vocabulary
+    p = labels.top_p * known
     mass = (p.sum(1) + rest).clamp_min(_TINY)[:, None]
     p = torch.cat([p, rest[:, None]], 1) / mass  # [scored, k + 1]
-    log_kept = log_q.gather(1, goals.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
+    log_kept = log_q.gather(1, labels.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
     q_kept = log_kept.exp()
     q_rest = (1.0 - q_kept.sum(1, keepdim=True)).clamp_min(_TINY)
     if kind == "total_variation":

@@ -1,8 +1,9 @@
-"""What is to be distilled, and where the parts of a run lie in its folder."""
+"""Options of a distillation, the layout of its folder, and the lock of each stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from outpace.distill.start import DraftShape
 from outpace.distill.text import TEMPERATURES, check_temperatures
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
+from outpace.models.files.cache_folder import exclusive_lock
 from outpace.models.runtimes import RUNTIMES
 
 STAGES = ("text", "train", "judge", "all")
@@ -21,7 +23,7 @@ TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """What to distil, where to, and how much of it: `tokens` of the target's text, or `seconds` for all stages."""
+    """What to distill, the run's folder `out`, and how much: `tokens` of the target's text, or `seconds` in total."""
 
     target: str | None
     out: Path
@@ -29,16 +31,16 @@ class DistillOptions:
     stage: str = "all"
     tokens: int | None = None
     seconds: float | None = None
-    epochs: float = 3.0  # how often training sees the text, where `tokens` says how much there is
-    temperatures: Sequence[float] = TEMPERATURES  # at which a prompt is answered, in turn
+    epochs: float = 3.0  # passes over the text, where `tokens` limits the text
+    temperatures: Sequence[float] = TEMPERATURES  # at which prompts are answered, in rotation
     device: str = "cpu"
-    runtime: str = "auto"  # by which the draft is judged
-    evaluate: str | None = None  # the draft to judge; None: the run's own
-    tasks: Sequence[str] = ()  # files of prompts to judge on; none: the held-out prompts
+    runtime: str = "auto"  # of the evaluation
+    evaluate: str | None = None  # the draft to evaluate; None: the run's own
+    tasks: Sequence[str] = ()  # files of prompts to evaluate on; none: the held-out prompts
     shape: DraftShape = field(default_factory=DraftShape)
     writer: WriterOptions = field(default_factory=WriterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
-    judge: EvaluationOptions = field(default_factory=EvaluationOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     command: str = ""  # for the model card
 
     def __post_init__(self) -> None:
@@ -56,19 +58,32 @@ class DistillOptions:
         check_range("epochs", self.epochs, 0.001, 10000.0)
 
     @property
-    def writes(self) -> bool:
-        """Whether text is written."""
+    def writes_text(self) -> bool:
+        """Whether the stage text runs."""
         return self.stage in ("text", "all")
 
     @property
     def trains(self) -> bool:
+        """Whether the stage train runs."""
         return self.stage in ("train", "all")
 
     @property
-    def judges(self) -> bool:
+    def evaluates(self) -> bool:
+        """Whether the stage judge runs."""
         return self.stage in ("judge", "all")
 
     @property
     def draft(self) -> str:
-        """The draft that is judged."""
+        """The draft to evaluate."""
         return self.evaluate if self.evaluate is not None else str(self.out / DRAFT)
+
+
+@contextmanager
+def stage_lock(path: Path, work: str) -> Iterator[None]:
+    """Hold a lock on `path`; UserError if another process holds it, whose files this one would overwrite."""
+
+    def fail() -> None:
+        raise UserError(f"another process is {work} in {path}: wait for it, end it, or choose another --out")
+
+    with exclusive_lock(path, fail):
+        yield

@@ -1,9 +1,10 @@
-"""What a running distillation shows: one line that changes on a terminal, a line every half minute elsewhere."""
+"""Displays the progress of a distillation: a live line on a terminal, else a line every half minute."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -11,7 +12,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-QUIET = 30.0  # seconds between two lines where there is no terminal
+Figures = dict[str, float]
+"""Figures of a stage by name; those in NAMES are displayed."""
+
+Progress = Callable[[Figures], None]
+"""Receives the figures of one stage."""
+
+StageProgress = Callable[[str, Figures], None]
+"""Receives the stage's name and its figures."""
+
+INTERVAL = 30.0  # seconds between two lines without a terminal
 NAMES = {
     "tokens": "tokens",
     "tokens_per_second": "tokens/s",
@@ -29,12 +39,12 @@ NAMES = {
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Takes a stage and its figures; the last value of every figure of a stage stays in sight."""
+    """Displays the latest value of each figure of the current stage on stderr."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4) if sys.stderr.isatty() and not quiet else None
-        self._quiet, self._stage, self._figures, self._said = quiet, "", dict[str, float](), 0.0
+        self._quiet, self._stage, self._figures, self._printed = quiet, "", dict[str, float](), 0.0
 
     def __enter__(self) -> ProgressDisplay:
         if self._live is not None:
@@ -45,30 +55,24 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._live is not None:
             self._live.stop()
 
-    def show(self, stage: str, figures: dict[str, float]) -> None:
-        """Shows a stage's figures."""
+    def show(self, stage: str, figures: Figures) -> None:
+        """Display a stage's figures."""
         is_new = stage != self._stage
         if is_new:
             self._stage, self._figures = stage, {}
         self._figures |= figures
+        texts = {NAMES[name]: _format(name, self._figures[name]) for name in NAMES if name in self._figures}
         if self._live is not None:
-            self._live.update(self._table())
-        elif not self._quiet and (is_new or "dropped" in figures or time.monotonic() - self._said >= QUIET):
-            self._said = time.monotonic()
-            shown = ", ".join(f"{name} {text}" for name, text in self._texts())
+            table = Table("", *texts, box=None, padding=(0, 2))
+            table.add_row(stage, *texts.values())
+            self._live.update(table)
+        elif not self._quiet and (is_new or "dropped" in figures or time.monotonic() - self._printed >= INTERVAL):
+            self._printed = time.monotonic()
+            shown = ", ".join(f"{name} {text}" for name, text in texts.items())
             self._console.print(f"{time.strftime('%H:%M:%S')} {stage}: {shown}", soft_wrap=True)
 
-    def _texts(self) -> list[tuple[str, str]]:
-        return [(NAMES[name], _shown(name, self._figures[name])) for name in NAMES if name in self._figures]
 
-    def _table(self) -> Table:
-        texts = self._texts()
-        table = Table("", *(name for name, _ in texts), box=None, padding=(0, 2))
-        table.add_row(self._stage, *(text for _, text in texts))
-        return table
-
-
-def _shown(name: str, value: float) -> str:
+def _format(name: str, value: float) -> str:
     if name == "seconds_left":
         return str(timedelta(seconds=round(value)))
     if name == "judged":

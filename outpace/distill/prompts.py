@@ -1,28 +1,40 @@
-"""What the target is asked: files of prompts, a hub data set, or the built-in set."""
+"""Collects the prompts that the target answers, from files, hub data sets or the built-in set."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.distill import builtin
-from outpace.distill.numbering import is_held_out, number
 
 HUB = "hub:"
 BUILT_IN = "builtin"
-TEXT_FIELDS = ("prompt", "instruction", "question", "text")  # of a hub data set that has no turns
+CHAT_FIELDS = ("messages", "conversations", "turns")  # of a hub data set
+TEXT_FIELDS = ("prompt", "instruction", "question", "text")  # of a hub data set without conversations
 FORM = 'a JSON object with "turns", a list of texts'
+HELD_OUT_ONE_IN = 50
+
+
+def prompt_hash(text: str, turn: int = 0) -> int:
+    """Hash a prompt and a pass over the prompts to 63 bits; it names the job, seeds its noise, and shuffles."""
+    digest = hashlib.sha256(f"{turn}\n{text}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a prompt is kept for evaluation: one in fifty, by its text, so the choice is the same in every run."""
+    return prompt_hash(text) % HELD_OUT_ONE_IN == 0
 
 
 def collect(sources: Sequence[str]) -> list[str]:
-    """The opening messages of all sources, each once. A source is a .jsonl file, `hub:NAME` or `builtin`."""
+    """Return the distinct opening messages of all sources; a source is a .jsonl file, `hub:NAME` or `builtin`."""
     texts: dict[str, None] = {}
     for source in sources:
         if source == BUILT_IN:
-            texts.update(dict.fromkeys(builtin.prompts()))
+            texts.update(dict.fromkeys(builtin_prompts()))
         elif source.startswith(HUB):
             texts.update(dict.fromkeys(_from_hub(source.removeprefix(HUB))))
         else:
@@ -30,21 +42,21 @@ def collect(sources: Sequence[str]) -> list[str]:
     return list(texts)
 
 
-def to_judge(files: Sequence[str], sources: Sequence[str]) -> dict[str, list[str]]:
-    """Prompts by task: one a file, or those of the sources that are held out."""
+def evaluation_prompts(files: Sequence[str], sources: Sequence[str]) -> dict[str, list[str]]:
+    """Return the prompts to evaluate on by task: one task per file, or the held-out prompts of the sources."""
     if files:
         return {Path(file).stem: read_prompts(Path(file)) for file in files}
     held_out = [text for text in collect(sources) if is_held_out(text)]
     if not held_out:
         raise UserError("none of the prompts is held out, so there is nothing to judge on: name files with --tasks")
-    return {"held out": sorted(held_out, key=number)}
+    return {"held out": sorted(held_out, key=prompt_hash)}
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The first turn of every line; UserError names the line that is torn, empty or of another form."""
+    """Read the first turn of every line; UserError names a line that is torn, empty or of another form."""
     try:
         with file.open("rb") as stream:
-            texts = [_turn(file, place, line) for place, line in enumerate(stream, start=1)]
+            texts = [_first_turn(file, place, line) for place, line in enumerate(stream, start=1)]
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     if not texts:
@@ -52,7 +64,7 @@ def read_prompts(file: Path) -> list[str]:
     return texts
 
 
-def _turn(file: Path, place: int, line: bytes) -> str:
+def _first_turn(file: Path, place: int, line: bytes) -> str:
     where = f"{file}, line {place}"
     if not line.strip():
         raise UserError(f"{where} is empty; it must be {FORM}")
@@ -81,12 +93,51 @@ def _from_hub(name: str) -> Iterator[str]:
 
 
 def _hub_text(name: str, place: int, row: Any) -> str:
-    for field in ("messages", "conversations", "turns"):
+    for field in CHAT_FIELDS:
         if row.get(field):
             first = row[field][0]
             return str(first.get("content", first.get("value"))) if isinstance(first, dict) else str(first)
     for field in TEXT_FIELDS:
         if isinstance(row.get(field), str) and row[field].strip():
             return str(row[field])
-    allowed = ", ".join(("messages", "conversations", "turns", *TEXT_FIELDS))
+    allowed = ", ".join((*CHAT_FIELDS, *TEXT_FIELDS))
     raise UserError(f"{HUB}{name}, row {place}: none of the fields {allowed} holds a text")
+
+
+def builtin_prompts() -> Iterator[str]:
+    """Yield the built-in prompts: topics combined with templates, for chat, code, maths, translation and lists."""
+    words = json.loads(Path(__file__).with_name("builtin_prompts.json").read_text(encoding="utf-8"))
+    for group in ("topics", "lists", "letters", "roles", "coding"):
+        yield from _combine(**words[group])
+    for name, arguments, purpose, example in words["functions"]:
+        head = f"def {name}({arguments}):\n"
+        yield f'{head}    """{purpose}\n    >>> {example}\n    """\n'
+        yield f"Complete this Python function.\n\n{head}    # {purpose}\n"
+        yield f"Write a Python function `{name}({arguments})`. {purpose} Show one call of it."
+        yield f"Write unit tests for a function `{name}({arguments})` in Python. {purpose}"
+    yield from _combine(**words["reading"])
+    topics = words["topics"]["entries"]
+    for one, other in zip(topics[::2], topics[1::2], strict=False):
+        yield f"Compare {one} and {other}: what do they have in common, and where do they differ?"
+    for sentence in words["sentences"]:
+        yield from (f"Translate to {language}: {sentence}" for language in words["languages"])
+    for group in words["other_languages"]:
+        yield from _combine(**group)
+    for story in words["word_problems"]:
+        yield from (_word_problem(story, variant, words["names"]) for variant in range(20))
+    yield from words["riddles"]
+
+
+def _combine(entries: Sequence[str], templates: Sequence[str], templates_per_entry: int) -> Iterator[str]:
+    """Combine each entry with some templates, which differ between entries."""
+    for entry in entries:
+        ranked = sorted(templates, key=lambda template: prompt_hash(entry + template))
+        yield from (template.format(entry) for template in ranked[:templates_per_entry])
+
+
+def _word_problem(story: str, variant: int, names: Sequence[str]) -> str:
+    """Fill a word problem with names and numbers that are derived from the story and the variant."""
+    bits = prompt_hash(story, variant)
+    first, second = names[bits % 12], names[(bits // 12 + 1 + bits) % 12]
+    values = [2 + bits // 10**place % 17 for place in (2, 4, 6)]
+    return story.format(first, second if second != first else "Mara", *values)

@@ -1,4 +1,4 @@
-"""What a distillation shows at its end: a table and a plot."""
+"""Reports on a distillation: the table and plot of an evaluation, and the draft's model card with its provenance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError, install_command
-from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Judgement
+from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Evaluation
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.llama.config.llama_config import from_dict
@@ -16,59 +16,73 @@ from outpace.models.llama.config.llama_config import from_dict
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 PLOT = "distill.png"
+STATE, NOTES = "run.json", "notes.md"
+CARD_POINTS = 12  # points of the learning curve in the model card
+USE = (
+    "## Use",
+    "",
+    "    outpace generate --target TARGET --draft THIS_FOLDER ...",
+    "",
+    'As `assistant_model` of transformers it loads as it is, unless its config.json says `"embedding": "target"`: then',
+    "`outpace distill --unpack THIS_FOLDER --target TARGET --out WHOLE` writes the folder that does.",
+    "",
+)
 
 
-def table(judgement: Judgement) -> Table:
-    """Acceptance and lengths by task, then the machine's times."""
+def table(found: Evaluation) -> Table:
+    """Build the table of acceptance and lengths by task, with the measured times as its caption."""
     from rich.table import Table
 
-    made = Table(title=f"{judgement.draft} for {judgement.target}", title_justify="left")
+    made = Table(title=f"{found.draft} for {found.target}", title_justify="left")
     for name in ("task", "temperature", "1st", "2nd", "3rd", f"chain {CHAIN}", f"tree {TREE}", "tokens"):
         made.add_column(name, justify="left" if name == "task" else "right")
-    for row in judgement.rows:
+    for row in found.rows:
         rates = [f"{rate:.2f}" for rate in row.by_position[:3]]
         lengths = (f"{row.chain:.2f}", f"{row.tree:.2f}", str(row.tokens))
         made.add_row(row.task, f"{row.temperature:g}", *(rates + ["-"] * 3)[:3], *lengths)
-    made.caption = times(judgement)
+    made.caption = _times(found)
     made.caption_justify = "left"
     return made
 
 
-def times(judgement: Judgement) -> str:
-    """Both models' times, and the speedup that they and the acceptance predict."""
-    speed = judgement.speed
+def _times(found: Evaluation) -> str:
+    """Describe both models' times and the speedup predicted from them."""
+    speed = found.speed
     text = (
         f"draft step {speed.draft_step * 1e3:.2f} ms, target pass {speed.passes[1] * 1e3:.2f} ms: c = {speed.cost:.3f}"
     )
-    if judgement.predicted:
-        length, best = max(judgement.predicted.items(), key=lambda item: item[1])
+    if found.predicted:
+        length, best = max(found.predicted.items(), key=lambda item: item[1])
         text += f"; predicted speedup at temperature 0: {best:.2f} by chains of {length}"
     return text + ("; other work disturbed these times: judge again on an idle machine" if speed.is_disturbed else "")
 
 
-def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Three panels: acceptance by position, predicted speedup over draft length, the learning curve."""
+def plot(found: Evaluation, curve: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Plot acceptance by position, the predicted speedup over the draft length, and the learning curve."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(f"the plot needs `{install_command('distill')}`; all else is written") from None
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    for row in judgement.rows:
+    for row in found.rows:
         style = "-" if row.temperature == 0 else "--"
         places = range(1, len(row.by_position) + 1)
         left.plot(places, row.by_position, style, marker="o", label=f"{row.task}, T = {row.temperature:g}")
     left.set(title="acceptance by position", xlabel="position in the chain", ylim=(0, 1), xlim=(0.8, POSITIONS + 0.2))
     left.legend(fontsize=7, loc="upper left", ncols=2)
-    middle.plot(list(judgement.predicted), list(judgement.predicted.values()), marker="o")
+    middle.plot(list(found.predicted), list(found.predicted.values()), marker="o")
     middle.axhline(1.0, color="grey", linewidth=0.8)
     middle.set(title="predicted speedup, temperature 0", xlabel="draft length")
     right.plot([point["tokens"] / 1e6 for point in curve], [point["top1"] for point in curve], marker=".")
     right.set(title="held-out answers", xlabel="million answer tokens trained on", ylim=(0, 1))
     right.set_ylabel("top-1 agreement", color="C0")
-    _plot_lengths(right.twinx(), curve)
+    lengths = [(point["tokens"] / 1e6, point["chain"]) for point in curve if point.get("chain") is not None]
+    twin = right.twinx()
+    twin.plot(*zip(*lengths, strict=True) if lengths else ((), ()), color="C1", marker=".")
+    twin.set_ylim(1, CHAIN + 1)
+    twin.set_ylabel(f"tokens per pass, chain {CHAIN}", color="C1")
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
     try:
@@ -77,85 +91,57 @@ def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -
         raise UserError(f"the plot cannot be written to {file} ({error.strerror})") from error
 
 
-def _plot_lengths(axes: Any, curve: Sequence[Mapping[str, Any]]) -> None:
-    """The learning curve's mean accepted lengths, on an axis of their own."""
-    found = [(point["tokens"] / 1e6, point["chain"]) for point in curve if point.get("chain") is not None]
-    axes.plot(*zip(*found, strict=True) if found else ((), ()), color="C1", marker=".")
-    axes.set_ylim(1, CHAIN + 1)
-    axes.set_ylabel(f"tokens a pass, chain {CHAIN}", color="C1")
-
-
 def read_curve(file: Path) -> list[dict[str, Any]]:
-    """The learning curve's points; none where there was no training."""
+    """Read the points of a learning curve; none if there was no training."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-STATE, NOTES = "run.json", "notes.md"
-
-
 def read_state(folder: Path) -> dict[str, Any]:
-    """What is recorded of a run; empty where nothing is."""
+    """Read the record of a run; empty if there is none."""
     return read_json(folder / STATE) if (folder / STATE).exists() else {}
 
 
 def record(folder: Path, command: str, **changes: Any) -> None:
-    """Adds to what is recorded of a run, and the command that did it, once."""
+    """Update the record of a run, and add the command to its list of distinct commands."""
     state = read_state(folder)
     commands = [*state.get("commands", []), command]
     state |= changes | {"commands": list(dict.fromkeys(filter(None, commands)))}
     (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
-def facts(folder: Path, draft: Path, curve: Path) -> dict[str, str]:
-    """The draft's shape, its text and its training, for the model card."""
-    config, points, state = read_json(draft / "config.json"), read_curve(curve), read_state(folder)
+def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Describe the draft's shape, text and training, from a run's record and learning curve."""
+    config = read_json(draft / "config.json")
     ours = config.get("outpace", {})
-    found = {"layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"])}
-    found |= {"from the target's layers": str(ours.get("target_layers") or "none, fresh weights")}
+    facts = {"layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"])}
+    facts |= {"from the target's layers": str(ours.get("target_layers") or "none, fresh weights")}
     if state.get("draft"):
-        found["training went on from"] = state["draft"]
+        facts["training continued from"] = state["draft"]
     if "draft_vocab_size" in ours:
-        found["tokens that it writes"] = f"{ours['draft_vocab_size']:,} of {from_dict(config).vocab_size:,}"
-    found |= _text(state, points)
+        facts["tokens that it writes"] = f"{ours['draft_vocab_size']:,} of {from_dict(config).vocab_size:,}"
+    if "prompts" in state:
+        facts["prompts"] = ", ".join(Path(name).name for name in state["prompts"])
     if points:
         last = points[-1]
-        minutes = last["seconds"] / 60
-        found["trained on"] = f"{last['tokens']:,} answer tokens, {last['step']:,} steps, {minutes:.0f} min"
-        found["held-out agreement"] = f"{last['top1']:.3f} (likeliest token, the target's own text before it)"
-    if "training" in state:
-        found["training"] = _named(state["training"])
-    return found
-
-
-def _text(state: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    found = {}
-    if "prompts" in state:
-        found["prompts"] = ", ".join(Path(name).name for name in state["prompts"])
-    if points:
-        answered = f"{points[-1]['text_tokens']:,} answer tokens"
         temperatures = ", ".join(f"{value:g}" for value in state.get("temperatures", []))
-        found["the target's text"] = answered + (f", at temperatures {temperatures}" if temperatures else "")
-    return found
-
-
-def _named(values: Mapping[str, Any]) -> str:
-    """`name value` of all that is set, one level deep."""
-    flat = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
-    for value in values.values():
-        flat |= value if isinstance(value, Mapping) else {}
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in flat.items() if value is not None)
-
-
-def notes(folder: Path) -> str:
-    """What somebody wrote about the data, in the run's folder."""
-    file = folder / NOTES
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        at = f", at temperatures {temperatures}" if temperatures else ""
+        minutes = last["seconds"] / 60
+        facts["the target's text"] = f"{last['text_tokens']:,} answer tokens{at}"
+        facts["trained on"] = f"{last['tokens']:,} answer tokens, {last['step']:,} steps, {minutes:.0f} min"
+        facts["held-out agreement"] = f"{last['top1']:.3f} (likeliest token, the target's own text before it)"
+    if "training" in state:
+        options = {name: value for name, value in state["training"].items() if not isinstance(value, Mapping)}
+        for value in state["training"].values():
+            options |= value if isinstance(value, Mapping) else {}
+        named = (f"{name.replace('_', ' ')} {value}" for name, value in options.items() if value is not None)
+        facts["training"] = ", ".join(named)
+    return facts
 
 
 def licence(target: str | None) -> str | None:
-    """As the target's own files name it: the .gguf file's header, or the front matter of its card."""
+    """Return the licence named in the target's .gguf header, or in the front matter of its model card."""
     path = shipped_model() if target is None else Path(target).expanduser()
     if path.is_file():
         from outpace.models.files.gguf.header import open_gguf
@@ -167,3 +153,79 @@ def licence(target: str | None) -> str | None:
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines()[:40] if card.is_file() else []
     named = [line.split(":", 1)[1].strip().strip("\"'") for line in lines if line.startswith("license:")]
     return named[0] if named and named[0] else None
+
+
+def model_card(found: Evaluation, target: str | None, folder: Path, draft: Path, curve: Path) -> str:
+    """Return the text of the model card of a run's draft; `folder` is the run's, `curve` its learning curve."""
+    terms, state, points = licence(target), read_state(folder), read_curve(curve)
+    commands = state.get("commands", ())
+    notes = folder / NOTES
+    named_terms = f"`{terms}`" if terms else "not named in its files: look it up before you pass this on"
+    lines = ["---", *([f"license: {terms}"] if terms else [])]
+    lines += ["library_name: transformers", "tags: [speculative-decoding, draft]", "---", ""]
+    lines += [
+        f"# A draft for {found.target}",
+        "",
+        f"A small model that proposes tokens for {found.target} to verify. It was made by `outpace distill`",
+        "from nothing but the target: its weights and its own answers. By itself it writes poor text; it is useful only",
+        "as a draft, which does not change the target's text.",
+        "",
+    ]
+    lines += [f"- {name}: {value}" for name, value in provenance(state, draft, points).items()]
+    if commands:
+        lines += ["", "Made by", "", *(f"    {command}" for command in commands)]
+    lines += [
+        "",
+        *USE,
+        "## Attribution",
+        "",
+        f"Embeddings, output layer and initial weights are those of {found.target}, which also wrote the training",
+        f"text. The target's licence ({named_terms}) therefore applies to this draft as well. What was changed: the",
+        "number of layers, and their weights by training.",
+        "",
+    ]
+    if notes.is_file() and (data := notes.read_text(encoding="utf-8").strip()):
+        lines += ["## Data", "", data, ""]
+    lines += [*_measured_section(found), *_curve_section(points)]
+    if (draft / PLOT).is_file():
+        lines += [f"![acceptance by position, predicted speedup and learning curve]({PLOT})", ""]
+    return "\n".join(lines)
+
+
+def _measured_section(found: Evaluation) -> list[str]:
+    lines = [
+        "## Measured",
+        "",
+        f"| task | temperature | prompts | tokens | acceptance by position | chain {CHAIN} | tree {TREE} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found.rows:
+        rates = ", ".join(f"{rate:.2f}" for rate in row.by_position)
+        lines.append(
+            f"| {row.task} | {row.temperature:g} | {row.prompts} | {row.tokens:,} | {rates} | {row.chain:.2f} |"
+            f" {row.tree:.2f} |"
+        )
+    where = f" ({found.where})" if found.where else ""
+    return [
+        *lines,
+        "",
+        "Real decoding. Lengths are emitted tokens per target pass; a position's acceptance is that of a token whose",
+        f"predecessors in its chain were accepted. On the machine of the measurement{where}: {_times(found)}.",
+        "",
+    ]
+
+
+def _curve_section(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of the learning curve with at most CARD_POINTS points, the last one included."""
+    if not points:
+        return []
+    lines = [
+        "## Learning curve",
+        "",
+        f"| tokens seen | of text | held-out top-1 | chain {CHAIN} |",
+        "|---|---|---|---|",
+    ]
+    for point in points[::-1][:: -(-len(points) // CARD_POINTS)][::-1]:
+        length = f"{point['chain']:.2f}" if point.get("chain") is not None else "-"
+        lines.append(f"| {point['tokens']:,} | {point['text_tokens']:,} | {point['top1']:.3f} | {length} |")
+    return [*lines, "", "Held-out answers, with the target's own text before each token.", ""]

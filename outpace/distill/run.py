@@ -1,86 +1,147 @@
-"""The stages of a distillation in one folder, each to be gone on with by itself: text, training, judgement."""
+"""Runs the stages of a distillation in one folder, each of which can be continued: text, train, judge."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from outpace.core.errors import UserError
-from outpace.distill.alone import alone
+from outpace.distill import training_state
 from outpace.distill.batches import frequent_tokens, read_samples
-from outpace.distill.card import Making, model_card
-from outpace.distill.check import check
-from outpace.distill.evaluate import Judgement, judge
-from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, settled_ids, write_draft
-from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions
-from outpace.distill.progress import StageProgress
-from outpace.distill.prompts import to_judge
-from outpace.distill.report import PLOT, facts, licence, notes, plot, read_curve, read_state, record
-from outpace.distill.start import draft_config, new_student
+from outpace.distill.evaluate import Evaluation, evaluate
+from outpace.distill.export import VOCAB_FILE, chosen_vocab_ids, read_vocab_ids, save_vocab_ids, write_draft
+from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions, stage_lock
+from outpace.distill.progress_display import StageProgress
+from outpace.distill.prompts import collect, evaluation_prompts
+from outpace.distill.report import PLOT, model_card, plot, read_curve, read_state, record
+from outpace.distill.sharded_safetensors import group_by_size
+from outpace.distill.start import draft_config, frozen_names, new_student, target_config
 from outpace.distill.student import Student
-from outpace.distill.text import TextPlan, write_text
+from outpace.distill.text import TextPlan, max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer
+from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, resolve, shipped_model
 from outpace.models.files.packed import pack
-from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.options import LoadOptions
+from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
 
-TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; judging takes the rest
-JUDGEMENT = "judgement.json"
+TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
+EVALUATION = "judgement.json"
+UNRECORDED = ("save_every", "seconds", "part_bytes")  # training options that do not affect the weights
 
-UNSAID = ("save_every", "seconds", "part_bytes")  # options that leave the weights alone
 
-
-def distill(options: DistillOptions, progress: StageProgress) -> Judgement | None:
-    """Runs the stages that `options.stage` means and keeps what they found; the judgement, where there is one."""
+def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
+    """Run the stages selected by `options.stage` and save their results; return the evaluation, if there is one."""
     found = run_stages(options, progress)
     if found is not None:
         save_evaluation(options, found)
     return found
 
 
-def run_stages(options: DistillOptions, progress: StageProgress) -> Judgement | None:
-    """As `distill`; the judgement is not kept yet."""
-    target = resolve(options.target) if options.writes or options.trains else None
+def run_stages(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
+    """Run the selected stages; the evaluation is returned but not saved."""
+    target = resolve(options.target) if options.writes_text or options.trains else None
     check(options, target)
-    if target is not None and options.writes:
+    if target is not None and options.writes_text:
         name = shipped_model().stem if options.target is None else Path(options.target).name
         text_stage(options, target, name, progress)
     if target is not None and options.trains:
         train_stage(options, target, progress)
-    return judge_stage(options, progress) if options.judges else None
+    return evaluation_stage(options, progress) if options.evaluates else None
+
+
+def check(options: DistillOptions, target: Path | None) -> None:
+    """Raise UserError for what would stop any of the selected stages; create the run's folder.
+
+    `target` is the target's folder; None if no text is written and nothing is trained.
+    """
+    texts = collect(options.prompts) if options.writes_text else []
+    if target is not None:
+        with open_folder(target) as checkpoint:
+            sizes = target_config(checkpoint)
+            if options.writes_text:
+                max_prompt_length(options.writer, sizes.max_positions)
+            if options.trains:
+                _check_draft(options, checkpoint, sizes)
+        if options.writes_text:
+            _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
+    if options.evaluates:
+        evaluation_prompts(options.tasks, options.prompts)
+        if options.runtime == "native" and (reason := missing_kernels()) is not None:
+            raise UserError(reason)
+        if not options.trains and options.evaluate is None and not (options.out / DRAFT).is_dir():
+            raise UserError(f"{options.out} holds no draft yet: run `outpace distill --stage train` first")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{options.out} cannot be made ({error.strerror})") from error
+
+
+def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> None:
+    """Check the draft's shape, and that the folder has no training of another one."""
+    shape, folder = options.shape, options.out / TRAINING
+    if shape.vocab > sizes.vocab_size:
+        raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
+    ids = chosen_vocab_ids(folder, shape.vocab)
+    config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
+    shapes = tensor_shapes(config)
+    frozen = frozen_names(config, sizes)
+    trained = {name: shape for name, shape in shapes.items() if name not in frozen}
+    if shape.draft is not None:
+        with Checkpoint.open(shape.draft) as draft:
+            draft.check_shapes(trained)
+    training_state.check(folder, trained)
+    for tensors in (training_state.sizes(trained), {name: 2 * math.prod(shape) for name, shape in shapes.items()}):
+        group_by_size(tensors, options.train.part_bytes)  # UserError if a tensor does not fit into one file
+
+
+def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
+    """Check that some answers fit into a training row, and all evaluation prompts into the target's context."""
+    encode = tokenizer.encode_prompt
+    if options.trains and not any(len(encode(text)) < options.train.length for text in texts):
+        raise UserError(f"length is {options.train.length}, no prompt and first token of an answer fit into so few")
+    tasks = evaluation_prompts(options.tasks, options.prompts) if options.evaluates else {}
+    for task, prompts in tasks.items():
+        for text in prompts[: options.evaluation.prompts]:
+            count = len(encode(text))
+            if count >= context:
+                raise UserError(
+                    f"the task {task} has a prompt of {count} tokens, the target's context holds {context}:"
+                    f" {text[:40]!r}..."
+                )
 
 
 def text_stage(options: DistillOptions, target: Path, name: str, progress: StageProgress) -> None:
-    """Writes the target's text, until there is enough of it or its share of the time is over."""
+    """Write the target's text, until there is enough of it or its share of the time is used up."""
     spent = read_state(options.out).get("text_seconds", 0.0)
     seconds = None if options.seconds is None else max(options.seconds * TEXT_SHARE - spent, 0.0)
     plan = TextPlan(
         options.prompts, options.writer, options.tokens, seconds, options.device, temperatures=options.temperatures
     )
     started = time.monotonic()
-    with alone(options.out / TEXT, "writing text"):
+    with stage_lock(options.out / TEXT, "writing text"):
         try:
             write_text(target, name, options.out / TEXT, plan, lambda figures: progress("text", figures))
         finally:
             spent += time.monotonic() - started
-            made = {"prompts": list(options.prompts), "temperatures": list(options.temperatures)}
-            record(options.out, options.command, text_seconds=round(spent, 1), **made)
+            changes = {"prompts": list(options.prompts), "temperatures": list(options.temperatures)}
+            record(options.out, options.command, text_seconds=round(spent, 1), **changes)
 
 
 def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
-    """Trains the draft from the start or from its last checkpoint, and writes it. Its folder."""
-    with alone(options.out / TRAINING, "training a draft"):
-        return _trained(options, target, progress)
+    """Train the draft from the start or from its last checkpoint, write it, and return its folder."""
+    with stage_lock(options.out / TRAINING, "training a draft"):
+        return _train(options, target, progress)
 
 
-def _trained(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
+def _train(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
     text, folder = options.out / TEXT, options.out / TRAINING
     train = options.train
     if options.seconds is not None:
@@ -88,13 +149,13 @@ def _trained(options: DistillOptions, target: Path, progress: StageProgress) -> 
     samples, _ = read_samples(text, train.length)
     if train.seconds is None and train.tokens is None:
         train = replace(train, tokens=int(options.epochs * sum(len(sample.top_ids) for sample in samples)))
-    student = _student(options, target, folder)
+    student = _new_student(options, target, folder)
     trainer = Trainer(student, text, folder, train)
     trainer.resume()
     record(
         options.out,
         options.command,
-        training={name: value for name, value in asdict(train).items() if name not in UNSAID},
+        training={name: value for name, value in asdict(train).items() if name not in UNRECORDED},
         draft=None if options.shape.draft is None else options.shape.draft.name,
     )
     ids = None if student.ids is None else student.ids.tolist()
@@ -108,71 +169,61 @@ def _trained(options: DistillOptions, target: Path, progress: StageProgress) -> 
     return draft
 
 
-def judge_stage(options: DistillOptions, progress: StageProgress) -> Judgement:
-    """Judges the run's draft, or the one that is named."""
+def _new_student(options: DistillOptions, target: Path, folder: Path) -> Student:
+    """Return an untrained draft; its reduced vocabulary is chosen once, from the text written so far."""
+    shape = options.shape
+    ids = chosen_vocab_ids(folder, shape.vocab)
+    if ids is None and shape.vocab:
+        if shape.draft is not None:
+            ids = read_vocab_ids(shape.draft / VOCAB_FILE)
+        else:
+            samples, _ = read_samples(options.out / TEXT, options.train.length)
+            with open_folder(target) as source:
+                size = from_dict(source.config).vocab_size
+            ids = frequent_tokens(samples, size, shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))
+        folder.mkdir(parents=True, exist_ok=True)
+        save_vocab_ids(folder / VOCAB_FILE, ids)
+    return new_student(target, shape, ids, options.train.seed, options.device)
+
+
+def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evaluation:
+    """Evaluate the run's draft, or the one named by the options."""
     from outpace.models.load import load_draft, load_model
 
     loading = LoadOptions(device=options.device, runtime=options.runtime)
     target = load_model(options.target, loading)
-    small = load_draft(options.draft, target, loading)
-    tasks = to_judge(options.tasks, options.prompts)
-    return judge(target, small, tasks, options.judge, lambda figures: progress("judgement", figures))
+    draft = load_draft(options.draft, target, loading)
+    tasks = evaluation_prompts(options.tasks, options.prompts)
+    return evaluate(target, draft, tasks, options.evaluation, lambda figures: progress("judgement", figures))
 
 
-def save_evaluation(options: DistillOptions, found: Judgement) -> None:
-    """Writes a judgement's figures, and the model card where the draft was made here."""
+def save_evaluation(options: DistillOptions, found: Evaluation) -> None:
+    """Write an evaluation's figures, and the model card if the draft was made by this run."""
     try:
-        (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        (options.out / EVALUATION).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
         if Path(options.draft) == options.out / DRAFT:
-            write_card(options, found)
+            _write_card(options, found)
     except OSError as error:
         raise UserError(f"the judgement cannot be written to {options.out} ({error.strerror})") from error
 
 
-def write_card(options: DistillOptions, found: Judgement) -> None:
-    """The model card of the draft that was made here; it shows the plot if that is there."""
-    draft, curve = options.out / DRAFT, options.out / TRAINING / CURVE
-    making = Making(
-        facts(options.out, draft, curve),
-        licence(options.target),
-        notes(options.out),
-        read_state(options.out).get("commands", ()),
-        read_curve(curve),
-        (draft / PLOT).is_file(),
-    )
-    (draft / "README.md").write_text(model_card(found, making), encoding="utf-8")
-
-
-def write_plot(options: DistillOptions, found: Judgement) -> Path:
-    """The plot beside the other results, and in the draft's folder where that is the one that was judged; UserError
-    where matplotlib is not installed."""
+def write_plot(options: DistillOptions, found: Evaluation) -> Path:
+    """Write the plot; for the draft made by this run, also to its folder and model card. UserError if that fails."""
     file, draft = options.out / PLOT, options.out / DRAFT
     plot(found, read_curve(options.out / TRAINING / CURVE), file)
     if found.draft == str(draft):
         shutil.copyfile(file, draft / PLOT)
-        write_card(options, found)
+        _write_card(options, found)
     return file
 
 
+def _write_card(options: DistillOptions, found: Evaluation) -> None:
+    draft, curve = options.out / DRAFT, options.out / TRAINING / CURVE
+    card = model_card(found, options.target, options.out, draft, curve)
+    (draft / "README.md").write_text(card, encoding="utf-8")
+
+
 def pack_run(run: Path, target: Path, out: Path) -> None:
-    """Packs a run's draft with its card, plot, figures and learning curve; `run` may also be a draft's own folder."""
+    """Pack a run's draft with its card, plot, figures and learning curve; `run` may also be a draft's own folder."""
     draft = run / DRAFT if (run / DRAFT).is_dir() else run
-    pack(draft, target, out, [run / name for name in (JUDGEMENT, PLOT, f"{TRAINING}/{CURVE}")])
-
-
-def _student(options: DistillOptions, target: Path, folder: Path) -> Student:
-    """An untrained draft; the tokens that it writes are settled once, from the text that is there."""
-    shape = options.shape
-    ids = settled_ids(folder, shape.vocab)
-    if ids is None and shape.vocab:
-        ids = read_ids(shape.draft / VOCAB_FILE) if shape.draft is not None else _frequent(options, target)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_ids(folder / VOCAB_FILE, ids)
-    return new_student(target, shape, ids, options.train.seed, options.device)
-
-
-def _frequent(options: DistillOptions, target: Path) -> Tensor:
-    samples, _ = read_samples(options.out / TEXT, options.train.length)
-    with open_folder(target) as source:
-        size = from_dict(source.config).vocab_size
-    return frequent_tokens(samples, size, options.shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))
+    pack(draft, target, out, [run / name for name in (EVALUATION, PLOT, f"{TRAINING}/{CURVE}")])

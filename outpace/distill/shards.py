@@ -1,4 +1,4 @@
-"""The target's text on disk: one safetensors file for some hundred answers, whole or not there, and a manifest."""
+"""Stores the target's text in shards, safetensors files of some hundred answers written atomically, and a manifest."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.distill.writer import Written
+from outpace.distill.writer import WrittenAnswer
 
 MANIFEST = "manifest.json"
 PATTERN = "shard-*.safetensors"
-KEPT = ("target", "top")  # settings that all shards of a folder share
+SHARED = ("target", "top")  # settings that all shards of a folder have in common
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Some answers, end to end. Token i of answer n stands at starts[n] + i of `tokens`, its prompt included; its row
-    in `top_ids` and `top_log_p` counts answer tokens alone."""
+    """Some answers, concatenated. Token i of text n, prompt included, is tokens[starts[n] + i].
+
+    The rows of `top_ids` and `top_log_p` count answer tokens only.
+    """
 
     tokens: np.ndarray  # int32 [tokens]: prompt, answer, prompt, answer, ...
     starts: np.ndarray  # int64 [answers + 1]
@@ -30,12 +32,12 @@ class Shard:
     top_ids: np.ndarray  # int32 [answer tokens, k], likeliest first
     top_log_p: np.ndarray  # float16 [answer tokens, k], at temperature 1
     temperatures: np.ndarray  # float32 [answers]
-    jobs: np.ndarray  # int64 [answers]: what was asked, by number
-    held_out: np.ndarray  # bool [answers]: never to be trained on
+    jobs: np.ndarray  # int64 [answers]: the jobs' numbers
+    held_out: np.ndarray  # bool [answers]: not for training
 
     @classmethod
-    def of(cls, answers: Sequence[Written]) -> Shard:
-        """Answers put together."""
+    def of(cls, answers: Sequence[WrittenAnswer]) -> Shard:
+        """Concatenate answers."""
         texts = [np.concatenate([np.array(answer.job.prompt, np.int32), answer.tokens]) for answer in answers]
         return cls(
             tokens=np.concatenate(texts),
@@ -50,12 +52,12 @@ class Shard:
 
 
 class TextFolder:
-    """The shards of one target in one folder. Files are written under another name and renamed when they are whole."""
+    """The folder of one target's shards. Files are written under another name and renamed when complete."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Opens `folder` or makes it; UserError where it holds another target's text."""
+        """Open or create `folder`; UserError if it holds another target's text."""
         self.folder, self.settings = folder, dict(settings)
-        self.dropped: list[str] = []  # torn files that were found and removed
+        self.dropped: list[str] = []  # torn files that were removed
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -64,20 +66,26 @@ class TextFolder:
         self.shards: dict[str, tuple[int, int]] = {}  # file name -> answers, answer tokens
         self.finished: set[int] = set()  # numbers of the jobs
         for file in shard_files(folder):
-            self._adopt(file)
+            try:
+                shard = read_shard(file)
+            except UserError:
+                self.dropped.append(file.name)
+                file.unlink()
+            else:
+                self._add_entry(file.name, shard)
 
     @property
     def tokens(self) -> int:
         """Answer tokens in all shards."""
         return sum(tokens for _, tokens in self.shards.values())
 
-    def add(self, answers: Sequence[Written]) -> None:
-        """Writes one more shard. UserError where the disk refuses; what was finished before stays good."""
+    def add(self, answers: Sequence[WrittenAnswer]) -> None:
+        """Write a shard; UserError if writing fails, which leaves the earlier shards intact."""
         number = max((int(name.split("-")[1].split(".")[0]) for name in self.shards), default=-1) + 1
         file = self.folder / f"shard-{number:05d}.safetensors"
         shard = Shard.of(answers)
         self._write(file, lambda part: _save(shard, part))
-        self._remember(file.name, shard)
+        self._add_entry(file.name, shard)
         manifest = self.settings | {
             "tokens": self.tokens,
             "shards": [{"file": name, "answers": a, "tokens": t} for name, (a, t) in self.shards.items()],
@@ -94,19 +102,10 @@ class TextFolder:
         except Exception as error:  # safetensors has an error class of its own
             part.unlink(missing_ok=True)
             reason = getattr(error, "strerror", None) or error
-            kept = f"the {len(self.shards)} finished shards beside it stay good"
+            kept = f"the {len(self.shards)} finished shards stay good"
             raise UserError(f"{file} cannot be written ({reason}); {kept}") from error
 
-    def _adopt(self, file: Path) -> None:
-        try:
-            shard = read_shard(file)
-        except UserError:
-            self.dropped.append(file.name)
-            file.unlink()
-        else:
-            self._remember(file.name, shard)
-
-    def _remember(self, name: str, shard: Shard) -> None:
+    def _add_entry(self, name: str, shard: Shard) -> None:
         self.shards[name] = (len(shard.jobs), len(shard.top_ids))
         self.finished.update(shard.jobs.tolist())
 
@@ -116,22 +115,22 @@ class TextFolder:
             return
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
-            found = {name: found[name] for name in KEPT}
+            found = {name: found[name] for name in SHARED}
         except (OSError, ValueError, KeyError, TypeError):
-            return  # only a summary: the shards say what there is
-        for name in KEPT:
+            return  # the manifest is only a summary of the shards
+        for name in SHARED:
             if name in self.settings and found[name] != self.settings[name]:
                 here, there = self.settings[name], found[name]
                 raise UserError(f"{self.folder} holds text with {name} {there!r}, not {here!r}; choose another folder")
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The whole shards of a folder, in the order in which they were written."""
+    """Return a folder's complete shards in the order in which they were written."""
     return sorted(folder.glob(PATTERN))
 
 
 def read_shards(folder: Path) -> Iterator[Shard]:
-    """All whole shards, in the order in which they were written; UserError where there is none."""
+    """Read all shards in the order in which they were written; UserError if there are none."""
     files = shard_files(folder)
     if not files:
         raise UserError(f"{folder} holds no text yet: run `outpace distill --stage text` first")
@@ -140,7 +139,7 @@ def read_shards(folder: Path) -> Iterator[Shard]:
 
 
 def read_shard(file: Path) -> Shard:
-    """One shard; UserError where it is torn or its parts do not fit together."""
+    """Read a shard; UserError if it is torn or its parts do not fit together."""
     from safetensors.numpy import load_file
 
     try:

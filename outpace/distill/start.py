@@ -1,4 +1,4 @@
-"""What a draft starts from: layers of its target, a projection of them, fresh weights, or a draft trained before."""
+"""Initialises a draft: with layers of its target, a projection of them, fresh weights, or an earlier draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.distill.export import VOCAB_FILE, read_ids
+from outpace.distill.export import VOCAB_FILE, read_vocab_ids
 from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, shipped_model
@@ -24,18 +24,21 @@ from outpace.models.llama.config.rope import LongScaling
 INITS = ("layers", "fresh")
 SHIPPED = "shipped"
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
-WINDOW = 128  # tokens of a text that its draft reads: a few layers see little further, see docs/log.md
+WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layers, see docs/log.md
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """`layers`: a count, or which of the target's layers, as in "0,14,29". `hidden` None: the target's width. With
-    `draft` training goes on from that draft's weights, and `init` says what those once began with."""
+    """The shape and initial weights of a draft.
+
+    `layers` is a count, or a list of the target's layers as in "0,14,29"; `hidden` None means the target's width. With
+    `draft`, training continues from that draft's weights, and `init` is how these were once initialised.
+    """
 
     layers: str = "3"
     hidden: int | None = None
     init: str = "layers"
-    vocab: int = 0  # tokens that the draft can write; 0: all of them
+    vocab: int = 0  # size of the draft's vocabulary; 0: all tokens
     draft: Path | None = None  # the folder of a draft for the same target, packed or whole
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class DraftShape:
 
     @classmethod
     def of_draft(cls, folder: Path) -> DraftShape:
-        """The shape of the draft in `folder`, whose training is to go on; UserError where there is none."""
+        """Return the shape of the draft in `folder`, to continue its training; UserError if there is none."""
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"init is {str(folder)!r}, it must be {', '.join(INITS)}, {SHIPPED} or the folder of a draft"
@@ -58,7 +61,7 @@ class DraftShape:
         named = ",".join(map(str, layers)) if layers and len(layers) > 1 else str(sizes.num_layers)
         vocab = 0
         if (file := folder / VOCAB_FILE).is_file():
-            ids = read_ids(file)
+            ids = read_vocab_ids(file)
             if ids[-1] >= sizes.vocab_size:
                 raise UserError(f"{file} names token {int(ids[-1])}, the draft has {sizes.vocab_size} tokens")
             vocab = len(ids)
@@ -66,8 +69,11 @@ class DraftShape:
 
 
 def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> DraftShape:
-    """What these flags mean. `init` may also be a draft's folder, or `shipped`: the draft that comes with outpace for
-    the target of this name. UserError where a shape is named beside a draft, which has its own."""
+    """Return the shape for these options; `init` may also be a draft's folder, or `shipped`.
+
+    `shipped` is the draft that comes with outpace for the target of this name. UserError if a shape is given together
+    with a draft, which has its own.
+    """
     if init in INITS:
         return DraftShape(layers, hidden, init, vocab)
     shape = DraftShape.of_draft(Path(resolve_draft("init", init, target)))
@@ -77,8 +83,10 @@ def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, t
 
 
 def resolve_draft(option: str, draft: str, target: str | None) -> str:
-    """The draft as it is named; `shipped` is the one that comes with outpace for this target. UserError where none
-    does: it names the option."""
+    """Return the draft, with `shipped` replaced by the one that comes with outpace for this target.
+
+    UserError, which names the option, if there is none.
+    """
     if draft != SHIPPED:
         return draft
     found = shipped_draft(shipped_model().stem if target is None else target)
@@ -88,14 +96,14 @@ def resolve_draft(option: str, draft: str, target: str | None) -> str:
 
 
 def target_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The sizes of a model of the Llama family whose tensors are there with these shapes; UserError for any other."""
+    """Return the configuration of a Llama-family model after checking its tensors' shapes; UserError for any other."""
     config = from_dict(checkpoint.config)
     checkpoint.check_shapes(tensor_shapes(config))
     return config
 
 
 def pick_layers(shape: DraftShape, total: int) -> list[int]:
-    """Numbers of the target's layers: as they were named, or so many, spread evenly from the first to the last."""
+    """Return the target's layers to start from: the named ones, or a count spread evenly from the first to the last."""
     try:
         numbers = [int(part) for part in shape.layers.split(",")]
     except ValueError:
@@ -110,13 +118,13 @@ def pick_layers(shape: DraftShape, total: int) -> list[int]:
 
 
 def draft_config(config: dict[str, Any], shape: DraftShape, ids: Sequence[int] | None) -> dict[str, Any]:
-    """The draft's config.json, from the target's, whose weights may be quantised: the draft's are not."""
+    """Return the draft's config.json, derived from the target's; the draft is not quantised."""
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     sizes = from_dict(config)
     layers = pick_layers(shape, sizes.num_layers)
     made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
     made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read
-    made |= _of_layers(config, sizes, layers)
+    made |= _layer_fields(config, sizes, layers)
     if shape.hidden is not None:
         if shape.hidden > sizes.hidden_size:
             raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
@@ -130,65 +138,66 @@ def draft_config(config: dict[str, Any], shape: DraftShape, ids: Sequence[int] |
     return made
 
 
-def _of_layers(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequence[int]) -> dict[str, Any]:
-    """What a config.json says of single layers, of these alone."""
-    chosen, said = sizes.of_layers(layers), dict[str, Any]()
+def _layer_fields(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of config.json that describe each layer, for these layers."""
+    chosen, fields = sizes.of_layers(layers), dict[str, Any]()
     types = config.get("layer_types")
     if types is not None:
-        said["layer_types"] = [types[layer] for layer in layers]
+        fields["layer_types"] = [types[layer] for layer in layers]
     elif config.get("model_type") in BY_LAYER:
         slides = chosen.local_layers or [window is not None for window in chosen.windows]
-        said |= {"layer_types": [SLIDING if slid else FULL for slid in slides]} if slides else {}
+        fields |= {"layer_types": [SLIDING if slid else FULL for slid in slides]} if slides else {}
     if config.get("no_rope_layers") or sizes.rotary_layers:
-        said["no_rope_layers"] = [int(chosen.rotates(layer)) for layer in range(len(layers))]
-    return said
+        fields["no_rope_layers"] = [int(chosen.rotates(layer)) for layer in range(len(layers))]
+    return fields
 
 
 def new_student(target: Path, shape: DraftShape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
-    """What training begins with. Where it has the target's width, embeddings and output layer are the target's and
-    frozen."""
+    """Return the untrained draft; with the target's width, its embeddings and output layer are the target's, frozen."""
     with open_folder(target) as checkpoint:
         sizes = target_config(checkpoint)
         config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
         layers = pick_layers(shape, sizes.num_layers)
-        tensors = {name: checkpoint.tensor(_source(name, layers)).float() for name in tensor_shapes(config)}
+        tensors = {name: checkpoint.tensor(_target_name(name, layers)).float() for name in tensor_shapes(config)}
     if config.hidden_size != sizes.hidden_size:
-        tensors = _narrowed(tensors, config, sizes)
+        tensors = _project(tensors, config, sizes)
     if shape.draft is not None:
-        tensors |= _trained(shape.draft, config, frozen_names(config, sizes))
+        tensors |= _draft_weights(shape.draft, config, frozen_names(config, sizes))
     elif shape.init == "fresh":
-        tensors |= _fresh(config, tensors, seed)
+        tensors |= _fresh_weights(config, tensors, seed)
     tensors = {name: value.to(device) for name, value in tensors.items()}
     return Student(config, tensors, frozen_names(config, sizes), None if ids is None else ids.to(device))
 
 
 def frozen_names(config: LlamaConfig, target: LlamaConfig) -> frozenset[str]:
-    """The tensors that stay the target's own: those of a draft of its width."""
+    """Return the tensors that are not trained: embeddings and output layer, if the draft has the target's width."""
     same_width = config.hidden_size == target.hidden_size
     return frozenset({EMBEDDING, HEAD} & set(tensor_shapes(config))) if same_width else frozenset()
 
 
-def _trained(draft: Path, config: LlamaConfig, frozen: frozenset[str]) -> dict[str, Tensor]:
-    """What the draft in this folder was trained to; UserError where its shapes are not those of `config`."""
+def _draft_weights(draft: Path, config: LlamaConfig, frozen: frozenset[str]) -> dict[str, Tensor]:
+    """Read the trained weights of a draft; UserError if their shapes do not match `config`."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in frozen}
     with Checkpoint.open(draft) as checkpoint:
         checkpoint.check_shapes(shapes)
         return {name: checkpoint.tensor(name).float() for name in shapes}
 
 
-def _source(name: str, layers: Sequence[int]) -> str:
-    """The target's name for a tensor of the draft."""
+def _target_name(name: str, layers: Sequence[int]) -> str:
+    """Return the target's name of a tensor of the draft."""
     parts = name.split(".")
     if parts[1] == "layers":
         parts[2] = str(layers[int(parts[2])])
     return ".".join(parts)
 
 
-def _narrowed(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConfig) -> dict[str, Tensor]:
-    """All tensors of the target seen from as many main directions of the embeddings as the draft is wide. Where
-    embeddings are scaled by the root of a model's width, what goes in stays as large as it was."""
+def _project(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConfig) -> dict[str, Tensor]:
+    """Project the target's tensors onto the principal directions of its embeddings, one per dimension of the draft.
+
+    In models that scale embeddings by the root of their width, the scale is compensated.
+    """
     embedding, width = tensors[EMBEDDING], config.hidden_size
-    _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # rising
+    _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # ascending eigenvalues
     basis = vectors[:, -width:]  # [hidden, width]
     hidden = len(basis)
     made = {}
@@ -196,7 +205,7 @@ def _narrowed(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConf
         if name.endswith(HEAD_NORMS):
             made[name] = value
         elif value.dim() == 1 and "norm" in name:
-            made[name] = (basis**2).T @ value  # each direction's mean gain
+            made[name] = (basis**2).T @ value  # mean gain of each direction
         elif name.endswith(("o_proj.weight", "down_proj.weight")) or name.endswith(("o_proj.bias", "down_proj.bias")):
             made[name] = basis.T @ value
         elif value.dim() == 2 and value.shape[1] == hidden:
@@ -210,8 +219,8 @@ def _narrowed(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConf
     return made
 
 
-def _fresh(config: LlamaConfig, tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """New weights for everything but embeddings and output layer."""
+def _fresh_weights(config: LlamaConfig, tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return random weights for everything but embeddings and output layer."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, value in tensors.items():

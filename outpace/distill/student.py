@@ -1,5 +1,4 @@
-"""A small model of the Llama family that can be trained: plain torch over Hugging Face weight names, packed sequences,
-float32 weights."""
+"""Defines a trainable model of the Llama family: torch over Hugging Face weight names, float32, packed sequences."""
 
 from __future__ import annotations
 
@@ -21,27 +20,27 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Sequences side by side in rows of one length. A token sees what stands before it in its own sequence."""
+class PackedRows:
+    """Rows that each hold several sequences; a token attends to the earlier tokens of its own sequence."""
 
     tokens: Tensor  # int64 [rows, length]
-    positions: Tensor  # int64 [rows, length], from 0 in every sequence
+    positions: Tensor  # int64 [rows, length], starting from 0 in every sequence
     sequences: Tensor  # int64 [rows, length], which of the row's sequences a token belongs to
-    places: Tensor  # int64 [scored]: flat places whose next token has a loss
+    scored: Tensor  # int64 [scored]: flat indices of the positions whose next token has a loss
 
 
 class Student:
-    """The weights of a draft in training; `ids` are the tokens that it can write, None: all of them."""
+    """The weights of a draft in training; `ids` is its reduced vocabulary, None: all tokens."""
 
     def __init__(
         self, config: LlamaConfig, tensors: Mapping[str, Tensor], frozen: frozenset[str], ids: Tensor | None
     ) -> None:
-        """`tensors` float32 by Hugging Face names; those in `frozen` are not trained."""
+        """Copy `tensors`, float32 by Hugging Face names; those in `frozen` are not trained."""
         self.config, self.ids, self.frozen = config, ids, frozen
         self.tensors = {
             name: value.detach().clone().requires_grad_(name not in frozen) for name, value in tensors.items()
         }
-        self._rows: Tensor | None = None  # the output layer's rows, where they are not trained
+        self._rows: Tensor | None = None  # cached rows of a frozen output layer
 
     @property
     def device(self) -> torch.device:
@@ -52,27 +51,27 @@ class Student:
         """The tensors that training changes, by name."""
         return {name: value for name, value in self.tensors.items() if value.requires_grad}
 
-    def hidden(self, batch: Packed) -> Tensor:
-        """The last layer's output, normed, at the places that have a loss: [scored, hidden]."""
+    def hidden(self, batch: PackedRows) -> Tensor:
+        """Return the final normed hidden states of the positions that have a loss: [scored, hidden]."""
         rows, length = batch.tokens.shape
-        config, turn_by = self.config, dict[int | None, tuple[Tensor, Tensor]]()
+        config, tables = self.config, dict[int | None, tuple[Tensor, Tensor]]()
         for number, rotation in enumerate(config.rotations):
-            cos, sin = turns(config.head_dim, rotation, batch.positions.flatten())
-            turn_by[number] = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
+            cos, sin = rope_tables(config.head_dim, rotation, batch.positions.flatten())
+            tables[number] = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
         masks = {window: _mask(batch, window) for window in map(config.window, range(config.num_layers))}
         x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
         x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
         for layer in range(config.num_layers):
-            turn, mask = turn_by.get(config.rotation(layer)), masks[config.window(layer)]
-            x = self._layer(f"model.layers.{layer}.", x, turn, mask)
-        return self._normed(x.flatten(0, 1)[batch.places], NORM)
+            table, mask = tables.get(config.rotation(layer)), masks[config.window(layer)]
+            x = self._layer(f"model.layers.{layer}.", x, table, mask)
+        return self._normed(x.flatten(0, 1)[batch.scored], NORM)
 
-    def logits(self, batch: Packed) -> Tensor:
-        """Scores of the tokens that the draft can write: float32 [scored, ids]."""
+    def logits(self, batch: PackedRows) -> Tensor:
+        """Return the logits of the draft's vocabulary: float32 [scored, ids]."""
         return F.linear(self.hidden(batch), self.head_rows()).float()
 
     def head_rows(self) -> Tensor:
-        """The output layer's rows, of `ids` alone: [ids, hidden]."""
+        """Return the output layer's rows of the draft's vocabulary: [ids, hidden]."""
         if self._rows is not None:
             return self._rows
         weight = self.tensors[EMBEDDING if self.config.tie_embeddings else HEAD]
@@ -81,22 +80,22 @@ class Student:
             self._rows = rows
         return rows
 
-    def _layer(self, prefix: str, x: Tensor, turn: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
-        """One layer: [rows, length, hidden] to the same. `turn` None: its queries and keys know no positions."""
+    def _layer(self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
+        """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding."""
         config = self.config
         h = self._normed(x, prefix + "input_layernorm.weight")
         query, key, value = self._query_key_value(prefix, h)
         if config.head_norm:
             query = self._normed(query.float(), prefix + "self_attn.q_norm.weight")
             key = self._normed(key.float(), prefix + "self_attn.k_norm.weight")
-        if turn is not None:
-            query, key = (_rotated(part.float(), *turn) for part in (query, key))
+        if table is not None:
+            query, key = (_rotated(part.float(), *table) for part in (query, key))
         query, key = (part.to(value.dtype).transpose(1, 2) for part in (query, key))
         groups = config.num_heads // config.num_kv_heads
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
-        mixed = _attended(query, key, value, mask.to(query.dtype), config.attention_scale)
-        mixed = self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
-        x = self._added(x, mixed, prefix + ATTENTION_NORM)
+        attended = _attention(query, key, value, mask.to(query.dtype), config.attention_scale)
+        attended = self._linear(prefix + "self_attn.o_proj", attended.transpose(1, 2).flatten(2))
+        x = self._added(x, attended, prefix + ATTENTION_NORM)
         h = self._normed(x, f"{prefix}{config.mlp_norm}.weight")
         if config.fused:
             gate, up = self._linear(prefix + GATE_UP, h).chunk(2, dim=-1)
@@ -106,7 +105,7 @@ class Student:
         return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + MLP_OUTPUT_NORM)
 
     def _query_key_value(self, prefix: str, h: Tensor) -> tuple[Tensor, ...]:
-        """[rows, length, heads, d] each."""
+        """Return queries, keys and values, [rows, length, heads, d] each."""
         config = self.config
         if config.fused:
             counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -115,11 +114,11 @@ class Student:
         return tuple(part.unflatten(2, (-1, config.head_dim)) for part in parts)
 
     def _added(self, x: Tensor, branch: Tensor, norm: str) -> Tensor:
-        """The residual and a sublayer's output, which is normed before where the model has norms there."""
+        """Add a sublayer's output to the residual, after a norm in models with sandwich norms."""
         return x + (self._normed(branch.float(), norm + ".weight") if self.config.sandwich_norms else branch)
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
-        """RMS norm of every row, by the weights of this name. [..., hidden]"""
+        """Apply an RMS norm with the weights of this name: [..., hidden]."""
         weight, offset = self.tensors[name], self.config.norm_offset
         return F.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, self.config.rms_norm_eps)
 
@@ -127,36 +126,39 @@ class Student:
         return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Softmax attention: [rows, heads, length, d], `mask` is added to the scores. On a CPU two products and a softmax
-    take half of the time of torch's fused function, forward and backward together."""
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Compute softmax attention, [rows, heads, length, d]; `mask` is added to the scores.
+
+    On a CPU, two products and a softmax take half the time of torch's fused function, forward and backward together.
+    """
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     scores = (query * scale) @ key.transpose(2, 3)
     return (scores.float() + mask).softmax(-1).to(value.dtype) @ value
 
 
-def _mask(batch: Packed, window: int | None) -> Tensor:
-    """0 where a token sees another one, of the last `window` tokens, itself included, or of all; else -inf: [rows, 1,
-    length, length]."""
+def _mask(batch: PackedRows, window: int | None) -> Tensor:
+    """Return 0 where a token attends to another one, within the last `window` tokens, else -inf.
+
+    The shape is [rows, 1, length, length]; without a window a token attends to all earlier ones of its sequence.
+    """
     length, positions = batch.tokens.shape[1], batch.positions
-    sees = batch.sequences[:, :, None] == batch.sequences[:, None]
-    sees &= torch.ones(length, length, dtype=torch.bool, device=sees.device).tril()
+    visible = batch.sequences[:, :, None] == batch.sequences[:, None]
+    visible &= torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()
     if window is not None:
-        sees &= positions[:, :, None] - positions[:, None] < window
-    return torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)[:, None]
+        visible &= positions[:, :, None] - positions[:, None] < window
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
-def turns(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a rotary embedding, times its scaling's gain, for the entries of a head that turn: [rows] to
-    [rows, 1, d / 2] each."""
-    alone = rotation._replace(dim=0)
-    angles = positions[:, None, None] * frequencies_of(rotation.dim or head_dim, alone).to(positions.device)
-    return angles.cos() * alone.gain, angles.sin() * alone.gain
+def rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of a rotary embedding, times its scaling's gain: [rows] to [rows, 1, d / 2] each."""
+    rotated = rotation._replace(dim=0)
+    angles = positions[:, None, None] * frequencies_of(rotation.dim or head_dim, rotated).to(positions.device)
+    return angles.cos() * rotated.gain, angles.sin() * rotated.gain
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the halves of what turns of every head against each other, the first entries; cos and sin [..., pairs]."""
-    turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
+    """Rotate the first entries of each head, the halves against each other; cos and sin [..., pairs]."""
+    rotary, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    first, second = rotary.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -1,37 +1,41 @@
-"""Stage train: the draft learns the target's text. Every step follows from the seed and the step's number alone."""
+"""Trains a draft on the target's text (stage train); each step depends on the seed and the step's number alone."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.distill import training_state
-from outpace.distill.agreement import Agreement, agreement
-from outpace.distill.batches import Batch, Packer, Sample, read_samples
+from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
 from outpace.distill.losses import LossOptions, loss
-from outpace.distill.progress import Progress
+from outpace.distill.progress_display import Progress
 from outpace.distill.shards import shard_files
 from outpace.distill.student import Student
 from outpace.models.options import has_bfloat16
 
 CURVE = "curve.jsonl"
-WARM_STEPS = 3  # the first ones make what a device needs
-PROBE_STEPS = 6  # after so many more, and some seconds, a time budget is turned into a number of tokens
-PROBE_SECONDS, PROBE_SHARE = 2.0, 0.05  # at least so long, or this share of the budget where that is less
-EVALUATED = 160  # held-out answers judged at each checkpoint
+WARM_STEPS = 3  # not timed, since a device initialises in them
+PROBE_STEPS = 6  # timed steps after which a time budget is converted to a number of tokens
+PROBE_SECONDS, PROBE_SHARE = 2.0, 0.05  # least time of these steps: seconds or share of the budget, the smaller one
+EVALUATED = 160  # held-out answers evaluated at each checkpoint
+CHAIN = 4
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """`tokens` of answers to see, repeats counted, or as many as `seconds` allow. The learning rate rises over `warmup`
-    steps, holds, and falls along a cosine over the last `cooldown` share of the tokens (1: from the start)."""
+    """Options of the training, which sees `tokens` answer tokens, repeats included, or as many as `seconds` allow.
+
+    The learning rate rises over `warmup` steps, stays constant, and falls along a cosine over the last share `cooldown`
+    of the tokens (1: from the start).
+    """
 
     tokens: int | None = None
     seconds: float | None = None
@@ -44,7 +48,7 @@ class TrainOptions:
     length: int = 512
     seed: int = 0
     save_every: float = 180.0  # seconds
-    part_bytes: int | None = None  # the largest file of a checkpoint; None: one file, however large
+    part_bytes: int | None = None  # size limit of a checkpoint's files; None: one file
     loss: LossOptions = field(default_factory=LossOptions)
 
     def __post_init__(self) -> None:
@@ -61,19 +65,19 @@ class TrainOptions:
 
 @dataclass
 class TrainingState:
-    """Where a training stands; saved with the weights."""
+    """The progress of a training, saved with the weights."""
 
     step: int = 0
     seen: int = 0  # answer tokens
     epoch: int = 0
     batch: int = 0  # next batch of the epoch
-    samples: int = 0  # answers that the epoch is made of
-    total: int = 0  # tokens after which training ends
+    samples: int = 0  # answers of the epoch
+    total: int = 0  # tokens after which the training ends
     seconds: float = 0.0
 
 
 def learning_rate(options: TrainOptions, state: TrainingState) -> float:
-    """The rate of the next step."""
+    """Return the learning rate of the next step."""
     rise = min(1.0, (state.step + 1) / options.warmup)
     left = 1.0 - min(state.seen / state.total, 1.0) if state.total else 1.0
     fall = 0.5 - 0.5 * math.cos(math.pi * left / options.cooldown) if left < options.cooldown else 1.0
@@ -81,7 +85,7 @@ def learning_rate(options: TrainOptions, state: TrainingState) -> float:
 
 
 class Trainer:
-    """A student, its optimizer, and the text that it learns; `run` goes on until the tokens are seen."""
+    """Trains a student on the text in a folder and saves checkpoints to another."""
 
     def __init__(self, student: Student, text: Path, folder: Path, options: TrainOptions) -> None:
         self.student, self.options, self._text, self.folder = student, options, text, folder
@@ -100,7 +104,7 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
 
     def resume(self) -> bool:
-        """Goes back to the last checkpoint; False where there is none. UserError where it has another shape."""
+        """Load the last checkpoint; return False if there is none. UserError if its shapes differ."""
         found = training_state.load(self.folder, self._trained, self.optimizer)
         if found is None:
             return False
@@ -109,7 +113,7 @@ class Trainer:
         return True
 
     def run(self, progress: Progress, save: Callable[[Student], None] = lambda student: None) -> None:
-        """Trains to the end, with a checkpoint every `save_every` seconds: a stopped run goes on from there."""
+        """Train to the end, with a checkpoint every `save_every` seconds."""
         options, state = self.options, self.state
         if options.tokens is not None:
             state.total = options.tokens
@@ -134,11 +138,10 @@ class Trainer:
             progress(self._figures(mean))
 
     def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> Agreement:
-        """Saves all that a resumed run needs, judges the held-out answers and adds a point to the learning curve."""
-        most = self.options.part_bytes
-        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.state), most)
+        """Save a checkpoint, evaluate the held-out answers and add a point to the learning curve."""
+        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.state), self.options.part_bytes)
         save(self.student)
-        found = self.judge()
+        found = self.evaluate()
         state = self.state
         point = {"step": state.step, "tokens": state.seen, "loss": None if math.isnan(mean) else round(mean, 5)}
         point |= asdict(found)
@@ -151,18 +154,18 @@ class Trainer:
         progress(self._figures(mean) | {name: value for name, value in asdict(found).items() if value is not None})
         return found
 
-    def judge(self) -> Agreement:
-        """How often the draft agrees with the target on held-out answers."""
+    def evaluate(self) -> Agreement:
+        """Measure the agreement with the target on held-out answers."""
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
             return agreement(self.student, self._packer, self._held_out[:EVALUATED])
 
-    def _step(self, batch: Batch) -> float:
+    def _step(self, batch: TrainingBatch) -> float:
         rate = learning_rate(self.options, self.state)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
             logits = self.student.logits(batch.packed)
-        value = loss(logits, batch.goals, self.options.loss)
+        value = loss(logits, batch.labels, self.options.loss)
         self.optimizer.zero_grad(set_to_none=True)
         value.backward()
         torch.nn.utils.clip_grad_norm_(list(self._trained.values()), self.options.clip)
@@ -171,13 +174,13 @@ class Trainer:
         self.state.seen += batch.num_tokens
         return float(value.detach())
 
-    def _batches(self) -> Iterator[Batch]:
-        """Epoch after epoch; each takes in the text that has been written meanwhile."""
+    def _batches(self) -> Iterator[TrainingBatch]:
+        """Yield batches epoch by epoch; each epoch includes the text written in the meantime."""
         state = self.state
         while True:
             if state.batch == 0 or state.samples != len(self._train):
                 self._read()
-                state.epoch += state.batch > 0  # more text than the epoch began with: a new one
+                state.epoch += state.batch > 0  # there is more text than at the epoch's start: begin a new one
                 state.batch, state.samples = 0, len(self._train)
             for rows in self._packer.epoch(self._train, self.options.seed, state.epoch)[state.batch :]:
                 state.batch += 1
@@ -185,14 +188,14 @@ class Trainer:
             state.epoch, state.batch = state.epoch + 1, 0
 
     def _read(self) -> None:
-        """The text, where it is not read yet or there is more of it by now."""
+        """Read the text if there are new shards."""
         files = shard_files(self._text)
         if files != self._files:
             self._files = files
             self._train, self._held_out = read_samples(self._text, self.options.length)
 
     def _plan(self, seconds: float, steps: int) -> None:
-        """Turns a time budget into tokens once the speed is known, so that every later step is settled."""
+        """Convert a time budget to a number of tokens once the speed is known, which determines all later steps."""
         state, budget = self.state, self.options.seconds
         if state.total or budget is None:
             return
@@ -217,11 +220,54 @@ class Trainer:
 
 
 def _has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32."""
+    """Whether matrix products are faster in bfloat16 than in float32."""
     if device.type == "cuda":
         return has_bfloat16(device)
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return device.type == "cpu" and supported is not None and bool(supported())
 
 
-__all__ = ["Sample", "TrainOptions", "Trainer"]
+@dataclass(frozen=True)
+class Agreement:
+    """The agreement of a draft with the target on held-out answers.
+
+    `top1` is the share of answer tokens with the same most likely token. `chain` is the mean accepted length of chains
+    of CHAIN tokens at temperature 0, None without greedy answers.
+    """
+
+    top1: float
+    chain: float | None
+
+
+@torch.inference_mode()
+def agreement(student: Student, packer: Packer, samples: Sequence[Sample]) -> Agreement:
+    """Measure the agreement with teacher forcing: the draft reads the target's own text.
+
+    At temperature 0 the accepted lengths are exact nevertheless, since a chain is accepted only as far as it equals the
+    target's text.
+    """
+    hits: list[np.ndarray] = []
+    passes = emitted = 0
+    for rows in packer.epoch(samples, 0, 0):
+        batch = packer.batch(samples, rows)
+        same = (student.logits(batch.packed).argmax(1) == batch.labels.top[:, 0]).cpu().numpy()
+        hits.append(same)
+        start = 0
+        for number in (number for row in rows for number in row):
+            count = len(samples[number].top_ids)
+            if samples[number].temperature == 0:
+                passes += _count_passes(same[start : start + count])
+                emitted += count
+            start += count
+    share = float(np.concatenate(hits).mean()) if hits else 0.0
+    return Agreement(round(share, 4), round(emitted / passes, 4) if passes else None)
+
+
+def _count_passes(same: np.ndarray) -> int:
+    """Count the target passes of an answer, drafted in chains of CHAIN, given which tokens the draft predicts."""
+    passes = place = 0
+    while place < len(same):
+        chain = same[place : place + CHAIN]
+        place += 1 + (len(chain) if chain.all() else int(chain.argmin()))
+        passes += 1
+    return passes
