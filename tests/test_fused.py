@@ -29,8 +29,8 @@ from outpace.models import runtimes
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda import captures, triton_kernels
-from outpace.models.llama.cuda.draft_steps import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.cuda.fused_runtime import FusedLlama
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.torch.attention import attend_batch, rotated, tree_mask
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import LoadOptions

@@ -17,7 +17,7 @@ import gpu
 import gpu_checks
 from turns import one_of
 
-from outpace.models.llama.cuda import draft_steps, runtime
+from outpace.models.llama.cuda import multi_step_runtime, runtime
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: s
 @pytest.mark.parametrize("mistake", [None, "attends by buckets"])
 def test_exact_mode_is_held_to_the_bits(monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     if mistake:
-        monkeypatch.setattr(draft_steps, "attend_batch_exactly", in_float32)
+        monkeypatch.setattr(multi_step_runtime, "attend_batch_exactly", in_float32)
     rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)
     assert len(rows) == 5
     assert all(row["passed"] for row in rows) is (mistake is None)

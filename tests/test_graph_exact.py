@@ -19,8 +19,8 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda import draft_steps
-from outpace.models.llama.cuda.draft_steps import ExactGraphLlama
+from outpace.models.llama.cuda import multi_step_runtime
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.torch import attention
 from outpace.models.llama.torch.attention import ExactAttention, exact_weights
 from outpace.models.llama.torch.linear import FIXED, Linear, rows_stay
@@ -176,7 +176,7 @@ def test_products_that_see_places_or_neighbours_are_found(linear: Linear) -> Non
 
 
 def test_where_products_see_places_there_is_no_exact_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(draft_steps, "rows_stay", lambda *_: False)
+    monkeypatch.setattr(multi_step_runtime, "rows_stay", lambda *_: False)
     with pytest.raises(UserError, match="whose products of 64 rows give a row other bits at another place"):
         outpace.load(model_folder(tmp_path), graphs="eager", exact=True)
 
@@ -189,7 +189,7 @@ def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hi
 @pytest.mark.parametrize("mistake", ["attends in float32", "forgets the grids", "forgets moves"])
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     if mistake == "attends in float32":
-        monkeypatch.setattr(draft_steps, "attend_exactly", in_float32)
+        monkeypatch.setattr(multi_step_runtime, "attend_exactly", in_float32)
     elif mistake == "forgets the grids":
         monkeypatch.setattr(attention, "exact_weights", lambda scores: scores.softmax(-1))
     else:

@@ -148,7 +148,7 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     import torch
 
     from outpace.core.triton_support import slow_path_warning, unavailable_reason
-    from outpace.models.llama.cuda.draft_steps import ExactGraphLlama, SteppingLlama
+    from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 
     if options.exact:
         return ExactGraphLlama, None

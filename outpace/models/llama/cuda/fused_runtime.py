@@ -17,7 +17,7 @@ from outpace.models.base import chain
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.cuda import triton_kernels
 from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
-from outpace.models.llama.cuda.draft_steps import SteppingLlama
+from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
 from outpace.models.llama.torch.attention import FUSED, KINDS
 from outpace.models.llama.torch.linear import Linear, add_product, in_float32
 
