@@ -398,5 +398,5 @@ class Drafter(Carries):
         """Return what a profile keeps of this drafter, as JSON; None for nothing."""
         return None
 
-    def recall(self, kept: Any) -> None:
+    def load_state_dict(self, kept: Any) -> None:
         """Restore what `state_dict` returned."""
