@@ -13,7 +13,7 @@ from test_planner import place_of
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
-from outpace.decoders import auto
+from outpace.decoders import Auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import RepetitionDetector
@@ -37,7 +37,7 @@ class Told:
         costs, written = CostModel(), [self.text[0]]
         place = place_of(make_request((1,)), 16, costs, (COPIES,))
         place.committed, place.last_token = written, written[0]
-        coroutine = auto.decode(place, auto.Options())
+        coroutine = Auto.decode(place, Auto.Options())
         ask, drafting = coroutine.send(None), 0.0
         while len(written) < len(self.text):
             if isinstance(ask, Draft):

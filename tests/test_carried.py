@@ -20,7 +20,7 @@ from test_native import TINIES, tiny
 from outpace.core.carried import Carried
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Adjustments, LogprobsOptions, Request
-from outpace.decoders import auto, autoregressive
+from outpace.decoders import Auto, autoregressive
 from outpace.drafters import _carrier, _tree_expander, ngram
 from outpace.drafters import model as draft_model
 from outpace.drafters._composite import SharedTree
@@ -111,7 +111,7 @@ class Ways:
         rows: dict[str, float] | None = None,
         step: float = 0.05,
         nodes: int = 8,
-        decoder: Any = auto,
+        decoder: Any = Auto,
         batch: int = 4,
         method: Any = None,
         **options: Any,
@@ -158,7 +158,7 @@ def test_rounds_are_those_that_are_asked_for_step_by_step(
     what a layer gave is learnt before the next one of its round is asked for there, and behind the round here: so no
     more layers than are known to give something."""
     met: Counter[str] = Counter()
-    method = auto.Options(deepest=4)
+    method = Auto.Options(deepest=4)
     for seed in range(6):
         (request,) = asked(1, seed, rounds=True, seed=seed, choice=seed % 2, **options)
         given = {
@@ -234,11 +234,11 @@ def test_a_watcher_ends_the_text_in_the_midst_of_rounds(ways: Ways) -> None:
             return len(tokens) - (len(written) - most) if len(written) >= most else None
 
         with Engine(ways.target, drafter_of(ways.draft, True), options=EngineOptions(burst=LONG)) as engine:
-            run = engine.submit(request, auto, auto.Options(), watch=watch)
+            run = engine.submit(request, Auto, Auto.Options(), watch=watch)
             while run.finish_reason is None:
                 engine.step()
             assert (run.tokens, run.finish_reason) == (text[:most], "stop")
-            again = engine.submit(replace(request, prompt=(*request.prompt, *text[:most])), auto, auto.Options())
+            again = engine.submit(replace(request, prompt=(*request.prompt, *text[:most])), Auto, Auto.Options())
             while again.finish_reason is None:
                 engine.step()
         rest = replace(request, prompt=(*request.prompt, *text[:most]))
@@ -256,7 +256,7 @@ def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
             engine.costs.load_state_dict(
                 {"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}}
             )
-            run = engine.submit(replace(request, max_tokens=60), auto, auto.Options())
+            run = engine.submit(replace(request, max_tokens=60), Auto, Auto.Options())
             while len(run.tokens) < 40:
                 engine.step()
                 own = run.draft.state.parts[1] if run.draft.state is not None else None
@@ -530,7 +530,7 @@ def test_a_draft_with_a_shorter_context_stops_there(target: NativeLlama, context
         drafter = drafter_of(draft, True, target, draft_window=window)
         with Engine(target, drafter, options=EngineOptions(burst=LONG)) as engine, warnings.catch_warnings():
             warnings.simplefilter("error")
-            run = engine.submit(request, auto, auto.Options())
+            run = engine.submit(request, Auto, Auto.Options())
             while run.finish_reason is None:
                 engine.step()
         assert run.tokens == plain_tokens(target, request)
@@ -555,7 +555,7 @@ def test_a_long_text_that_the_draft_has_not_read_keeps_nobody_waiting(ways: Ways
         engine.costs.load_state_dict(
             {"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}}
         )
-        runs = [engine.submit(replace(one, max_tokens=60), auto, auto.Options()) for one in (first, second)]
+        runs = [engine.submit(replace(one, max_tokens=60), Auto, Auto.Options()) for one in (first, second)]
         while any(run.finish_reason is None for run in runs):
             steps[0] += 1
             engine.step()
@@ -571,7 +571,7 @@ def test_requests_that_pause_for_want_of_memory_write_their_texts(ways: Ways) ->
     drafter = drafter_of(ways.draft, True)
     options = EngineOptions(chunk=16, batch=4, burst=4.0, kv_memory=2.2 * slots / 2**30, reuse=False)
     with Engine(ways.target, drafter, options=options, clock=Clock()) as engine:
-        runs = [engine.submit(replace(one, max_tokens=90), auto, auto.Options()) for one in requests]
+        runs = [engine.submit(replace(one, max_tokens=90), Auto, Auto.Options()) for one in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     assert ways.carried

@@ -11,7 +11,7 @@ from test_library import folder
 
 import outpace
 from outpace.core import setups
-from outpace.decoders import auto
+from outpace.decoders import Auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.warmup import warm_up
@@ -64,7 +64,7 @@ def test_nothing_else_stays() -> None:
 def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
     with engine_of(QuickToy(), drafter) as engine:
         made = engine.drafting.drafter
-        run = engine.submit(make_request([1, 2, 3], max_tokens=30), auto, auto.Options())
+        run = engine.submit(make_request([1, 2, 3], max_tokens=30), Auto, Auto.Options())
         while run.finish_reason is None:
             engine.step()
         before = made.state_dict()
@@ -131,7 +131,7 @@ def test_texts_are_the_same_behind_it(drafter: str) -> None:
     (expected,) = decode([request], target=target).texts
     with engine_of(target, drafter) as engine:
         warm_up(engine, [1], WHOLE)
-        run = engine.submit(request, auto, auto.Options())
+        run = engine.submit(request, Auto, Auto.Options())
         while run.finish_reason is None:
             engine.step()
     assert run.tokens == expected
@@ -152,7 +152,7 @@ def test_a_target_that_fails_tells_the_first_request() -> None:
 
     with engine_of(Broken()) as engine:
         warm_up(engine, [1], WHOLE)
-        run = engine.submit(make_request([1, 2]), auto, auto.Options())
+        run = engine.submit(make_request([1, 2]), Auto, Auto.Options())
         while run.finish_reason is None:
             engine.step()
     assert str(run.error) == "out of order"
@@ -164,7 +164,7 @@ def test_too_little_memory_is_for_the_first_request_to_tell() -> None:
         warm_up(engine, [1], WHOLE)
         assert not target.rows
         with pytest.raises(outpace.UserError, match=r"the budget is 0\.00"):
-            engine.submit(make_request([1, 2]), auto, auto.Options())
+            engine.submit(make_request([1, 2]), Auto, Auto.Options())
 
 
 def test_an_llm_times_rounds_where_no_profile_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

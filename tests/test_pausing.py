@@ -13,7 +13,7 @@ from test_memory import SYSTEM, Counting, check, ends_after, finish, slots, subm
 
 from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import auto, autoregressive, card, speculative
+from outpace.decoders import Auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -52,7 +52,7 @@ def test_many_requests_of_4096_tokens_in_the_memory_of_one(count: int) -> None:
         assert run.finish_reason == "stop"
 
 
-METHODS = [(autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (auto, "model"), (card, "model")]
+METHODS = [(autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (Auto, "model"), (card, "model")]
 
 
 def paused() -> Iterator[Any]:

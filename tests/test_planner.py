@@ -13,7 +13,7 @@ from doubles import make_request
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
-from outpace.decoders import auto
+from outpace.decoders import Auto
 from outpace.decoders.base import BatchRows, RequestContext
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean
@@ -60,9 +60,9 @@ class World:
         rule = make_request((1,), **request)
         self.place = place_of(rule, budget, self.costs)
 
-    def run(self, tokens: int, options: auto.Options | None = None) -> float:
+    def run(self, tokens: int, options: Auto.Options | None = None) -> float:
         """Writes so many tokens; how much faster that was than plain decoding."""
-        coroutine = auto.decode(self.place, options or auto.Options())
+        coroutine = Auto.decode(self.place, options or Auto.Options())
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
             if isinstance(ask, Draft):
@@ -186,7 +186,7 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
         costs = CostModel()
         for rows in (1, 2, 4, 8) * 3:
             costs.round(1, rows, 1, PASS + row * (rows - 1), 0.0)
-        planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
+        planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), Auto.Options())
         planner.begin()
         tree = tree_of(DRAFT)
         for token, chance in enumerate(chances):
@@ -207,7 +207,7 @@ def test_a_model_that_did_badly_in_a_short_text_is_tried_in_the_next(trust: floa
     costs.trust(DRAFT.name).learn(0.0, 2.0 / trust - 2.0)
     for layer in range(4):
         costs.growth(DRAFT, layer).learn(0.0, 100.0)
-    planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
+    planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), Auto.Options())
     planner.begin()
     assert costs.trust_of_one(DRAFT.name).value == pytest.approx(trust, abs=0.02)
     assert planner.pays(tree_of(DRAFT), planner.growers[0]) is is_asked
@@ -261,7 +261,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
     costs, guesses = CostModel(), Source("prediction", False)
     place = place_of(None, 16, costs, (COPIES, guesses, DRAFT))
-    planner = Planner(place, auto.Options())
+    planner = Planner(place, Auto.Options())
     for _ in range(20):
         tree = TokenTree(RIGHT)
         planner.begin()
@@ -288,7 +288,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
     for _ in range(3):
         for rows in range(1, 9):
             costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
-    planner = Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
+    planner = Planner(place_of(None, 8, costs, (copies, DRAFT)), Auto.Options())
     for _ in range(20):
         tree = tree_of(copies)
         planner.begin()
@@ -309,9 +309,9 @@ def test_a_draft_slower_than_the_target_is_not_used() -> None:
 
 def test_without_trials_nothing_is_tried_again() -> None:
     world = World(0.9, lambda place: False)
-    world.run(400, auto.Options(trials=0.0))
+    world.run(400, Auto.Options(trials=0.0))
     asked = world.asked
-    world.run(800, auto.Options(trials=0.0))
+    world.run(800, Auto.Options(trials=0.0))
     assert world.asked - asked < 12  # a new request trusts the engine's experience, which is bad
 
 
@@ -322,7 +322,7 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
         for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6), (10, 40.0)):
             costs.round(1, rows, 1, seconds, 0.0)
     place = place_of(None, 8, costs)
-    planner = Planner(place, auto.Options())
+    planner = Planner(place, Auto.Options())
     planner.begin()
     tree = tree_of(DRAFT)
     for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
@@ -357,7 +357,7 @@ def test_requests_share_the_rows_that_cost_little() -> None:
     places = [
         RequestContext(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)
     ]
-    planners = [Planner(place, auto.Options()) for place in places]
+    planners = [Planner(place, Auto.Options()) for place in places]
     for _ in range(3):
         rows = [chosen_rows(planner, place, 0.9, 7) for planner, place in zip(planners, places, strict=True)]
         assert sum(rows) == load.rows == 8
@@ -373,7 +373,7 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
             costs.round(4, rows, 4, seconds, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 4, 3
-    planner = Planner(place, auto.Options())
+    planner = Planner(place, Auto.Options())
     asked = 0
     for _ in range(200):
         planner.begin()
@@ -398,7 +398,7 @@ def rounds_with_the_model(requests: int, answers: int) -> int:
     for _ in range(answers):
         place = place_of(make_request((1,)), 8, costs, (DRAFT,))
         place.requests, place.rows_of_others = requests, requests - 1
-        planner = Planner(place, auto.Options())
+        planner = Planner(place, Auto.Options())
         for _ in range(60):
             planner.begin()
             tree = tree_of(DRAFT)
@@ -425,7 +425,7 @@ def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
         costs.round(8, 8, 8, 6.0, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 8, 7
-    planner = Planner(place, auto.Options())
+    planner = Planner(place, Auto.Options())
     planner.begin()
     assert not planner.is_plain
     for _ in range(3):
@@ -439,4 +439,4 @@ def test_rules_that_judge_draws_are_refused() -> None:
     """Cutting a chain by what was drawn would favour tokens."""
     place = World(0.9, lambda place: True, rule="rejection", temperature=1.0).place
     with pytest.raises(UserError, match="a rule that judges drawn tokens does not allow"):
-        auto.decode(place, auto.Options()).send(None)
+        Auto.decode(place, Auto.Options()).send(None)

@@ -16,7 +16,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
-from outpace.decoders import auto, autoregressive, card, speculative
+from outpace.decoders import Auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.load import load_model
@@ -61,7 +61,7 @@ def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize("method", [speculative, auto])
+@pytest.mark.parametrize("method", [speculative, Auto])
 def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any) -> None:
     drafters = {name: Noted(make_drafter(name, TARGET), name) for name in ("perfect", "ngram", "garbage")}
     asked = [
@@ -77,7 +77,7 @@ def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any)
     assert texts == [write(TARGET, request) for request in asked]
     for name, drafter in drafters.items():
         assert drafter.seen == {request for request, its in zip(asked, names, strict=True) if its == name}
-        assert method is auto or drafter.most == 3, "requests of one drafter grow together"
+        assert method is Auto or drafter.most == 3, "requests of one drafter grow together"
     if method is speculative:  # the planner asks a drafter that takes as long as the target for as little as it may
         accepted = [sum(step.accepted for step in run.history.steps) for run in runs]
         assert all(accepted[place] > 0 for place in range(0, 9, 3)), "the perfect drafter's"

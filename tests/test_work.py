@@ -18,7 +18,7 @@ from torch import Tensor
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
-from outpace.decoders import auto
+from outpace.decoders import Auto
 from outpace.decoders.base import Coroutine, RequestContext
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -226,7 +226,7 @@ def test_the_time_of_planning_is_held_against_rounds_that_draft(monkeypatch: pyt
     monkeypatch.setattr(planner.Planner, "pays", pays)
     drafter = ModelDrafter(Timed(target, watch, 0.5, 0.0), Options(width=1))
     with Engine(Timed(target, watch, 6.0, 0.1), drafter, options=WHOLE, clock=watch) as engine:
-        run = engine.submit(requests_of(1, 100)[0], auto, auto.Options(deepest=4))
+        run = engine.submit(requests_of(1, 100)[0], Auto, Auto.Options(deepest=4))
         while run.finish_reason is None:
             engine.step()
         costs, (source,) = engine.costs, drafter.sources
