@@ -62,12 +62,12 @@ def ours(llm: LLM, count: int) -> Callable[[list[int]], tuple[list[int], float]]
     """Return the same for plain decoding by outpace, which also ignores stop tokens here."""
     from outpace.core.sampling import GREEDY
     from outpace.core.types import Request
-    from outpace.decoders import autoregressive
+    from outpace.decoders import Autoregressive
     from outpace.engine.build import find_rule
 
     def run(prompt: list[int]) -> tuple[list[int], float]:
         request = Request(tuple(prompt), find_rule("greedy", GREEDY), count + 1)
-        running = llm.engine.submit(request, autoregressive, autoregressive.Options())
+        running = llm.engine.submit(request, Autoregressive, Autoregressive.Options())
         while running.finish_reason is None:
             llm.engine.step()
         return running.tokens, (running.history.ended - running.history.first_token) / count

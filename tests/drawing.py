@@ -15,7 +15,7 @@ from outpace.core.distribution import RandomSource
 from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Request, Rule
-from outpace.decoders import autoregressive, speculative
+from outpace.decoders import Autoregressive, speculative
 from outpace.drafters._sampled import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -92,7 +92,7 @@ def go_every_way(
             run = engine.submit(request, speculative, speculative.Options(draft_length=shape.layers))
             for number in range(beside):
                 other = make_request(PROMPT[number:], "match", 1, temperature=1.0)
-                engine.submit(other, autoregressive, autoregressive.Options())
+                engine.submit(other, Autoregressive, Autoregressive.Options())
             while run.finish_reason is None:
                 engine.step()
         assert run.error is None, run.error

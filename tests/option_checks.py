@@ -19,7 +19,7 @@ from twins import answer_all, nearly, write_slowly
 
 from outpace.core import noise
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import autoregressive, speculative
+from outpace.decoders import Autoregressive, speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
@@ -95,20 +95,20 @@ def memory_differences() -> Iterator[str]:
                     yield "what is kept is not what was read"
                 if kept.session.length != len(kept.tokens):
                     yield "more or less is kept than is known"
-        run = parts.submit(replace(TURNS[0], logprobs=LogprobsOptions(0, prompt=True)), autoregressive, None)
+        run = parts.submit(replace(TURNS[0], logprobs=LogprobsOptions(0, prompt=True)), Autoregressive, None)
         while run.finish_reason is None:
             parts.step()
         if len(run.history.prompt_logprobs) != len(STEM) + 1:
             yield "the prompt's log-probabilities are not all there"
     with Engine(target, options=EngineOptions(chunk=40)) as parts:
-        broken = parts.submit(TURNS[0], autoregressive, None)
+        broken = parts.submit(TURNS[0], Autoregressive, None)
         parts.step()
         with _failing(target):
             parts.step()
         parts.sweep()
         if broken.error is None or parts.memory._kept:
             yield "what a broken round left is kept"
-        together = [parts.submit(request, autoregressive, None) for request in TURNS]
+        together = [parts.submit(request, Autoregressive, None) for request in TURNS]
         while any(run.finish_reason is None for run in together):
             parts.step()
         if [run.tokens for run in together] != TEXTS:

@@ -13,7 +13,7 @@ from doubles import QuickToy, make_drafter, make_request
 from test_native import TINIES, tiny
 
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Auto, autoregressive, speculative
+from outpace.decoders import Auto, Autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TARGET, TokenSequence
 from outpace.models.llama.native.runtime import NativeLlama
@@ -48,7 +48,7 @@ def requests(count: int, **options: Any) -> list[Request]:
 
 
 def runs_of(
-    model: Any, asked: Sequence[Request], burst: float, decoder: Any = autoregressive, drafter: Any = None, **more: Any
+    model: Any, asked: Sequence[Request], burst: float, decoder: Any = Autoregressive, drafter: Any = None, **more: Any
 ) -> tuple[list[TokenSequence], int]:
     """The requests' ends, and in how many steps."""
     options = EngineOptions(chunk=16, batch=4, burst=burst, **more)
@@ -106,11 +106,11 @@ def test_who_comes_in_the_middle_is_not_kept_waiting(model: NativeLlama) -> None
     """While one prompt is read, and until its first token, every step is one round."""
     first, second = make_request([1, 2], max_tokens=60), make_request(list(range(60)), max_tokens=9)
     with Engine(model, options=EngineOptions(chunk=16, batch=4, burst=5.0), clock=Clock()) as engine:
-        runs = [engine.submit(first, autoregressive, autoregressive.Options())]
+        runs = [engine.submit(first, Autoregressive, Autoregressive.Options())]
         for _ in range(3):
             engine.step()
         assert len(runs[0].tokens) > 3
-        runs.append(engine.submit(second, autoregressive, autoregressive.Options()))
+        runs.append(engine.submit(second, Autoregressive, Autoregressive.Options()))
         while not runs[1].tokens:
             before = len(runs[0].tokens)
             engine.step()
@@ -134,12 +134,12 @@ def test_a_text_that_is_cut_within_a_burst_can_be_gone_on_with(model: NativeLlam
             cut, left[0] = min(left[0], len(tokens)), left[0] - len(tokens)
             return cut if left[0] <= 0 else None
 
-        run = engine.submit(asked, autoregressive, autoregressive.Options(), watch)
+        run = engine.submit(asked, Autoregressive, Autoregressive.Options(), watch)
         while run.finish_reason is None:
             engine.step()
         assert run.tokens == whole[: 2 + end]
         assert len(run.history.steps) == 2 + end
-        again = engine.submit(replace(asked, prompt=(3, 1, 4, *run.tokens)), autoregressive, autoregressive.Options())
+        again = engine.submit(replace(asked, prompt=(3, 1, 4, *run.tokens)), Autoregressive, Autoregressive.Options())
         while again.finish_reason is None:
             engine.step()
     assert again.tokens[: len(whole) - 2 - end] == whole[2 + end :]
@@ -162,7 +162,7 @@ def test_a_row_without_a_pick_ends_the_burst_before_it(model: NativeLlama, monke
     monkeypatch.setattr(asked.rule, "reduce", _refuses, raising=False)
     for burst in (0.0, LONG):
         with Engine(model, options=EngineOptions(burst=burst), clock=Clock()) as engine:
-            run = engine.submit(asked, autoregressive, autoregressive.Options())
+            run = engine.submit(asked, Autoregressive, Autoregressive.Options())
             while run.finish_reason is None:
                 engine.step()
         assert (run.finish_reason, str(run.error)) == ("error", "no order among these scores")

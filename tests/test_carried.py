@@ -20,7 +20,7 @@ from test_native import TINIES, tiny
 from outpace.core.carried import Carried
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Adjustments, LogprobsOptions, Request
-from outpace.decoders import Auto, autoregressive
+from outpace.decoders import Auto, Autoregressive
 from outpace.drafters import _carrier, _tree_expander, ngram
 from outpace.drafters import model as draft_model
 from outpace.drafters._composite import SharedTree
@@ -140,7 +140,7 @@ def ways(monkeypatch: pytest.MonkeyPatch, target: NativeLlama, draft: NativeLlam
 
 def plain_tokens(target: NativeLlama, request: Request) -> list[int]:
     with Engine(target) as engine:
-        run = engine.submit(replace(request, rounds=False), autoregressive, autoregressive.Options())
+        run = engine.submit(replace(request, rounds=False), Autoregressive, Autoregressive.Options())
         while run.finish_reason is None:
             engine.step()
     return run.tokens

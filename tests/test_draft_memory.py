@@ -18,7 +18,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation
-from outpace.decoders import autoregressive, card, speculative
+from outpace.decoders import Autoregressive, card, speculative
 from outpace.drafters import layer_skip, model, ouroboros
 from outpace.drafters._composite import DraftSelector, SharedTree
 from outpace.drafters.layer_skip import Sublayers
@@ -166,7 +166,7 @@ def test_a_refusal_counts_the_draft() -> None:
     for budget, method, is_taken in (
         (needed, speculative, True),
         (needed - 1, speculative, False),
-        (needed - 1, autoregressive, True),
+        (needed - 1, Autoregressive, True),
     ):
         options = EngineOptions(nodes=6, kv_memory=(budget + 0.5) / GIB)
         with Engine(target, drafter, options=options) as engine:

@@ -15,7 +15,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Request, Verify
-from outpace.decoders import autoregressive, card, speculative
+from outpace.decoders import Autoregressive, card, speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import NgramDrafter
@@ -44,7 +44,7 @@ def finish(engine: Engine, *runs: TokenSequence, most: int = 500) -> list[list[i
 
 def plain(req: Request, target=TARGET) -> list[int]:
     with Engine(target) as engine:
-        return finish(engine, engine.submit(req, autoregressive, autoregressive.Options()))[0]
+        return finish(engine, engine.submit(req, Autoregressive, Autoregressive.Options()))[0]
 
 
 def test_requests_join_and_leave_between_steps() -> None:
@@ -62,9 +62,9 @@ def test_requests_join_and_leave_between_steps() -> None:
 
 def test_a_long_prompt_stalls_nobody() -> None:
     with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
-        short = engine.submit(request(2, 30), autoregressive, autoregressive.Options())
+        short = engine.submit(request(2, 30), Autoregressive, Autoregressive.Options())
         engine.step()
-        long = engine.submit(request(41, 5), autoregressive, autoregressive.Options())
+        long = engine.submit(request(41, 5), Autoregressive, Autoregressive.Options())
         before = len(short.tokens)
         for _ in range(8):
             engine.step()
@@ -78,7 +78,7 @@ def test_a_pass_of_which_nobody_reads_a_score_is_waited_for(monkeypatch: pytest.
     waits: list[object] = []
     monkeypatch.setattr(target_runner, "_wait_for", waits.append)
     with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
-        run = engine.submit(request(11, 3), autoregressive, autoregressive.Options())
+        run = engine.submit(request(11, 3), Autoregressive, Autoregressive.Options())
         counts = []
         while run.finish_reason is None:
             engine.step()
@@ -103,9 +103,9 @@ def test_a_coroutine_that_raises_ends_its_own_request_only() -> None:
         yield Verify(TokenTree(place.last_token))
         raise RuntimeError("a bug in one method")
 
-    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=autoregressive.Options, __name__="broken")
+    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=Autoregressive.Options, __name__="broken")
     with Engine(TARGET) as engine:
-        good = engine.submit(request(), autoregressive, autoregressive.Options())
+        good = engine.submit(request(), Autoregressive, Autoregressive.Options())
         bad = engine.submit(request(), broken, None)
         assert finish(engine, good, bad)[0] == plain(request())
         assert bad.finish_reason == "error"
@@ -116,7 +116,7 @@ def test_a_coroutine_that_raises_ends_its_own_request_only() -> None:
 def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
     target = Toy(16, 3, 0)
     with Engine(target) as engine:
-        run = engine.submit(request(), autoregressive, autoregressive.Options())
+        run = engine.submit(request(), Autoregressive, Autoregressive.Options())
         for _ in range(4):
             engine.step()
         score, target.score = target.score, lambda forest: (_ for _ in ()).throw(error)
@@ -128,7 +128,7 @@ def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
         assert run.finish_reason == ("abort" if isinstance(error, KeyboardInterrupt) else "error")
         assert run.tokens == plain(request())[: len(run.tokens)]
         target.score = score
-        assert finish(engine, engine.submit(request(), autoregressive, autoregressive.Options()))[0] == plain(request())
+        assert finish(engine, engine.submit(request(), Autoregressive, Autoregressive.Options()))[0] == plain(request())
 
 
 def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> None:
@@ -154,7 +154,7 @@ def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> 
 def test_a_request_that_cannot_run_is_refused_at_once(changes, says: str) -> None:
     fields = {"prompt": (1, 2), "rule": Greedy(), "max_tokens": 4} | changes
     with Engine(TARGET) as engine, pytest.raises(UserError, match=says):
-        engine.submit(Request(**fields), autoregressive, autoregressive.Options())
+        engine.submit(Request(**fields), Autoregressive, Autoregressive.Options())
 
 
 def test_a_method_without_its_drafter_is_refused() -> None:
@@ -176,12 +176,12 @@ def test_the_end_of_the_context_ends_the_text_alike() -> None:
         with Engine(target, None, InlineWorker(drafter)) as engine:
             assert finish(engine, engine.submit(req, card, card.Options()))[0] == expected
     with Engine(target) as engine, pytest.raises(UserError, match="32 tokens, the target's context holds 32"):
-        engine.submit(Request(tuple(range(32)), Greedy(), 1), autoregressive, autoregressive.Options())
+        engine.submit(Request(tuple(range(32)), Greedy(), 1), Autoregressive, Autoregressive.Options())
 
 
 def test_the_budget_follows_the_load() -> None:
     with Engine(TARGET, options=EngineOptions(nodes=8, rows=12)) as engine:
-        runs = [engine.submit(request(), autoregressive, autoregressive.Options()) for _ in range(3)]
+        runs = [engine.submit(request(), Autoregressive, Autoregressive.Options()) for _ in range(3)]
         engine.step()
         engine.step()
         assert [run.place.budget for run in runs] == [4, 4, 4]
@@ -192,8 +192,8 @@ def test_a_request_that_cannot_be_opened_ends_alone() -> None:
     opened = target.open
     with Engine(target) as engine:
         target.open = lambda capacity, room: opened(capacity, room) if capacity < 100 else [][1]
-        good = engine.submit(request(), autoregressive, autoregressive.Options())
-        bad = engine.submit(request(max_tokens=200), autoregressive, autoregressive.Options())
+        good = engine.submit(request(), Autoregressive, Autoregressive.Options())
+        bad = engine.submit(request(max_tokens=200), Autoregressive, Autoregressive.Options())
         assert finish(engine, good, bad)[0] == plain(request())
         assert bad.finish_reason == "error"
         assert isinstance(bad.error, IndexError)
@@ -206,13 +206,13 @@ def test_an_interrupt_between_two_requests_ends_both() -> None:
             raise KeyboardInterrupt
 
     with Engine(TARGET) as engine:
-        first = engine.submit(Request((1, 2), Interrupted()), autoregressive, autoregressive.Options())
-        second = engine.submit(request(2), autoregressive, autoregressive.Options())
+        first = engine.submit(Request((1, 2), Interrupted()), Autoregressive, Autoregressive.Options())
+        second = engine.submit(request(2), Autoregressive, Autoregressive.Options())
         with pytest.raises(KeyboardInterrupt):
             finish(engine, first, second)
         assert first.finish_reason == second.finish_reason == "abort"  # the second one's storage is not known either
         assert not engine.running
-        assert finish(engine, engine.submit(request(), autoregressive, autoregressive.Options()))[0] == plain(request())
+        assert finish(engine, engine.submit(request(), Autoregressive, Autoregressive.Options()))[0] == plain(request())
 
 
 @pytest.mark.parametrize("prompt", [1, 5])
@@ -224,7 +224,7 @@ def test_a_decoder_out_of_turn_ends_its_own_request(asks: str, prompt: int) -> N
         yield Verify(TokenTree(place.last_token))
         yield Verify(TokenTree(place.last_token))
 
-    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=autoregressive.Options, __name__="broken")
+    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=Autoregressive.Options, __name__="broken")
     with Engine(TARGET) as engine:
         run = engine.submit(request(prompt), broken, None)
         finish(engine, run)
@@ -237,7 +237,7 @@ def test_a_closed_engine_takes_nothing_in() -> None:
     engine = Engine(TARGET)
     engine.close()
     with pytest.raises(UserError, match="the engine is closed"):
-        engine.submit(request(), autoregressive, autoregressive.Options())
+        engine.submit(request(), Autoregressive, Autoregressive.Options())
 
 
 def test_a_program_that_never_closes_its_engine_still_ends() -> None:
@@ -275,7 +275,7 @@ def test_a_round_begins_when_the_one_before_was_timed_and_the_load_is_known() ->
         engine.submit(request(5, 3), noting, None)
         engine.step()
         engine.step()
-        other = engine.submit(request(5, 3), autoregressive, autoregressive.Options())
+        other = engine.submit(request(5, 3), Autoregressive, Autoregressive.Options())
         engine.step()
         assert other.place.requests == 2
     assert seen[:2] == [(0, 1, 3), (1, 2, 2)]

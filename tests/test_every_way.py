@@ -15,7 +15,7 @@ from ways import ASKED, PROMPT, TARGETS, Ways, by_chance
 from outpace.core.distribution import DecisionKey, RandomSource
 from outpace.core.noise import DRAW
 from outpace.core.types import Drafter, Request
-from outpace.decoders import autoregressive, speculative
+from outpace.decoders import Autoregressive, speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -32,12 +32,12 @@ def drafter_of(name: str) -> Drafter:
 def write(request: Request, name: str, gamma: int, nodes: int, beside: int = 0) -> list[int]:
     """The text of a request, in an engine of its own; `beside` others of the same prompt write plainly."""
     drafter = None if name == "plain" else drafter_of(name)
-    decoder = autoregressive if name == "plain" else speculative
-    options: Any = autoregressive.Options() if name == "plain" else speculative.Options(draft_length=gamma)
+    decoder = Autoregressive if name == "plain" else speculative
+    options: Any = Autoregressive.Options() if name == "plain" else speculative.Options(draft_length=gamma)
     with Engine(TARGET, drafter, options=EngineOptions(nodes=nodes, chunk=3)) as engine:
         run = engine.submit(request, decoder, options)
         for number in range(beside):
-            engine.submit(make_request(PROMPT[number:], max_tokens=2), autoregressive, autoregressive.Options())
+            engine.submit(make_request(PROMPT[number:], max_tokens=2), Autoregressive, Autoregressive.Options())
         while run.finish_reason is None:
             engine.step()
     assert run.error is None, run.error

@@ -21,7 +21,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
-from outpace.decoders import autoregressive, speculative
+from outpace.decoders import Autoregressive, speculative
 from outpace.drafters import layer_skip
 from outpace.drafters.layer_skip import (
     LayerSkipDrafter,
@@ -107,7 +107,7 @@ def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
     rule = "greedy" if sampling.is_greedy else "gumbel"
     requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
     with Engine(model, drafter) as engine:
-        plain = [engine.submit(one, autoregressive, autoregressive.Options()) for one in requests]
+        plain = [engine.submit(one, Autoregressive, Autoregressive.Options()) for one in requests]
         drafted = [engine.submit(one, speculative, speculative.Options(3)) for one in requests]
         texts = finish(engine, [*plain, *drafted])
     assert texts[:3] == texts[3:]

@@ -10,7 +10,7 @@ import pytest
 from doubles import QuickToy, make_request
 
 from outpace.core.types import Request
-from outpace.decoders import autoregressive, speculative
+from outpace.decoders import Autoregressive, speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -42,7 +42,7 @@ def answer(requests: Sequence[Request], slope: float) -> list[TokenSequence]:
     target = TimedToy(slope)
     options = EngineOptions(chunk=CHUNK, reuse=False, batch=len(requests))
     with Engine(target, options=options, clock=target.clock) as engine:
-        runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]
+        runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     return runs
@@ -74,11 +74,11 @@ def test_short_prompts_wait_twice_as_long_at_most(slope: float) -> None:
 def test_a_long_prompt_is_not_starved_by_short_ones_that_keep_coming() -> None:
     target = TimedToy(0.002)
     with Engine(target, options=EngineOptions(chunk=CHUNK, reuse=False, batch=8), clock=target.clock) as engine:
-        long = engine.submit(make_long(), autoregressive, autoregressive.Options())
+        long = engine.submit(make_long(), Autoregressive, Autoregressive.Options())
         waiting = iter(make_short(count=600, length=40))
         while long.finish_reason is None:
             while len(engine.running) + len(engine.waiting) < 8:
-                engine.submit(next(waiting), autoregressive, autoregressive.Options())
+                engine.submit(next(waiting), Autoregressive, Autoregressive.Options())
             engine.step()
     own = 1e-3 * LONG * (1 + 0.002 * LONG / 2)  # seconds of its own tokens
     assert long.history.first_token <= 5 * own, "about a third of the time is its own"

@@ -16,7 +16,7 @@ from turns import one_of
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import autoregressive, card, speculative
+from outpace.decoders import Autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.kv_memory import free_bytes
 from outpace.engine.sequence import TokenSequence, Watch
@@ -45,7 +45,7 @@ def slots(count: int, target: Model) -> float:
 
 
 def submit(engine: Engine, *requests: Request) -> list[TokenSequence]:
-    return [engine.submit(request, autoregressive, None) for request in requests]
+    return [engine.submit(request, Autoregressive, None) for request in requests]
 
 
 def finish(engine: Engine, runs: Sequence[TokenSequence], most: int = 2000) -> list[list[int]]:
@@ -372,7 +372,7 @@ def test_any_traffic_keeps_texts_storage_and_budget(seed: int) -> None:
             stem = chance.choice([*stems, *(run.committed for run in runs[-3:] if len(run.committed) < 120)])
             prompt = (*stem, *(chance.randrange(16) for _ in range(chance.randint(0, 6))))
             request = make_request(prompt, "gumbel", chance.randint(1, 24), temperature=1.0, seed=number % 3)
-            method = chance.choice((autoregressive, speculative, card))
+            method = chance.choice((Autoregressive, speculative, card))
             runs.append(engine.submit(request, method, method.Options()))
             if chance.random() < 0.2:
                 engine.abort(chance.choice(runs))

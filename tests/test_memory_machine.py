@@ -24,7 +24,7 @@ from test_memory import GIB, check
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import Request
-from outpace.decoders import autoregressive, card, speculative
+from outpace.decoders import Autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -74,7 +74,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def ask(self, prompt: Sequence[int], max_tokens: int, seed: int, is_drafted: bool, key: str | None) -> None:
         """Taken where it could run alone, refused where it could not."""
         request = make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=seed, cache_salt=key)
-        decoder = self.method if is_drafted else autoregressive
+        decoder = self.method if is_drafted else Autoregressive
         most = len(prompt) + max_tokens + NODES
         if most + (int((most + TREE) * 1.25) + 64) * is_drafted > self.slots:
             with pytest.raises(UserError, match="GiB of keys and values"):

@@ -13,7 +13,7 @@ from test_memory import SYSTEM, Counting, check, ends_after, finish, slots, subm
 
 from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Auto, autoregressive, card, speculative
+from outpace.decoders import Auto, Autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -26,7 +26,7 @@ def few_slots(target: Counting, count: int, **more: Any) -> EngineOptions:
     return EngineOptions(**{"nodes": 6, "rows": 60, "chunk": 16, "kv_memory": slots(count, target), **more})
 
 
-def run_all(engine: Engine, requests: Sequence[Request], decoder: ModuleType = autoregressive) -> list[TokenSequence]:
+def run_all(engine: Engine, requests: Sequence[Request], decoder: ModuleType = Autoregressive) -> list[TokenSequence]:
     runs = [engine.submit(request, decoder, decoder.Options()) for request in requests]
     finish(engine, runs, 50_000)
     return runs
@@ -42,7 +42,7 @@ def test_many_requests_of_4096_tokens_in_the_memory_of_one(count: int) -> None:
     ]
     with Engine(target, options=few_slots(target, 5000, batch=64)) as engine:
         runs = [
-            engine.submit(request, autoregressive, None, ends_after(length))
+            engine.submit(request, Autoregressive, None, ends_after(length))
             for request, length in zip(asked, lengths, strict=True)
         ]
         finish(engine, runs, 50_000)
@@ -52,7 +52,7 @@ def test_many_requests_of_4096_tokens_in_the_memory_of_one(count: int) -> None:
         assert run.finish_reason == "stop"
 
 
-METHODS = [(autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (Auto, "model"), (card, "model")]
+METHODS = [(Autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (Auto, "model"), (card, "model")]
 
 
 def paused() -> Iterator[Any]:

@@ -18,7 +18,7 @@ from outpace.core.alignment import Alignment, Continuation
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
-from outpace.decoders import autoregressive
+from outpace.decoders import Autoregressive
 from outpace.drafters import grammar, ngram, prediction
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
@@ -182,7 +182,7 @@ def test_a_prediction_that_cannot_be_written_is_refused(guess: tuple[int, ...], 
     target.max_positions = 64
     request = make_request(PROMPT, max_tokens=8, prediction=guess)
     with Engine(target) as engine, pytest.raises(UserError, match=said):
-        engine.submit(request, autoregressive, autoregressive.Options())
+        engine.submit(request, Autoregressive, Autoregressive.Options())
 
 
 def test_the_drafter_has_an_option_in_bounds() -> None:

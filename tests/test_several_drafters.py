@@ -16,7 +16,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
-from outpace.decoders import Auto, autoregressive, card, speculative
+from outpace.decoders import Auto, Autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.load import load_model
@@ -113,7 +113,7 @@ def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
     ("decoder", "name", "says"),
     [
         (speculative, "two", r"unknown drafter of this engine 'two', allowed are first, tow; did you mean 'tow'\?"),
-        (autoregressive, "first", "method autoregressive uses no drafter, leave out drafter 'first'"),
+        (Autoregressive, "first", "method autoregressive uses no drafter, leave out drafter 'first'"),
         (card, "first", "method card has its worker's drafter, leave out drafter 'first'"),
     ],
 )

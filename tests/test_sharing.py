@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.core.types import Row
-from outpace.decoders import autoregressive
+from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget, tokens_within
 from outpace.engine.sequence import TokenSequence
@@ -151,7 +151,7 @@ def test_who_watches_and_raises_ends_one_request_alone() -> None:
         raise KeyError("a caller's own mistake")
 
     with Engine(TARGET) as engine:
-        broken = engine.submit(make_request([1, 2], max_tokens=8), autoregressive, autoregressive.Options(), watch)
+        broken = engine.submit(make_request([1, 2], max_tokens=8), Autoregressive, Autoregressive.Options(), watch)
         other = submit(engine, make_request([3, 4], max_tokens=8))
         finish(engine, [broken, other])
         assert (broken.finish_reason, other.finish_reason) == ("error", "length")
@@ -160,7 +160,7 @@ def test_who_watches_and_raises_ends_one_request_alone() -> None:
 
 
 def submit(engine: Engine, request) -> TokenSequence:  # type: ignore[no-untyped-def]
-    return engine.submit(request, autoregressive, autoregressive.Options())
+    return engine.submit(request, Autoregressive, Autoregressive.Options())
 
 
 def finish(engine: Engine, runs: list[TokenSequence]) -> None:

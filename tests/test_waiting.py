@@ -17,7 +17,7 @@ from outpace.core.logits import SparseLogits
 from outpace.core.logprobs import token_logprobs
 from outpace.core.sampling import Sampling, filter_logits
 from outpace.core.types import LogprobsOptions, Request, Row
-from outpace.decoders import autoregressive
+from outpace.decoders import Autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -119,7 +119,7 @@ REPORTED = [
 def reports(requests: Sequence[Request], most: int | None = None) -> list[TokenSequence]:
     """What plain decoding tells of them, waiting at most so often a round."""
     with Engine(QuickToy(16, 3, 0), options=EngineOptions(rows=16, batch=8)) as engine:
-        runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]
+        runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
         engine.step()  # the prompts
         while any(run.finish_reason is None for run in runs):
             with Waits() as waits:

@@ -10,7 +10,7 @@ import pytest
 from doubles import make_request
 from test_work import Counted
 
-from outpace.decoders import autoregressive
+from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 
 WORK: Counter[str] = Counter()
@@ -58,7 +58,7 @@ def step(engine: Engine) -> Counter[str]:
 def submit(engine: Engine, start: int, count: int) -> None:
     for number in range(count):
         request = make_request(prompt(start, number), max_tokens=4)
-        engine.submit(request, autoregressive, autoregressive.Options())
+        engine.submit(request, Autoregressive, Autoregressive.Options())
 
 
 def test_who_waits_for_another_to_read_compares_once(engine: Engine) -> None:

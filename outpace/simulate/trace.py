@@ -22,7 +22,7 @@ import torch
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import LogprobsOptions, Request, Row
-from outpace.decoders import autoregressive
+from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded
@@ -161,7 +161,7 @@ def _answers(target: Loaded, requests: Sequence[Request], batch: int) -> list[tu
     """The target's tokens for every request, and their log-probabilities."""
     settings = EngineOptions(nodes=1, batch=batch, reuse=False)
     with Engine(target.model, options=settings) as engine:
-        runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]
+        runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     for run in runs:
