@@ -18,7 +18,7 @@ from ways import ASKED, PROMPT, TARGETS
 from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import UserError
 from outpace.core.tree import DrawnChildren, TokenTree
-from outpace.decoders import bild, speculative
+from outpace.decoders import Bild, speculative
 from outpace.decoders._lengths import Confidence, Expected, Heuristic, chance_of
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -188,8 +188,8 @@ def test_bild_with_rollback_zero_is_plain_decoding() -> None:
         (speculative, {"lengths": "long"}, "unknown lengths 'long'"),
         (speculative, {"confident": 1.5}, "confident"),
         (speculative, {"doubt": -0.1}, "doubt"),
-        (bild, {"fallback": 2.0}, "fallback"),
-        (bild, {"most": 0}, "most"),
+        (Bild, {"fallback": 2.0}, "fallback"),
+        (Bild, {"most": 0}, "most"),
     ],
 )
 def test_wrong_lengths_are_refused(module: object, options: dict, says: str) -> None:
