@@ -20,7 +20,7 @@ from light import SECONDS, Lookup, build_failing
 
 from outpace.card.process import ProcessWorker
 from outpace.card.worker import DraftWorker
-from outpace.decoders import card
+from outpace.decoders import Card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -91,7 +91,7 @@ def nothing_left() -> Iterator[None]:
 class Drive:
     """An engine that answers `REQUESTS` in turn, three at once, for as long as a test needs it to."""
 
-    def __init__(self, worker: DraftWorker, options: EngineOptions = SMALL, decoder: ModuleType = card) -> None:
+    def __init__(self, worker: DraftWorker, options: EngineOptions = SMALL, decoder: ModuleType = Card) -> None:
         self.decoder = decoder
         self.engine = Engine(TARGET, worker=worker, options=options)
         self.runs: list[tuple[int, TokenSequence]] = []
@@ -129,7 +129,7 @@ class Drive:
             assert run.tokens == TEXTS[number]
 
 
-def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: ModuleType = card) -> list[str]:
+def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: ModuleType = Card) -> list[str]:
     """Does `work` in an engine of its own and checks all texts; the warnings that it gave."""
 
     def whole() -> None:

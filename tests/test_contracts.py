@@ -18,7 +18,7 @@ from outpace.core.drafting import Needs, TargetFeedback
 from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import card, speculative
+from outpace.decoders import Card, speculative
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -289,7 +289,7 @@ def test_a_rule_whose_layers_are_not_shown_is_refused() -> None:
 def test_a_worker_takes_no_drafter_that_must_see_passes() -> None:
     with pytest.raises(UserError, match="drafter successors needs to see the target's passes"):
         InlineWorker(Successors())
-    assert card.NEEDS == "worker"
+    assert Card.NEEDS == "worker"
 
 
 def test_what_is_seen_can_be_cut() -> None:

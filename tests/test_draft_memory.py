@@ -18,7 +18,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation
-from outpace.decoders import Autoregressive, card, speculative
+from outpace.decoders import Autoregressive, Card, speculative
 from outpace.drafters import layer_skip, model, ouroboros
 from outpace.drafters._composite import DraftSelector, SharedTree
 from outpace.drafters.layer_skip import Sublayers
@@ -186,7 +186,7 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
     drafter.stored_bytes = drafter.inner.stored_bytes
     worker = InlineWorker(drafter) if beside else None
     with Engine(target, None if beside else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
-        runs = submit_all(engine, 2, card if beside else speculative)
+        runs = submit_all(engine, 2, Card if beside else speculative)
         with pytest.warns(UserWarning, match="going on without it"):
             step(engine, 40)
         assert ledger.opened == 2
@@ -196,11 +196,11 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
     assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
 
 
-@pytest.mark.parametrize("method", [speculative, card])
+@pytest.mark.parametrize("method", [speculative, Card])
 def test_who_goes_on_after_a_pause_is_drafted_for_again(method: ModuleType) -> None:
     target = QuickToy(16, 3, 0)
     drafter = make_drafter("perfect", target, width=1, tree_nodes=TREE)
-    parts = (None, InlineWorker(drafter)) if method is card else (drafter, None)
+    parts = (None, InlineWorker(drafter)) if method is Card else (drafter, None)
     with Engine(target, *parts, options=few_slots(target, 1000, nodes=12)) as engine:  # type: ignore[arg-type]
         runs = submit_all(engine, 8, method, 100)
         before: dict[int, int] = {}

@@ -15,7 +15,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Request, Verify
-from outpace.decoders import Autoregressive, card, speculative
+from outpace.decoders import Autoregressive, Card, speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import NgramDrafter
@@ -89,7 +89,7 @@ def test_a_pass_of_which_nobody_reads_a_score_is_waited_for(monkeypatch: pytest.
 
 def test_an_aborted_request_leaves_the_others_alone() -> None:
     with Engine(TARGET, None, InlineWorker(ModelDrafter(TARGET, ModelOptions()))) as engine:
-        runs = [engine.submit(request(5, 40, start), card, card.Options()) for start in range(3)]
+        runs = [engine.submit(request(5, 40, start), Card, Card.Options()) for start in range(3)]
         engine.step()
         engine.step()
         engine.abort(runs[1])
@@ -159,7 +159,7 @@ def test_a_request_that_cannot_run_is_refused_at_once(changes, says: str) -> Non
 
 def test_a_method_without_its_drafter_is_refused() -> None:
     with Engine(TARGET) as engine, pytest.raises(UserError, match="method card needs a drafter"):
-        engine.submit(request(), card, card.Options())
+        engine.submit(request(), Card, Card.Options())
 
 
 def test_the_end_of_the_context_ends_the_text_alike() -> None:
@@ -174,7 +174,7 @@ def test_the_end_of_the_context_ends_the_text_alike() -> None:
             assert finish(engine, run)[0] == expected
             assert run.finish_reason == "length"
         with Engine(target, None, InlineWorker(drafter)) as engine:
-            assert finish(engine, engine.submit(req, card, card.Options()))[0] == expected
+            assert finish(engine, engine.submit(req, Card, Card.Options()))[0] == expected
     with Engine(target) as engine, pytest.raises(UserError, match="32 tokens, the target's context holds 32"):
         engine.submit(Request(tuple(range(32)), Greedy(), 1), Autoregressive, Autoregressive.Options())
 

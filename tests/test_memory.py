@@ -16,7 +16,7 @@ from turns import one_of
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Autoregressive, card, speculative
+from outpace.decoders import Autoregressive, Card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.kv_memory import free_bytes
 from outpace.engine.sequence import TokenSequence, Watch
@@ -165,7 +165,7 @@ def test_requests_that_begin_alike_wait_for_the_first_to_read() -> None:
     assert target.rows < 90 + 4 * 65 + 6 * 3  # they wait until 64 tokens are in
 
 
-@pytest.mark.parametrize("method", [speculative, card])
+@pytest.mark.parametrize("method", [speculative, Card])
 def test_what_a_path_left_is_kept_and_what_an_end_cut_off_is_not(method) -> None:
     """Ends inside an accepted path, by stop token, watcher and limit: what is kept is the text and nothing else."""
     target = Counting()
@@ -174,7 +174,7 @@ def test_what_a_path_left_is_kept_and_what_an_end_cut_off_is_not(method) -> None
         asked = make_request(SYSTEM, max_tokens=number if number % 2 else 12)
         watch = None if number % 2 else ends_after(number)
         drafter = make_drafter("perfect", target, width=2)
-        worker = InlineWorker(drafter) if method is card else None
+        worker = InlineWorker(drafter) if method is Card else None
         with Engine(target, None if worker else drafter, worker) as engine:
             run = engine.submit(asked, method, method.Options(), watch)
             finish(engine, [run])
@@ -372,7 +372,7 @@ def test_any_traffic_keeps_texts_storage_and_budget(seed: int) -> None:
             stem = chance.choice([*stems, *(run.committed for run in runs[-3:] if len(run.committed) < 120)])
             prompt = (*stem, *(chance.randrange(16) for _ in range(chance.randint(0, 6))))
             request = make_request(prompt, "gumbel", chance.randint(1, 24), temperature=1.0, seed=number % 3)
-            method = chance.choice((Autoregressive, speculative, card))
+            method = chance.choice((Autoregressive, speculative, Card))
             runs.append(engine.submit(request, method, method.Options()))
             if chance.random() < 0.2:
                 engine.abort(chance.choice(runs))

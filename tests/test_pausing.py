@@ -13,7 +13,7 @@ from test_memory import SYSTEM, Counting, check, ends_after, finish, slots, subm
 
 from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Auto, Autoregressive, card, speculative
+from outpace.decoders import Auto, Autoregressive, Card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -52,7 +52,7 @@ def test_many_requests_of_4096_tokens_in_the_memory_of_one(count: int) -> None:
         assert run.finish_reason == "stop"
 
 
-METHODS = [(Autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (Auto, "model"), (card, "model")]
+METHODS = [(Autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (Auto, "model"), (Card, "model")]
 
 
 def paused() -> Iterator[Any]:
@@ -70,7 +70,7 @@ def test_the_youngest_pauses_and_writes_the_same(method: ModuleType, drafter: st
         for number, prompt in enumerate(prompts(8))
     ]
     offers = make_drafter(drafter, target)
-    parts = (None, InlineWorker(offers)) if method is card else (offers, None)
+    parts = (None, InlineWorker(offers)) if method is Card else (offers, None)
     with Engine(target, *parts, options=few_slots(target, 700)) as engine:
         runs = run_all(engine, requests, method)
     assert [run.tokens for run in runs] == [write(target, request) for request in requests]

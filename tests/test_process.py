@@ -20,7 +20,7 @@ import outpace
 from outpace.card.cache import CandidateCache
 from outpace.card.process import ProcessWorker
 from outpace.core.errors import UserError
-from outpace.decoders import card
+from outpace.decoders import Card
 from outpace.engine.build import BuildOptions, build_engine
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence
@@ -133,7 +133,7 @@ def test_an_engine_of_ngrams_needs_no_model_there() -> None:
         worker = engine.worker
         assert isinstance(worker, ProcessWorker)
         until(lambda: worker.is_ready, "a drafter")
-        run = engine.submit(make_request([1, 2, 3] * 5, "greedy", 200), card, card.Options())
+        run = engine.submit(make_request([1, 2, 3] * 5, "greedy", 200), Card, Card.Options())
         within(SECONDS, partial(finish, engine, run))
         assert sum(step.accepted for step in run.history.steps) > 100
         assert run.tokens == write(TARGET, run.request)

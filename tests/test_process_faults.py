@@ -36,7 +36,7 @@ from turns import one_of
 from outpace.card.cache import CandidateCache
 from outpace.card.process import DraftProcessError, ProcessWorker, picklable_error
 from outpace.core.errors import UserError
-from outpace.decoders import card, pearl, ssd
+from outpace.decoders import Card, pearl, ssd
 from outpace.engine.engine import Engine
 from outpace.rules.greedy import Greedy
 
@@ -57,7 +57,7 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", one_of(3, [card, pearl, ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("method", one_of(3, [Card, pearl, ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
     worker = ProcessWorker(build_light, pauses=(0.01, 0.01))
     chance = random.Random(5)
@@ -102,7 +102,7 @@ def test_a_request_that_outlives_a_drafter_never_meets_a_node_id_again() -> None
 
     def work() -> None:
         with Engine(TARGET, worker=worker, options=SMALL) as engine:
-            run = engine.submit(request, card, card.Options())
+            run = engine.submit(request, Card, Card.Options())
             for kill in (True, False):
                 goal, end = len(met) + 100, time.monotonic() + SECONDS
                 while len(met) < goal:
@@ -194,7 +194,7 @@ def test_a_request_that_cannot_cross_leaves_its_text_whole() -> None:
     request = replace(REQUESTS[0], rule=Local())
 
     def work(drive: Drive) -> None:
-        run = drive.engine.submit(request, card, card.Options())
+        run = drive.engine.submit(request, Card, Card.Options())
         drive.until(lambda: run.finish_reason is not None and worker.pid is None, "its end")
         assert run.tokens == TEXTS[0]
 

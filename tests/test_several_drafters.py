@@ -16,7 +16,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
-from outpace.decoders import Auto, Autoregressive, card, speculative
+from outpace.decoders import Auto, Autoregressive, Card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.load import load_model
@@ -114,7 +114,7 @@ def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
     [
         (speculative, "two", r"unknown drafter of this engine 'two', allowed are first, tow; did you mean 'tow'\?"),
         (Autoregressive, "first", "method autoregressive uses no drafter, leave out drafter 'first'"),
-        (card, "first", "method card has its worker's drafter, leave out drafter 'first'"),
+        (Card, "first", "method card has its worker's drafter, leave out drafter 'first'"),
     ],
 )
 def test_a_drafter_that_a_request_cannot_have_is_refused(decoder: Any, name: str, says: str) -> None:
