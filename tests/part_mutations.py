@@ -16,7 +16,7 @@ from mutation_checks import BROKEN, Mutation, Original
 from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
-from outpace.decoders import Pearl, planned, ssd
+from outpace.decoders import Pearl, Planned, ssd
 from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
 from outpace.drafters._composite import DraftSelector
@@ -178,21 +178,21 @@ PART_MUTATIONS = [
     ),
     mutation(
         "planned: the drafter never rests",
-        planned._Planner,
+        Planned._Planner,
         "during",
         lambda f: lambda self, rows: DraftDirectives(),
         "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
     ),
     mutation(
         "planned: however many leaves share the chance, a layer gains the same",
-        planned,
+        Planned,
         "sqrt",
         lambda f: lambda of: 1.0,
         "test_planned.py::test_a_layer_gains_by_the_chance_at_its_leaves_and_by_how_few_they_are",
     ),
     mutation(
         "planned: never in turn",
-        planned._Modes,
+        Planned._Modes,
         "choose",
         nothing,
         "test_planned.py::test_on_one_device_it_drafts_in_turn",

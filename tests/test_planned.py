@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 from doubles import make_request
+from outpace.decoders.Planned import Options, _Planner
 
 from outpace.card.cache import CandidateCache
 from outpace.decoders.base import RequestContext
-from outpace.decoders.planned import Options, _Planner
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
 from outpace.simulate import costs
