@@ -15,7 +15,7 @@ from outpace.core.distribution import RandomSource
 from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Request, Rule
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters._sampled import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -89,7 +89,7 @@ def go_every_way(
 
     def write() -> Sequence[int]:
         with Engine(target, drafter(), options=EngineOptions(nodes=shape.nodes, rows=256, chunk=8)) as engine:
-            run = engine.submit(request, speculative, speculative.Options(draft_length=shape.layers))
+            run = engine.submit(request, Speculative, Speculative.Options(draft_length=shape.layers))
             for number in range(beside):
                 other = make_request(PROMPT[number:], "match", 1, temperature=1.0)
                 engine.submit(other, Autoregressive, Autoregressive.Options())

@@ -19,7 +19,7 @@ from twins import answer_all, nearly, write_slowly
 
 from outpace.core import noise
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
@@ -74,7 +74,7 @@ def key_differences(target: QuickToy, drafter: Any) -> Iterator[str]:
             for seed in range(2):
                 request = make_request((1, 2), "rejection", 24, temperature=1.0, seed=seed, choice=choice)
                 with Engine(target, drafter) as parts:
-                    run = parts.submit(request, speculative, speculative.Options(draft_length=3))
+                    run = parts.submit(request, Speculative, Speculative.Options(draft_length=3))
                     while run.finish_reason is None:
                         parts.step()
     returned = [key for key, count in keys.items() if count > 1]
@@ -121,7 +121,7 @@ def pause_differences() -> Iterator[str]:
     requests = [make_request(STEM[number:], "gumbel", 150, temperature=1.0, seed=number) for number in range(0, 80, 20)]
     options = EngineOptions(chunk=40, nodes=6, kv_memory=900 * target.token_bytes / (1 << 30))
     with Engine(target, make_drafter("perfect", target, width=1), options=options) as parts:
-        runs = [parts.submit(request, speculative, speculative.Options()) for request in requests]
+        runs = [parts.submit(request, Speculative, Speculative.Options()) for request in requests]
         for _ in range(2000):
             if all(run.finish_reason for run in runs):
                 break
@@ -147,7 +147,7 @@ def pause_differences() -> Iterator[str]:
 
 
 def _finished(parts: Engine, request: Request) -> list[int]:
-    run = parts.submit(request, speculative, speculative.Options())
+    run = parts.submit(request, Speculative, Speculative.Options())
     while run.finish_reason is None:
         parts.step()
     return run.tokens

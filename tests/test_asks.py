@@ -12,7 +12,7 @@ from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Await, Commit, Draft, Request, Verify
-from outpace.decoders import speculative
+from outpace.decoders import Speculative
 from outpace.decoders.base import Coroutine, RequestContext
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -88,7 +88,7 @@ def test_another_pass_and_drafts_between() -> None:
     passes: list[int] = []
     with Engine(TARGET, make_drafter("model", TARGET, width=2), options=EngineOptions(nodes=12)) as engine:
         runs = [engine.submit(one, module(second_look, "drafter"), passes) for one in requests()]
-        runs.append(engine.submit(requests()[0], speculative, speculative.Options()))
+        runs.append(engine.submit(requests()[0], Speculative, Speculative.Options()))
         finish(engine, runs)
     texts = [write(TARGET, one) for one in requests()]
     assert [run.tokens for run in runs] == [*texts, texts[0]]

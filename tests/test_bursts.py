@@ -13,7 +13,7 @@ from doubles import QuickToy, make_drafter, make_request
 from test_native import TINIES, tiny
 
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Auto, Autoregressive, speculative
+from outpace.decoders import Auto, Autoregressive, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TARGET, TokenSequence
 from outpace.models.llama.native.runtime import NativeLlama
@@ -173,7 +173,7 @@ def _refuses(logits: Any, rows: Sequence[Any]) -> list[int]:
     raise ValueError("no order among these scores")
 
 
-@pytest.mark.parametrize("decoder", [Auto, speculative])
+@pytest.mark.parametrize("decoder", [Auto, Speculative])
 def test_the_planner_writes_the_same(model: NativeLlama, decoder: Any) -> None:
     """Rounds in which nobody drafts follow one another; with drafts between them the text is the same."""
     asked = requests(3)

@@ -18,7 +18,7 @@ from outpace.core.drafting import Needs, TargetFeedback
 from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Card, speculative
+from outpace.decoders import Card, Speculative
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -45,7 +45,7 @@ def decode_by(target: Any, drafter: Any, requests: Sequence[Request], **options:
     settings = EngineOptions(nodes=12, rows=100, chunk=4, **options)
     needs = Needs(layers=requests[0].rule.traits.hidden_layers)
     with Engine(target, drafter, options=settings, needs=needs) as engine:
-        runs = [engine.submit(one, speculative, speculative.Options(draft_length=1)) for one in requests]
+        runs = [engine.submit(one, Speculative, Speculative.Options(draft_length=1)) for one in requests]
         return finish(engine, runs)
 
 
@@ -99,7 +99,7 @@ def test_each_of_several_parts_gets_its_own_share() -> None:
     plain = write(LAYERED, asked)
     with Engine(LAYERED, {"a": one, "b": two, "c": three}, options=EngineOptions(chunk=3)) as engine:
         pairs = [(request, name) for request in (asked, reported) for name in "abc"]
-        runs = [engine.submit(one, speculative, speculative.Options(1), drafter=name) for one, name in pairs]
+        runs = [engine.submit(one, Speculative, Speculative.Options(1), drafter=name) for one, name in pairs]
         assert finish(engine, runs) == [plain] * 6
         assert not any(run.history.prompt_logprobs for run in runs)
     for witness in (one, two, three):
@@ -109,7 +109,7 @@ def test_each_of_several_parts_gets_its_own_share() -> None:
 def test_parts_on_one_tree_get_their_shares_too() -> None:
     shown = Witness(Needs(2, (3, 1), True), ())
     with Engine(LAYERED, SharedTree([shown, Successors(), Empty()]), options=EngineOptions(chunk=3)) as engine:
-        run = engine.submit(make_request(PROMPT, max_tokens=10), speculative, speculative.Options(1))
+        run = engine.submit(make_request(PROMPT, max_tokens=10), Speculative, Speculative.Options(1))
         (text,) = finish(engine, [run])
     assert len(shown.states[0].told) >= len(PROMPT) + 5
     for context, top, hidden in shown.states[0].told:
@@ -124,7 +124,7 @@ def test_a_prompt_that_begins_like_another_is_told_all_the_same() -> None:
     witness = Witness(Needs(top=1, prompt=True), BRANCHES)
     request = make_request(PROMPT * 3, max_tokens=6)
     with Engine(LAYERED, witness) as engine:
-        texts = [finish(engine, [engine.submit(request, speculative, speculative.Options(1))])[0] for _ in range(2)]
+        texts = [finish(engine, [engine.submit(request, Speculative, Speculative.Options(1))])[0] for _ in range(2)]
     check_told(witness, LAYERED, texts)
 
 
@@ -135,7 +135,7 @@ def test_a_request_that_is_paused_is_told_nothing_twice(kind: str) -> None:
     requests = [make_request(PROMPT[number:] * 3, max_tokens=200) for number in range(3)]
     settings = EngineOptions(nodes=8, chunk=8, kv_memory=LAYERED.session_bytes(330) / (1 << 30))
     with Engine(LAYERED, drafter, options=settings) as engine:
-        runs = [engine.submit(one, speculative, speculative.Options(1)) for one in requests]
+        runs = [engine.submit(one, Speculative, Speculative.Options(1)) for one in requests]
         texts = finish(engine, runs)
     assert sum(run.history.pauses for run in runs) > 0
     assert texts == [write(LAYERED, one) for one in requests]
@@ -147,7 +147,7 @@ def test_a_table_of_successors_is_accepted_and_changes_nothing() -> None:
     target = QuickToy(16, 1, 4)  # the next token follows from the last
     request = make_request(PROMPT, max_tokens=40)
     with Engine(target, Successors()) as engine:
-        run = engine.submit(request, speculative, speculative.Options())
+        run = engine.submit(request, Speculative, Speculative.Options())
         assert finish(engine, [run]) == [write(target, request)]
     assert sum(step.accepted for step in run.history.steps) > 15
 
@@ -158,7 +158,7 @@ def test_a_head_learns_from_the_prompts_features() -> None:
     request = make_request([rng.randrange(8) for _ in range(20)], max_tokens=120)
     long = make_request([*request.prompt, *write(target, request)], max_tokens=30)
     with Engine(target, Head(target, 1), options=EngineOptions(chunk=16)) as engine:
-        run = engine.submit(long, speculative, speculative.Options(1))
+        run = engine.submit(long, Speculative, Speculative.Options(1))
         assert finish(engine, [run]) == [write(target, long)]
     assert sum(step.accepted for step in run.history.steps) >= 10
 
@@ -170,8 +170,8 @@ def test_a_rule_gets_the_hidden_states_of_its_rows_alone() -> None:
     requests = [make_request(PROMPT, rule, 25) for rule in (strict, lossy)]
     drafters = {"mine": make_drafter("garbage", QuickToy(16, 3, 0)), "told": Witness(Needs(layers=(0,)), BRANCHES)}
     with Engine(LAYERED, drafters, needs=Needs(layers=(2,))) as engine:
-        runs = [engine.submit(one, speculative, speculative.Options(3)) for one in requests]
-        runs += [engine.submit(greedy, speculative, speculative.Options(1), drafter="told")]
+        runs = [engine.submit(one, Speculative, Speculative.Options(3)) for one in requests]
+        runs += [engine.submit(greedy, Speculative, Speculative.Options(1), drafter="told")]
         texts = finish(engine, runs)
     assert texts[0] == texts[2] == write(LAYERED, greedy)
     assert texts[1] != texts[0]
@@ -191,7 +191,7 @@ def test_a_drafter_on_the_targets_session_leaves_its_text_alone(width: int) -> N
     for skipped in ((), (2,), (1, 2)):
         drafter = Skipping(LAYERED, skipped, skipped, width)
         with Engine(LAYERED, drafter, options=EngineOptions(nodes=10, chunk=4)) as engine:
-            runs = [engine.submit(request, speculative, speculative.Options()) for _ in range(2)]
+            runs = [engine.submit(request, Speculative, Speculative.Options()) for _ in range(2)]
             for _ in range(100):
                 engine.step()
                 for run in engine.running:
@@ -283,7 +283,7 @@ def test_a_rule_whose_layers_are_not_shown_is_refused() -> None:
     rule = Forgiving(2, [0.0] * 16, 0.5)
     says = r"the rule Forgiving needs hidden states after layers \[2\]"
     with Engine(LAYERED, needs=Needs(layers=(1,))) as engine, pytest.raises(UserError, match=says):
-        engine.submit(make_request(PROMPT, rule), speculative, speculative.Options())
+        engine.submit(make_request(PROMPT, rule), Speculative, Speculative.Options())
 
 
 def test_a_worker_takes_no_drafter_that_must_see_passes() -> None:

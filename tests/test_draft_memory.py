@@ -18,7 +18,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation
-from outpace.decoders import Autoregressive, Card, speculative
+from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.drafters import layer_skip, model, ouroboros
 from outpace.drafters._composite import DraftSelector, SharedTree
 from outpace.drafters.layer_skip import Sublayers
@@ -105,7 +105,7 @@ def test_all_that_is_held_stays_within_the_budget_whenever_it_grows(name: str) -
     ledger = Ledger()
     target = ledger.watch(QuickToy(16, 3, 0))
     with Engine(target, DRAFTERS[name](ledger, target), options=few_slots(target, SLOTS[name], nodes=12)) as engine:  # type: ignore[arg-type]
-        runs = submit_all(engine, 8, speculative)
+        runs = submit_all(engine, 8, Speculative)
         finish(engine, runs)
         assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
         assert any(run.history.pauses for run in runs)
@@ -120,7 +120,7 @@ def test_a_paused_request_holds_nothing(name: str) -> None:
     target = ledger.watch(QuickToy(16, 3, 0))
     options = few_slots(target, SLOTS[name], nodes=12, reuse=False)  # type: ignore[arg-type]
     with Engine(target, DRAFTERS[name](ledger, target), options=options) as engine:
-        runs = submit_all(engine, 8, speculative)
+        runs = submit_all(engine, 8, Speculative)
         for _ in range(2000):
             engine.step()
             if paused := [run for run in engine.waiting if run.history.pauses]:
@@ -164,8 +164,8 @@ def test_a_refusal_counts_the_draft() -> None:
     fits, drafter = make_request((1, 2, 3), max_tokens=50), chains(ledger)
     needed = (53 + 6) * TOKEN + drafter.stored_bytes([53 + 6])
     for budget, method, is_taken in (
-        (needed, speculative, True),
-        (needed - 1, speculative, False),
+        (needed, Speculative, True),
+        (needed - 1, Speculative, False),
         (needed - 1, Autoregressive, True),
     ):
         options = EngineOptions(nodes=6, kv_memory=(budget + 0.5) / GIB)
@@ -186,7 +186,7 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
     drafter.stored_bytes = drafter.inner.stored_bytes
     worker = InlineWorker(drafter) if beside else None
     with Engine(target, None if beside else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
-        runs = submit_all(engine, 2, Card if beside else speculative)
+        runs = submit_all(engine, 2, Card if beside else Speculative)
         with pytest.warns(UserWarning, match="going on without it"):
             step(engine, 40)
         assert ledger.opened == 2
@@ -196,7 +196,7 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
     assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
 
 
-@pytest.mark.parametrize("method", [speculative, Card])
+@pytest.mark.parametrize("method", [Speculative, Card])
 def test_who_goes_on_after_a_pause_is_drafted_for_again(method: ModuleType) -> None:
     target = QuickToy(16, 3, 0)
     drafter = make_drafter("perfect", target, width=1, tree_nodes=TREE)

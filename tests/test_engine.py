@@ -15,7 +15,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Request, Verify
-from outpace.decoders import Autoregressive, Card, speculative
+from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import NgramDrafter
@@ -50,11 +50,11 @@ def plain(req: Request, target=TARGET) -> list[int]:
 def test_requests_join_and_leave_between_steps() -> None:
     with Engine(TARGET, NgramDrafter(NgramOptions()), options=EngineOptions(chunk=3, batch=2)) as engine:
         requests = [request(4 + number, 10 + 7 * number, number) for number in range(5)]
-        runs = [engine.submit(req, speculative, speculative.Options()) for req in requests[:3]]
+        runs = [engine.submit(req, Speculative, Speculative.Options()) for req in requests[:3]]
         for _ in range(6):
             engine.step()
             assert len(engine.running) <= 2
-        runs += [engine.submit(req, speculative, speculative.Options()) for req in requests[3:]]
+        runs += [engine.submit(req, Speculative, Speculative.Options()) for req in requests[3:]]
         assert finish(engine, *runs) == [plain(req) for req in requests]
         assert not engine.running
         assert not engine.waiting
@@ -138,7 +138,7 @@ def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> 
 
     with Engine(TARGET, Failing(NgramOptions())) as engine, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runs = [engine.submit(request(5, 20, start), speculative, speculative.Options()) for start in range(2)]
+        runs = [engine.submit(request(5, 20, start), Speculative, Speculative.Options()) for start in range(2)]
         assert finish(engine, *runs) == [plain(request(5, 20, start)) for start in range(2)]
     assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); going on without it"]
 
@@ -170,7 +170,7 @@ def test_the_end_of_the_context_ends_the_text_alike() -> None:
     assert len(expected) == 12
     for drafter in (NgramDrafter(NgramOptions()), ModelDrafter(target, ModelOptions())):
         with Engine(target, drafter) as engine:
-            run = engine.submit(req, speculative, speculative.Options(draft_length=8))
+            run = engine.submit(req, Speculative, Speculative.Options(draft_length=8))
             assert finish(engine, run)[0] == expected
             assert run.finish_reason == "length"
         with Engine(target, None, InlineWorker(drafter)) as engine:

@@ -15,7 +15,7 @@ from ways import ASKED, PROMPT, TARGETS, Ways, by_chance
 from outpace.core.distribution import DecisionKey, RandomSource
 from outpace.core.noise import DRAW
 from outpace.core.types import Drafter, Request
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -32,8 +32,8 @@ def drafter_of(name: str) -> Drafter:
 def write(request: Request, name: str, gamma: int, nodes: int, beside: int = 0) -> list[int]:
     """The text of a request, in an engine of its own; `beside` others of the same prompt write plainly."""
     drafter = None if name == "plain" else drafter_of(name)
-    decoder = Autoregressive if name == "plain" else speculative
-    options: Any = Autoregressive.Options() if name == "plain" else speculative.Options(draft_length=gamma)
+    decoder = Autoregressive if name == "plain" else Speculative
+    options: Any = Autoregressive.Options() if name == "plain" else Speculative.Options(draft_length=gamma)
     with Engine(TARGET, drafter, options=EngineOptions(nodes=nodes, chunk=3)) as engine:
         run = engine.submit(request, decoder, options)
         for number in range(beside):

@@ -21,7 +21,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters import layer_skip
 from outpace.drafters.layer_skip import (
     LayerSkipDrafter,
@@ -108,7 +108,7 @@ def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
     requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
     with Engine(model, drafter) as engine:
         plain = [engine.submit(one, Autoregressive, Autoregressive.Options()) for one in requests]
-        drafted = [engine.submit(one, speculative, speculative.Options(3)) for one in requests]
+        drafted = [engine.submit(one, Speculative, Speculative.Options(3)) for one in requests]
         texts = finish(engine, [*plain, *drafted])
     assert texts[:3] == texts[3:]
     assert drafter.drafts > 60
@@ -122,7 +122,7 @@ def test_where_nothing_is_skipped_everything_is_accepted(model: Model, sampling:
     rule = "greedy" if sampling.is_greedy else "gumbel"
     with Engine(model, drafter) as engine:
         request = make_request(text(model, 12), rule, 33, sampling=sampling)
-        run = engine.submit(request, speculative, speculative.Options(3))
+        run = engine.submit(request, Speculative, Speculative.Options(3))
         finish(engine, [run])
     steps = run.history.steps[:-1]  # the last one is cut by max_tokens
     assert len(steps) == 8
@@ -168,7 +168,7 @@ def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
     lengths = {}
     for confidence in (0.0, 0.5, 1.0):
         with Engine(model, LayerSkipDrafter(model, Sublayers((2,), ()), Options(confidence=confidence))) as engine:
-            run = engine.submit(make_request(text(model, 9), max_tokens=40), speculative, speculative.Options(6))
+            run = engine.submit(make_request(text(model, 9), max_tokens=40), Speculative, Speculative.Options(6))
             finish(engine, [run])
         lengths[confidence] = [step.drafted for step in run.history.steps if step.emitted < 8][:-1]
     assert set(lengths[0.0]) == {6}
@@ -188,7 +188,7 @@ def test_the_search_finds_layers_that_do_nothing() -> None:
     with Engine(toy, drafter) as engine:
         for number in range(40):
             request = make_request((3, 1, number % 16), max_tokens=120)
-            run = engine.submit(request, speculative, speculative.Options(3))
+            run = engine.submit(request, Speculative, Speculative.Options(3))
             assert finish(engine, [run]) == [write(toy, request)]
             if drafter.search is not None and drafter.search.is_over:
                 break

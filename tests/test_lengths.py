@@ -18,7 +18,7 @@ from ways import ASKED, PROMPT, TARGETS
 from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import UserError
 from outpace.core.tree import DrawnChildren, TokenTree
-from outpace.decoders import Bild, speculative
+from outpace.decoders import Bild, Speculative
 from outpace.decoders._lengths import Confidence, Expected, Heuristic, chance_of
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -102,7 +102,7 @@ def test_a_length_that_follows_what_was_drawn_keeps_the_distribution(lengths: st
     def text() -> Sequence[int]:
         drafter = ModelDrafter(draft, Options(width=1, floor=0.5))
         with Engine(target, drafter, options=EngineOptions(nodes=5)) as engine:
-            run = engine.submit(request, speculative, speculative.Options(lengths=lengths, **options))
+            run = engine.submit(request, Speculative, Speculative.Options(lengths=lengths, **options))
             while run.finish_reason is None:
                 engine.step()
         assert run.error is None, run.error
@@ -117,7 +117,7 @@ def test_a_length_that_follows_what_was_drawn_keeps_the_distribution(lengths: st
         differ(found, "top-k", request.max_tokens)
 
 
-@pytest.mark.parametrize("lengths", speculative.LENGTHS)
+@pytest.mark.parametrize("lengths", Speculative.LENGTHS)
 @pytest.mark.parametrize("drafter", ["perfect", "garbage", "ngram", "model"])
 def test_texts_stay_and_lengths_follow_the_draft(drafter: str, lengths: str) -> None:
     requests = [
@@ -185,9 +185,9 @@ def test_bild_with_rollback_zero_is_plain_decoding() -> None:
 @pytest.mark.parametrize(
     ("module", "options", "says"),
     [
-        (speculative, {"lengths": "long"}, "unknown lengths 'long'"),
-        (speculative, {"confident": 1.5}, "confident"),
-        (speculative, {"doubt": -0.1}, "doubt"),
+        (Speculative, {"lengths": "long"}, "unknown lengths 'long'"),
+        (Speculative, {"confident": 1.5}, "confident"),
+        (Speculative, {"doubt": -0.1}, "doubt"),
         (Bild, {"fallback": 2.0}, "fallback"),
         (Bild, {"most": 0}, "most"),
     ],

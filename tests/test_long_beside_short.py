@@ -10,7 +10,7 @@ import pytest
 from doubles import QuickToy, make_request
 
 from outpace.core.types import Request
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -108,7 +108,7 @@ def draft(requests: Sequence[Request]) -> tuple[list[list[int]], list[int]]:
     model, most = CountingToy(), []
     drafter = draft_model.ModelDrafter(model, draft_model.Options())
     with Engine(QuickToy(16, 3, 0), drafter, options=EngineOptions(reuse=False, chunk=4000)) as engine:
-        runs = [engine.submit(request, speculative, speculative.Options()) for request in requests]
+        runs = [engine.submit(request, Speculative, Speculative.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
             model.given.clear()
             engine.step()

@@ -16,7 +16,7 @@ from turns import one_of
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Autoregressive, Card, speculative
+from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.kv_memory import free_bytes
 from outpace.engine.sequence import TokenSequence, Watch
@@ -165,7 +165,7 @@ def test_requests_that_begin_alike_wait_for_the_first_to_read() -> None:
     assert target.rows < 90 + 4 * 65 + 6 * 3  # they wait until 64 tokens are in
 
 
-@pytest.mark.parametrize("method", [speculative, Card])
+@pytest.mark.parametrize("method", [Speculative, Card])
 def test_what_a_path_left_is_kept_and_what_an_end_cut_off_is_not(method) -> None:
     """Ends inside an accepted path, by stop token, watcher and limit: what is kept is the text and nothing else."""
     target = Counting()
@@ -238,7 +238,7 @@ def test_more_requests_than_memory_are_admitted_in_turn() -> None:
         requests.append(make_request(prompt, "gumbel", chance.randint(1, 30), temperature=1.0, seed=number))
     drafter = make_drafter("both", target, tree_nodes=16)
     with Engine(target, drafter, options=options) as engine:
-        runs = [engine.submit(request, speculative, speculative.Options()) for request in requests]
+        runs = [engine.submit(request, Speculative, Speculative.Options()) for request in requests]
         engine.step()
         assert 0 < len(engine.running) < 8
         assert finish(engine, runs) == [write(target, request) for request in requests]
@@ -372,7 +372,7 @@ def test_any_traffic_keeps_texts_storage_and_budget(seed: int) -> None:
             stem = chance.choice([*stems, *(run.committed for run in runs[-3:] if len(run.committed) < 120)])
             prompt = (*stem, *(chance.randrange(16) for _ in range(chance.randint(0, 6))))
             request = make_request(prompt, "gumbel", chance.randint(1, 24), temperature=1.0, seed=number % 3)
-            method = chance.choice((Autoregressive, speculative, Card))
+            method = chance.choice((Autoregressive, Speculative, Card))
             runs.append(engine.submit(request, method, method.Options()))
             if chance.random() < 0.2:
                 engine.abort(chance.choice(runs))

@@ -24,7 +24,7 @@ from test_memory import GIB, check
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import Request
-from outpace.decoders import Autoregressive, Card, speculative
+from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -56,7 +56,7 @@ class MemoryMachine(RuleBasedStateMachine):
         options = EngineOptions(nodes=NODES, rows=40, chunk=CHUNK, batch=batch, kv_memory=budget)
         self.slots = slots
         drafter = make_drafter("both", TARGET, width=2, tree_nodes=TREE)
-        self.method = Card if beside else speculative
+        self.method = Card if beside else Speculative
         self.engine = Engine(TARGET, None if beside else drafter, InlineWorker(drafter) if beside else None, options)
 
     @rule(wish=REQUESTS, seed=st.integers(0, 3), key=KEYS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.engine.engine import Engine
 from outpace.models.base import Capability, Model, Part, chain
 from outpace.models.hf.load import adapt
@@ -150,7 +150,7 @@ def test_the_toy_has_slow_twins_for_all_of_them() -> None:
 def test_a_draft_of_skipped_layers_on_the_targets_session(skipped: tuple[int, ...]) -> None:
     model = llama(TINIES["tiny"])
     request = make_request(text(model, PROMPT), max_tokens=24)
-    runs = answered(model, Skipping(model, skipped, skipped), request, (Autoregressive, speculative, speculative))
+    runs = answered(model, Skipping(model, skipped, skipped), request, (Autoregressive, Speculative, Speculative))
     texts = [run.tokens for run in runs]
     assert texts[0] == texts[1] == texts[2]
     accepted = sum(step.accepted for step in runs[1].history.steps)
@@ -160,7 +160,7 @@ def test_a_draft_of_skipped_layers_on_the_targets_session(skipped: tuple[int, ..
 def test_a_head_on_the_torch_runtime_changes_nothing() -> None:
     model = llama(TINIES["tiny"])
     request = make_request(text(model, 60), max_tokens=20)
-    runs = answered(model, Head(model, 2), request, (Autoregressive, speculative))
+    runs = answered(model, Head(model, 2), request, (Autoregressive, Speculative))
     assert runs[0].tokens == runs[1].tokens
     assert sum(step.drafted for step in runs[1].history.steps) > 0
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
-from outpace.decoders import Autoregressive, speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part, chain
 from outpace.models.llama.config.footprint import ENTRY_BYTES
@@ -141,7 +141,7 @@ def test_a_drafter_is_told_the_same_of_a_prompt_that_is_known_already() -> None:
     requests = [make_request(text(model, 40, seed), max_tokens=8) for seed in (1, 1, 2)]
     with Engine(model, witness, options=EngineOptions(chunk=16)) as engine:
         for request in requests:
-            run = engine.submit(request, speculative, speculative.Options(1))
+            run = engine.submit(request, Speculative, Speculative.Options(1))
             while run.finish_reason is None:
                 engine.step()
             assert run.error is None
@@ -238,7 +238,7 @@ def test_steering_is_a_bias_of_the_up_projection() -> None:
 def test_a_draft_of_skipped_layers_on_the_targets_session(skipped: tuple[int, ...]) -> None:
     model = tiny(TINIES["tiny"])
     request = make_request(text(model, 12), max_tokens=24)
-    runs = answered(model, Skipping(model, skipped, skipped), request, (Autoregressive, speculative, speculative))
+    runs = answered(model, Skipping(model, skipped, skipped), request, (Autoregressive, Speculative, Speculative))
     texts = [run.tokens for run in runs]
     assert texts[0] == texts[1] == texts[2]
     accepted = sum(step.accepted for step in runs[1].history.steps)
@@ -249,7 +249,7 @@ def test_a_head_proves_the_way() -> None:
     """It learns from the prompt's hidden states and drafts from those of the judged nodes; the text stays."""
     model = tiny(TINIES["tiny"])
     request = make_request(text(model, 60), max_tokens=20)
-    runs = answered(model, Head(model, 2), request, (Autoregressive, speculative))
+    runs = answered(model, Head(model, 2), request, (Autoregressive, Speculative))
     assert runs[0].tokens == runs[1].tokens
     assert sum(step.drafted for step in runs[1].history.steps) > 0
 

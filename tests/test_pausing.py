@@ -13,7 +13,7 @@ from test_memory import SYSTEM, Counting, check, ends_after, finish, slots, subm
 
 from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Auto, Autoregressive, Card, speculative
+from outpace.decoders import Auto, Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -52,7 +52,7 @@ def test_many_requests_of_4096_tokens_in_the_memory_of_one(count: int) -> None:
         assert run.finish_reason == "stop"
 
 
-METHODS = [(Autoregressive, "empty"), (speculative, "model"), (speculative, "both"), (Auto, "model"), (Card, "model")]
+METHODS = [(Autoregressive, "empty"), (Speculative, "model"), (Speculative, "both"), (Auto, "model"), (Card, "model")]
 
 
 def paused() -> Iterator[Any]:
@@ -111,7 +111,7 @@ def test_who_is_called_off_in_a_pause_is_over() -> None:
     requests = [make_request(prompt, max_tokens=300) for prompt in prompts(3)]
     drafter = make_drafter("model", target)
     with Engine(target, drafter, options=few_slots(target, 1200)) as engine:
-        runs = [engine.submit(request, speculative, speculative.Options()) for request in requests]
+        runs = [engine.submit(request, Speculative, Speculative.Options()) for request in requests]
         while not runs[2].history.pauses:
             engine.step()
         assert runs[2] in engine.waiting

@@ -16,7 +16,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
-from outpace.decoders import Auto, Autoregressive, Card, speculative
+from outpace.decoders import Auto, Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.load import load_model
@@ -61,7 +61,7 @@ def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize("method", [speculative, Auto])
+@pytest.mark.parametrize("method", [Speculative, Auto])
 def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any) -> None:
     drafters = {name: Noted(make_drafter(name, TARGET), name) for name in ("perfect", "ngram", "garbage")}
     asked = [
@@ -78,7 +78,7 @@ def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any)
     for name, drafter in drafters.items():
         assert drafter.seen == {request for request, its in zip(asked, names, strict=True) if its == name}
         assert method is Auto or drafter.most == 3, "requests of one drafter grow together"
-    if method is speculative:  # the planner asks a drafter that takes as long as the target for as little as it may
+    if method is Speculative:  # the planner asks a drafter that takes as long as the target for as little as it may
         accepted = [sum(step.accepted for step in run.history.steps) for run in runs]
         assert all(accepted[place] > 0 for place in range(0, 9, 3)), "the perfect drafter's"
 
@@ -86,7 +86,7 @@ def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any)
 def test_who_names_none_gets_the_first() -> None:
     first, second = Noted(Empty(), "one"), Noted(Empty(), "two")
     with Engine(TARGET, {"one": first, "two": second}) as engine:
-        run = engine.submit(make_request(PROMPT, max_tokens=3), speculative, speculative.Options())
+        run = engine.submit(make_request(PROMPT, max_tokens=3), Speculative, Speculative.Options())
         finish(engine, [run])
         assert len(first.seen) == 1
         assert not second.seen
@@ -98,9 +98,9 @@ def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
     request = make_request(PROMPT, max_tokens=30)
     with Engine(TARGET, drafters) as engine, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runs = [engine.submit(request, speculative, speculative.Options(), drafter=name) for name in drafters]
+        runs = [engine.submit(request, Speculative, Speculative.Options(), drafter=name) for name in drafters]
         assert finish(engine, runs) == [write(TARGET, request)] * 2
-        later = engine.submit(request, speculative, speculative.Options(), drafter="dying")
+        later = engine.submit(request, Speculative, Speculative.Options(), drafter="dying")
         assert finish(engine, [later]) == [write(TARGET, request)], "who asks for it later writes plainly"
     assert [str(warning.message) for warning in caught] == [
         f"the drafter dying failed ({DrafterDiedError.__name__}: grow number 1); going on without it"
@@ -112,7 +112,7 @@ def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
 @pytest.mark.parametrize(
     ("decoder", "name", "says"),
     [
-        (speculative, "two", r"unknown drafter of this engine 'two', allowed are first, tow; did you mean 'tow'\?"),
+        (Speculative, "two", r"unknown drafter of this engine 'two', allowed are first, tow; did you mean 'tow'\?"),
         (Autoregressive, "first", "method autoregressive uses no drafter, leave out drafter 'first'"),
         (Card, "first", "method card has its worker's drafter, leave out drafter 'first'"),
     ],
