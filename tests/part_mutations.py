@@ -16,7 +16,7 @@ from mutation_checks import BROKEN, Mutation, Original
 from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
-from outpace.decoders import Pearl, Planned, ssd
+from outpace.decoders import Pearl, Planned, Ssd
 from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
 from outpace.drafters._composite import DraftSelector
@@ -157,7 +157,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "ssd: nobody waits for the chain",
-        ssd,
+        Ssd,
         "Await",
         lambda f: lambda **given: f(),
         "test_beside.py::test_a_perfect_drafter_is_waited_for",

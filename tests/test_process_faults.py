@@ -36,7 +36,7 @@ from turns import one_of
 from outpace.card.cache import CandidateCache
 from outpace.card.process import DraftProcessError, ProcessWorker, picklable_error
 from outpace.core.errors import UserError
-from outpace.decoders import Card, Pearl, ssd
+from outpace.decoders import Card, Pearl, Ssd
 from outpace.engine.engine import Engine
 from outpace.rules.greedy import Greedy
 
@@ -57,7 +57,7 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", one_of(3, [Card, Pearl, ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("method", one_of(3, [Card, Pearl, Ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
     worker = ProcessWorker(build_light, pauses=(0.01, 0.01))
     chance = random.Random(5)
