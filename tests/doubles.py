@@ -176,7 +176,7 @@ def _drive(
         assert run.finish_reason is not None, f"no end after {limit} steps"
     counts: Counter[str] = Counter()
     for run in runs:
-        counts.update(run.place.candidates.counts if decoder.NEEDS == "worker" else {})
+        counts.update(run.place.candidates.counts if decoder.needs == "worker" else {})
     failure = parts.worker.failure if parts.worker else None
     steps = [run.history.steps for run in runs]
     figures = summarize(step for some in steps for step in some)

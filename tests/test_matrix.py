@@ -126,7 +126,7 @@ def cells() -> Iterator[Cell]:
     keyed = [rule for rule in rules if is_keyed(rule)]
     others = [rule for rule in rules if rule not in keyed] or keyed
     for place, decoder in enumerate(decoders):
-        if registry.find("decoders", decoder).NEEDS is None:
+        if registry.find("decoders", decoder).needs is None:
             yield from (Cell(decoder, None, None, rule) for rule in rules)
             continue
         for number, drafter in enumerate(drafters(), place):
@@ -195,7 +195,7 @@ def run_cell(cell: Cell, requests: Sequence[Request]) -> Outcome | None:
     decoder, watch = registry.find("decoders", cell.decoder), Stopwatch()
     try:
         check_rule(cell.rule, decoder, cell.drafter)
-        worker = WORKERS[decoder.NEEDS]
+        worker = WORKERS[decoder.needs]
         drafter, target = drafter_of(cell, watch), Timed(TARGET, watch, 6.0, 0.1)
         return decode(requests, cell.decoder, drafter, worker=worker, target=target, seconds=watch)
     except UserError:
@@ -210,7 +210,7 @@ def is_keyed(rule: str) -> bool:
 
 def asks_the_target(cell: Cell) -> bool:
     """Whether a worker, which sees nothing of the target's passes, is to run a drafter that needs something of them."""
-    return registry.find("decoders", cell.decoder).NEEDS == "worker" and needs_target(cell.drafter)
+    return registry.find("decoders", cell.decoder).needs == "worker" and needs_target(cell.drafter)
 
 
 @cache

@@ -53,7 +53,7 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
     """
     found = {PLAIN: Contender(PLAIN, PLAIN)}
     for label, name, own in parse_options("methods", text):
-        needs = registry.find("decoders", name).NEEDS
+        needs = registry.find("decoders", name).needs
         values: dict[str, Any] = {option: _value(option, value) for option, value in own.items()}
         if name == PLAIN and not values:
             continue
@@ -155,7 +155,7 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
         registry.find("rules", name)
     found: list[Contender] = []
     for method in methods:
-        if registry.find("decoders", method.name).NEEDS is None or "rule" in method.options:
+        if registry.find("decoders", method.name).needs is None or "rule" in method.options:
             found.append(method)
             continue
         fitting = [name for name in registry.names("rules") if _rule_problem(name, method, sampling) is None]

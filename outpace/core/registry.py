@@ -106,7 +106,7 @@ def describe(kind: str, name: str) -> Method:
 def _needs(kind: str, module: ModuleType) -> str:
     """What must be there, in words."""
     if kind == "decoders":
-        return _DRAFTING[module.NEEDS]
+        return _DRAFTING[module.needs]
     if kind == "rules":
         traits = module.build(build_options(module, {})).traits
         kind = _DRAFTS[traits.siblings, traits.several_draws]

@@ -64,7 +64,7 @@ class BuildOptions:
     @property
     def may_draft(self) -> bool:
         """Whether the method and the drafter can make use of a draft model."""
-        if self.method != "auto" and registry.find("decoders", self.method).NEEDS is None:
+        if self.method != "auto" and registry.find("decoders", self.method).needs is None:
             return False
         parts = drafter_modules(self.drafter) if self.drafter is not None else ["model"]
         return any(registry.describe("drafters", part).needs == registry.DRAFT_MODEL for part in parts)
@@ -81,7 +81,7 @@ class BuildOptions:
         method = choose_method(target, draft, self.rule, tuned) if self.method == "auto" else self.method
         decoder = registry.find("decoders", method)
         drafter = self.drafter
-        if decoder.NEEDS:
+        if decoder.needs:
             drafter = drafter or default_drafter(method, draft is not None)
         rule = default_rule(decoder, self.rule)
         check_rule(rule, decoder, drafter)
@@ -124,7 +124,7 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
 def _takes(method: str, rule: str) -> bool:
     """Whether this is a sequential method without a planner that works with the rule."""
     decoder = registry.find("decoders", method)
-    return method != PLANNED and decoder.NEEDS == "drafter" and _misfit(rule, decoder, "model") is None
+    return method != PLANNED and decoder.needs == "drafter" and _misfit(rule, decoder, "model") is None
 
 
 def _device(loaded: Loaded) -> str | None:
@@ -188,7 +188,7 @@ def _misfit(name: str, decoder: ModuleType, drafter: str | None) -> str | None:
     """Return why a rule does not fit a method and its drafters, None if it does."""
     rule = _build_rule(name)
     is_drawn = rule.traits.siblings is not Siblings.PICKED
-    if decoder.NEEDS == "worker" and not rule.traits.same_text:
+    if decoder.needs == "worker" and not rule.traits.same_text:
         what = "needs sequential drafting" if is_drawn else "writes a text that depends on what was drafted"
         return f"rule {name} {what}, use it with method speculative"
     if is_drawn and drafter is not None and "+" in drafter:
@@ -208,7 +208,7 @@ def _structured_drafter(is_default: bool, rule: str, drafter: str | None, decode
     """Return the drafter for structured answers, None if it is the usual one. Unless the user named a drafter, tokens
     that the grammar forces are proposed too."""
     structured = f"grammar+{drafter}"
-    if not is_default or drafter is None or decoder.NEEDS != "drafter":
+    if not is_default or drafter is None or decoder.needs != "drafter":
         return None
     return structured if rule == "auto" or _misfit(rule, decoder, structured) is None else None
 
@@ -223,7 +223,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     if options.rule != "auto":
         modules[f"rule {options.rule}"] = registry.find("rules", options.rule)
         needs = Needs(layers=_build_rule(options.rule, values).traits.hidden_layers)
-    if decoder.NEEDS is None:
+    if decoder.needs is None:
         if options.drafter is not None:
             raise UserError(
                 f"method {options.method} uses no drafter, leave out {options.drafter!r} or change the method"
@@ -238,7 +238,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     if not all(loaded.model.trees for loaded in models if loaded):
         values = {"width": 1, "branches": 1} | dict(values)  # each branch would be a pass of its own
     drafters = {one: build_drafter(one, _build_context(target, draft), values) for one in names}
-    if decoder.NEEDS == "drafter":
+    if decoder.needs == "drafter":
         return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
         raise UserError(f"method {options.method} has one drafter in its worker, not {name!r} to choose from")
@@ -256,8 +256,8 @@ def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:
 
 
 def _check_worker(options: BuildOptions, decoder: ModuleType) -> None:
-    if options.worker is not None and decoder.NEEDS != "worker":
-        fitting = [name for name in registry.names("decoders") if registry.find("decoders", name).NEEDS == "worker"]
+    if options.worker is not None and decoder.needs != "worker":
+        fitting = [name for name in registry.names("decoders") if registry.find("decoders", name).needs == "worker"]
         instead = f"leave out worker {options.worker!r}, or choose method {' or '.join(fitting)}"
         raise UserError(f"method {options.method} has no worker: {instead}")
 

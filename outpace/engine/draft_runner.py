@@ -39,7 +39,7 @@ class DraftRunner:
 
     def choose(self, run: TokenSequence, name: str | None) -> None:
         """Notes by which drafter a request is to be drafted; UserError where there is none for its method."""
-        needs = run.decoder.NEEDS
+        needs = run.decoder.needs
         method = run.decoder.__name__.rpartition(".")[2]
         if (needs == "worker" and self.worker is None) or (needs == "drafter" and not self._names):
             raise UserError(f"method {method} needs a drafter, this engine has none to run for it")
@@ -56,7 +56,7 @@ class DraftRunner:
 
     def open(self, run: TokenSequence) -> None:
         """A request begins."""
-        if run.decoder.NEEDS == "worker" and self.worker:
+        if run.decoder.needs == "worker" and self.worker:
             run.place.candidates = CandidateCache(run.place.last_token)
             run.place.correct = partial(self.worker.correct, run.key)
             run.place.order = partial(self.worker.order, run.key)
@@ -73,12 +73,12 @@ class DraftRunner:
         if run.draft.state is not None and drafter is not None:
             run.draft.state.base = None
             self.guarded(run.draft.name, drafter.pause, run.draft.state)
-        if run.decoder.NEEDS == "worker" and self.worker:
+        if run.decoder.needs == "worker" and self.worker:
             self.worker.pause(run.key)
 
     def resume(self, run: TokenSequence) -> None:
         """It goes on."""
-        if run.decoder.NEEDS == "worker" and self.worker:
+        if run.decoder.needs == "worker" and self.worker:
             self.worker.resume(run.key)
 
     def close(self, run: TokenSequence) -> None:
@@ -88,14 +88,14 @@ class DraftRunner:
         if run.draft.state is not None and drafter is not None:
             self.guarded(run.draft.name, drafter.close, run.draft.state)
         run.draft.state = None
-        if run.decoder.NEEDS == "worker" and self.worker:
+        if run.decoder.needs == "worker" and self.worker:
             self.worker.forget(run.key)
             run.history.stale += run.place.candidates.counts["dead parent"]
 
     def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
         """The most bytes of keys and values that drafts hold in this process for these requests, whose texts have so
         many tokens each. A drafter that was given up holds none."""
-        beside = [length for run, length in texts if run.decoder.NEEDS == "worker"]
+        beside = [length for run, length in texts if run.decoder.needs == "worker"]
         total = self.worker.stored_bytes(beside) if self.worker and beside else 0
         for name, drafter in list(self.drafters.items()):
             lengths = [length for run, length in texts if run.draft.name == name]

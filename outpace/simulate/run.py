@@ -272,10 +272,10 @@ class _Clock(SimulatedClock):
 
 def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, DraftWorker]:
     """The drafter in turn, if one is needed, and what moves the clock."""
-    if setup.decoder.NEEDS is None:
+    if setup.decoder.needs is None:
         return None, SequentialWorker(clock)
     drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
-    if setup.decoder.NEEDS == "worker":
+    if setup.decoder.needs == "worker":
         return None, InlineWorker(drafter, clock)
     return ClockedDrafter(drafter, clock), SequentialWorker(clock)
 
