@@ -234,7 +234,7 @@ def _cache_and_extras(found: dict[str, Any]) -> list[tuple[str, str]]:
 def cache_contents() -> dict[str, Any]:
     """Return the cache folder, its entries and its size; or why there is none."""
     from outpace.models.files import cache
-    from outpace.models.files.cache_place import cache_folder
+    from outpace.models.files.cache_folder import cache_folder
 
     try:
         folder = cache_folder()
@@ -264,7 +264,7 @@ def cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def clean_cache() -> dict[str, Any]:
     """Remove what outpace has made in its cache folder; return what was removed, kept and why, and others' files."""
     from outpace.models.files import cache
-    from outpace.models.files.cache_place import cache_folder
+    from outpace.models.files.cache_folder import cache_folder
 
     folder = cache_folder()
     removed: list[CacheEntry] = []
