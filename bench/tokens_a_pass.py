@@ -84,7 +84,7 @@ def replay(drafter: Drafter, answer: Answer, rows: int, least: float) -> Replaye
     state, tree, done = drafter.open(request), TokenTree(answer.prompt[-1]), Replayed(answer)
     written = 0
     while written < len(answer.tokens):
-        tree.planter = drafter.name
+        tree.current_source = drafter.name
         drafter.grow([state], [tree])
         nodes = [node for node in best_nodes(tree, rows) if not node or math.exp(tree.scores[node]) >= least]
         judged, path = tree.copy(nodes), [0]

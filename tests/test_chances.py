@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from doubles import make_request
-from test_fast_rows import FILTERS, SIZES, shapes
+from test_ranking import SAMPLINGS as FILTERS
+from test_ranking import VOCABULARIES as SIZES
+from test_ranking import shapes
 
 from outpace.core.distribution import TokenDistribution, distribution_of, one_hot
 from outpace.core.sampling import Sampling, log_probs

@@ -84,7 +84,7 @@ class Pair:
         """One step of these requests by both; they must be alike afterwards."""
         for number in some:
             for trees in self.trees:
-                trees[number].most = most
+                trees[number].max_nodes = most
         added = [
             drafter.grow([states[number] for number in some], [trees[number] for number in some])
             for drafter, states, trees in zip(self.drafters, self.states, self.trees, strict=True)

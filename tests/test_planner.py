@@ -66,7 +66,7 @@ class World:
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
             if isinstance(ask, Draft):
-                is_free, ask.tree.planter = ask.source == COPIES, ask.source.name
+                is_free, ask.tree.current_source = ask.source == COPIES, ask.source.name
                 if is_free and self.free_promise:
                     ask.tree.add(0, COPY, math.log(self.free_promise))
                 seconds = 0.0 if is_free else self.step + self.lag * 0.05  # what was written is read first
@@ -110,7 +110,7 @@ class WideWorld(World):
 def tree_of(source: Source) -> TokenTree:
     """A root, below which this source plants."""
     tree = TokenTree(RIGHT)
-    tree.planter = source.name
+    tree.current_source = source.name
     return tree
 
 
@@ -268,7 +268,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
         for copier, token in zip(planner.copiers, (WRONG, RIGHT), strict=True):
             costs.drafted(0.01 if copier.source == COPIES else 0.04, 1, copier.source)
             copier.is_asked = True
-            tree.planter = copier.source.name
+            tree.current_source = copier.source.name
             tree.add(0, token, math.log(0.5))
             planner.copied(tree, copier)
         planner.learn(tree, [0, 2])

@@ -243,7 +243,7 @@ def test_what_lies_below_the_bound_is_never_verified(seed: int) -> None:
     """A tree that leaves it out has the same best nodes as one that lets it grow."""
     chance = random.Random(seed)
     whole, pruned = TokenTree(0), TokenTree(0)
-    pruned.most = chance.randrange(2, 12)
+    pruned.max_nodes = chance.randrange(2, 12)
     steps: dict[tuple[int, ...], float] = {}  # by path: what a model would say of its last token
     for _ in range(5):
         parents = {tuple(tokens_to(whole, node)): node for node in range(len(whole))}
@@ -257,7 +257,7 @@ def test_what_lies_below_the_bound_is_never_verified(seed: int) -> None:
         whole.attach_children([(whole.scores[parents[p]] + s, parents[p], t) for p, t, s in drawn], 4)
         there = [(pruned.scores[beside[p]] + s, beside[p], t) for p, t, s in drawn if p in beside]
         pruned.attach_children(there, 4)
-    best, own = best_nodes(whole, pruned.most), best_nodes(pruned, pruned.most)
+    best, own = best_nodes(whole, pruned.max_nodes), best_nodes(pruned, pruned.max_nodes)
     assert {tuple(tokens_to(whole, node)) for node in best} == {tuple(tokens_to(pruned, node)) for node in own}
     assert len(pruned) < len(whole)
 

@@ -1,1 +1,1 @@
-"""The nouns that every floor above shares: trees, sampling, noise, steps, errors, the registry."""
+"""The foundation of all other packages: types, the token tree, sampling, noise, errors and the registry."""

@@ -1,13 +1,13 @@
-"""Single tokens' logits moved before temperature: bias, penalties, bans, min tokens, each node on its own prefix.
+"""Changes to single tokens' logits before temperature: bias, penalties, banned tokens, minimum length, constraints.
 
-A drafted token counts as written for the nodes below it, so a tree is judged as plain decoding would judge each path.
-The order is that of transformers and vLLM: bias, penalties, then what is forbidden.
-- repetition (Keskar et al., arXiv:1909.05858): a token of prompt or answer: l / r where l > 0, else l * r;
+A drafted token counts as written for the nodes below it, so each path of a tree is treated as plain decoding would
+treat it. The order is that of transformers and vLLM: bias, penalties, then forbidden tokens.
+- repetition (Keskar et al., arXiv:1909.05858): a token of prompt or answer: l / r if l > 0, else l * r;
 - presence and frequency (OpenAI's API): l - presence - frequency * count, for tokens of the answer;
-- banned strings: a token is forbidden where it would complete one in the answer's text (`core.banned_text`);
-- min tokens: stop tokens are forbidden before so many tokens are written;
+- banned strings: a token is forbidden if it would complete one in the answer's text (`core.constraints`);
+- min_tokens: stop tokens are forbidden before this many tokens are written;
 - allowed tokens: all others are forbidden;
-- a constraint: what it refuses is forbidden.
+- a constraint: the tokens that it refuses are forbidden.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ _FORBIDDEN = float("-inf")
 
 
 @overload
-def adjust_logits(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """A tensor stays one."""
+def adjust_logits(logits: Tensor, rows: Sequence[Row]) -> Tensor: ...
 
 
 @overload
-def adjust_logits(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
-    """An array stays one."""
+def adjust_logits(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray: ...
 
 
 def adjust_logits(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
-    """The logits as each row's request adjusts them, tensors in float32 or better; the same object where none does.
+    """Return the logits as each row's request adjusts them, in float32 or better; the same object if none does.
 
-    [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
-    draft's may be smaller) are left out. On the host it is done by numpy: for so few tokens of a row torch would wake
-    its threads, which then stand in the way of the model's.
+    [rows, vocab] to [rows, vocab]. A row's result depends on that row only. Tokens outside the vocabulary (a draft
+    model's may be smaller) are ignored. On the host numpy does the work: for so few tokens, torch would wake its
+    threads, which then compete with the model's.
     """
     for row in rows:
         if row.request.adjustments is not None or (row.request.constraint is not None and not row.is_open):
@@ -64,8 +62,10 @@ def adjust_logits(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | 
 
 
 def adjust_sparse(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row]) -> np.ndarray:
-    """A drafter's scores of the tokens `ids` (None: all), rising, adjusted but for constraints; the same array where
-    nothing is adjusted. float32 [rows, held]"""
+    """Return a drafter's scores of the tokens `ids` (None: all), ascending, adjusted except for constraints.
+
+    float32 [rows, held]; the same array if nothing is adjusted.
+    """
     if all(row.request.adjustments is None for row in rows):
         return scores
     scores = scores.copy()
@@ -74,8 +74,7 @@ def adjust_sparse(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row
 
 
 def apply_constraint(logits: Tensor | np.ndarray, row: Row) -> None:
-    """What the row's constraint refuses, in place. A text that is over, or that cannot be, has no next token to choose.
-    [vocab]"""
+    """Forbid, in place, what the row's constraint refuses. A complete or invalid text is left as it is. [vocab]"""
     constraint = row.request.constraint
     if constraint is None or row.is_open:
         return
@@ -88,14 +87,14 @@ def apply_constraint(logits: Tensor | np.ndarray, row: Row) -> None:
     _forbid(logits, refused)
 
 
-class _Places(NamedTuple):
-    """Where tokens stand in rows of so many scores: at their own number, or at that of theirs among `ids`."""
+class _Columns(NamedTuple):
+    """Where tokens are found in rows of scores: at their own index, or at their index in `ids`."""
 
     ids: np.ndarray | None
     size: int
 
     def of(self, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the tokens that have a place, and the places: int64 both"""
+        """Return the tokens that have a column, and the columns: int64 both."""
         asked = np.fromiter(tokens, np.int64, len(tokens))
         if self.ids is None:
             known = asked[(asked >= 0) & (asked < self.size)]
@@ -106,19 +105,19 @@ class _Places(NamedTuple):
 
 
 def _like(scores: Any, values: Sequence[float]) -> Any:
-    """Numbers in the type of these scores, as an array or on their device."""
+    """Convert numbers to the type and device of these scores."""
     return np.asarray(values, scores.dtype) if isinstance(scores, np.ndarray) else scores.new_tensor(values)
 
 
 def _forbid(scores: Any, refused: np.ndarray) -> None:
-    """Forbids tokens in all rows, in place. scores [..., tokens], refused bool [tokens]"""
+    """Forbid tokens in all rows, in place. scores [..., tokens], refused bool [tokens]"""
     where: Any = refused if isinstance(scores, np.ndarray) else torch.from_numpy(refused).to(scores.device)
     scores[..., where] = _FORBIDDEN
 
 
 def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> None:
-    """In place."""
-    place, places = 0, _Places(ids, scores.shape[-1])
+    """Adjust the rows of all requests, in place."""
+    place, places = 0, _Columns(ids, scores.shape[-1])
     for _, group in groupby(rows, key=lambda row: (id(row.request), id(row.committed))):
         shared = list(group)
         settings = shared[0].request.adjustments
@@ -127,8 +126,8 @@ def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> Non
         place += len(shared)
 
 
-def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Places) -> None:
-    """Rows of one request, in place."""
+def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Columns) -> None:
+    """Adjust the rows of one request, in place."""
     request = rows[0].request
     bias = dict(settings.logit_bias)
     known, at = places.of(bias)
@@ -146,8 +145,8 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Pl
         _forbid(scores, refused)
 
 
-def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Places) -> None:
-    """What is written at the end of all rows, and for each row beside that what is drafted before it."""
+def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Columns) -> None:
+    """Penalise the committed tokens in all rows and, in each row, its drafted tokens, in place."""
     is_counted = bool(settings.presence_penalty or settings.frequency_penalty)
     repeats = settings.repetition_penalty != 1.0
     if not (repeats or is_counted):
@@ -168,7 +167,7 @@ def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _
 
 
 def _penalised(values: Any, counts: Sequence[int] | None, settings: Adjustments) -> Any:
-    """Scores of tokens that are written, in the answer so often each where that matters. [..., tokens] to the same"""
+    """Return the penalised scores of written tokens, given their counts in the answer if these matter. [..., tokens]"""
     if (repetition := settings.repetition_penalty) != 1.0:
         where = np.where if isinstance(values, np.ndarray) else torch.where
         values = where(values > 0, values / repetition, values * repetition)
@@ -180,6 +179,7 @@ def _penalised(values: Any, counts: Sequence[int] | None, settings: Adjustments)
 
 
 def _forbidden(request: Request, row: Row, settings: Adjustments) -> Iterator[int]:
+    """Yield the tokens that a row's minimum length and banned strings forbid."""
     if row.position - len(request.prompt) < settings.min_tokens:
         yield from request.stop_ids
     if settings.banned is not None:
@@ -187,7 +187,7 @@ def _forbidden(request: Request, row: Row, settings: Adjustments) -> Iterator[in
 
 
 def _answer_backwards(row: Row) -> Iterator[int]:
-    """The answer's tokens before the row's, the last one first."""
+    """Yield the answer's tokens before the row's, last one first."""
     yield from reversed(row.path)
     for place in range(len(row.committed) - 1, len(row.request.prompt) - 1, -1):
         yield row.committed[place]

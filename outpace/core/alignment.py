@@ -1,4 +1,4 @@
-"""Where a text stands in a prediction of it, and what that says next; also behind a place where the two differ."""
+"""Follows a predicted text: finds where in the prediction the written text is, also after the two have differed."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import NamedTuple
 
 from outpace.core.tree import TokenTree
 
-_LENGTHS = (8, 4, 2, 1)  # n-grams by which a text is found in its prediction again
-_TRUSTED = 3  # equal tokens after which a place is no chance find
-_COUNTED = 64  # equal tokens that are counted
+_LENGTHS = (8, 4, 2, 1)  # lengths of the n-grams that are searched
+_TRUSTED = 3  # equal tokens that make a place reliable
+_COUNTED = 64  # most equal tokens that are counted
 
 
 class Continuation(NamedTuple):
-    """What may come next: the prediction's tokens from `place` on, `length` of which before it were written too."""
+    """A possible continuation: the prediction from `place` on; the `length` tokens before it match the text."""
 
     place: int
     length: int
 
 
 class Alignment:
-    """Follows a text that was predicted. `offers` holds the places where it may go on, the likeliest first.
+    """Follows a text that was predicted. `offers` holds the possible continuations, likeliest first.
 
-    It stays where it is while the text is as predicted. Where it is not, the text's last tokens are looked for: of the
-    places behind the longest n-gram that stands there, the nearest behind the last place that could be trusted, else
-    the nearest before it. Beside them stands the place behind a token that was replaced.
+    While the text is as predicted, there is one. After a difference, the text's last tokens are searched in the
+    prediction: among the places after the longest matching n-gram, the nearest after the last reliable place, else the
+    nearest before it. The place after a replaced token is a second candidate.
     """
 
     def __init__(self, prediction: Sequence[int], before: int = 0) -> None:
-        """`before`: tokens before the text that are known to be equal, as those of a prompt."""
+        """Start at the beginning; `before` is the number of earlier tokens known to be equal, as of a prompt."""
         self._prediction = list(prediction)
-        self._text: list[int] = []  # its end
+        self._text: list[int] = []  # the last tokens
         self._home = 0
         self.offers: tuple[Continuation, ...] = (Continuation(0, min(before, _COUNTED)),) if self._prediction else ()
 
     @cached_property
     def _places(self) -> dict[tuple[int, ...], list[int]]:
-        """Where each n-gram stands; not asked for as long as all is as predicted."""
+        """Map each n-gram to the places after it. Computed only once the text differs."""
         places: dict[tuple[int, ...], list[int]] = {}
         for length in _LENGTHS:
             for place in range(length, len(self._prediction)):
@@ -46,11 +46,11 @@ class Alignment:
         return places
 
     def tokens(self, offer: Continuation, count: int) -> list[int]:
-        """The first of what is offered there."""
+        """Return the first `count` tokens of a continuation."""
         return self._prediction[offer.place : offer.place + count]
 
     def nodes(self, tree: TokenTree) -> set[int]:
-        """The tree's nodes that carry what is offered, one behind the other below the root, whoever planted them."""
+        """Return the tree's nodes on the paths of the continuations, whichever drafter added them."""
         found: set[int] = set()
         for offer in self.offers:
             node = 0
@@ -63,7 +63,7 @@ class Alignment:
         return found
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
+        """Append written tokens."""
         for token in tokens if self._prediction else ():
             self._step(token)
 
@@ -81,7 +81,7 @@ class Alignment:
             self.offers = (*self.offers, Continuation(replaced, 0))
 
     def _found(self) -> Continuation | None:
-        """Where the text's last tokens stand."""
+        """Search the text's last tokens in the prediction."""
         for length in _LENGTHS:
             places = self._places.get(tuple(self._text[-length:]), []) if length <= len(self._text) else []
             if places:
@@ -91,7 +91,7 @@ class Alignment:
         return None
 
     def _equal(self, place: int, length: int) -> int:
-        """How many tokens before the place are the text's last ones; so many are known to be."""
+        """Return how many tokens before the place equal the text's last ones; `length` are known to."""
         most = min(place, len(self._text), _COUNTED)
         while length < most and self._prediction[place - length - 1] == self._text[-length - 1]:
             length += 1

@@ -1,4 +1,4 @@
-"""Numbers of numpy and torch as Python's own, where a user may hand over either; and powers of two."""
+"""Conversions between Python numbers, numpy arrays and tensors on a device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ if TYPE_CHECKING:
 
 
 def to_python(value: Any) -> Any:
-    """A scalar or an array of numpy or torch as a number or a list of Python's; anything else as it is."""
+    """Convert a scalar or an array of numpy or torch to Python numbers; return anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
 
 
 def next_power_of_two(count: int, least: int = 1) -> int:
-    """The smallest power of two that is neither below `count` nor below `least`."""
+    """Return the smallest power of two that is at least `count` and at least `least`."""
     return max(least, 1 << max(count - 1, 0).bit_length())
 
 
 def to_device(values: Any, dtype: Any, device: torch.device | str) -> Tensor:
-    """`values`, a list or an array, as numpy's `dtype` on the device."""
+    """Copy a list or an array, as numpy's `dtype`, to a device without waiting for the device.
+
+    `torch.tensor(..., device="cuda")` copies from pageable memory, so the host waits until all earlier work of the
+    device is done. From pinned memory it continues at once, and torch keeps that memory until the copy is done.
+    """
     host = torch.from_numpy(np.ascontiguousarray(values, dtype=dtype))
     if torch.device(device).type != "cuda":
         return host.to(device)
@@ -32,5 +36,5 @@ def to_device(values: Any, dtype: Any, device: torch.device | str) -> Tensor:
 
 
 def device_guard(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which is to be the one that holds x."""
+    """Make the GPU of `x` the current device, on which Triton launches its kernels."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,8 +1,8 @@
-"""Whole rounds that a pair of models carries out in one call: what it is told of a request, and what it tells.
+"""Whole rounds that a target and its draft model run in one native call: their inputs and outputs.
 
-A planner says what holds for the rounds to come (`Plan`); the pair grows the tree by the draft, chooses what is
-verified, verifies it, and goes on with the next round. Nothing that the host does stands between these. The numbers
-are those of the slow way, in which a decoder asks for each of these steps (`decoders/auto.py`, `_planner.py`).
+A planner states what holds for the next rounds (`Plan`). The pair of models grows the tree with the draft, chooses what
+to verify, verifies it, and continues with the next round, without the host in between. The arithmetic is that of the
+Python path, in which a decoder takes each of these steps (`decoders/auto.py`, `planning/planner.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from outpace.core.tree import Role, Siblings, TokenTree
 
 
 class PassTimes(NamedTuple):
-    """`seconds` of rounds over 1, 2, ... rows of all requests, drafting not counted; `widest`: rows of the widest that
-    was timed; `untimed`: whether a round over 1, 2, ... rows is wanted for the sake of knowing its time."""
+    """Expected times of passes by rows.
+
+    `seconds` of rounds over 1, 2, ... rows of all requests, without drafting; `widest`: rows of the widest timed pass;
+    `untimed`: whether a round over 1, 2, ... rows is wanted only to time it.
+    """
 
     seconds: Sequence[float]
     widest: int
@@ -24,16 +27,16 @@ class PassTimes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a planner holds of one request for the rounds to come. Seconds are priced in tokens.
+    """What a planner decides for the next rounds of one request. Seconds are priced in tokens.
 
-    `rounds`: so many at most. `follows`: the draft has read all but what the last round wrote. Layers: `deepest` at
-    most, each of which must bring more than `cost`, where `growth` by layer is what it brings for each chance at the
-    leaves; `explores`: rounds that grow a first layer to see what it gives; `due`: by layer, whether it is grown as a
-    trial. `price`: tokens that a second is worth. `trust` of the draft's chances, `chances` of the tree's nodes, and
-    `copied`, the chance that the walk comes to a node that stood there before the draft grew. `row`: what a node must
-    be worth so that one below it may pay; `least`: nodes with path scores below it are not planted, but for the best
-    below each node. `most`: nodes that may be verified, the root included. `copies`: each round begins with copies.
-    `drafts`: it expects to draft, so that it is worth carrying out.
+    rounds: most rounds. follows: the draft model has read all but the last round's tokens. deepest: most layers; each
+    must gain more than `cost`, where `growth` by layer is its gain per probability at the leaves. explores: rounds that
+    grow a first layer to measure its gain; due: by layer, whether it is grown as a trial. price: tokens that a second
+    is worth. trust: exponent of the draft's probabilities. chances: acceptance of the tree's nodes; copied: the
+    probability that the walk reaches a node that was in the tree before the draft grew. row: least value of a node for
+    a node below it to pay; least: children with lower path scores are not added, except the best below each node. most:
+    most verified nodes, the root included. copies: each round begins with copies from the text. drafts: drafting is
+    expected to pay at all.
     """
 
     rounds: int
@@ -56,22 +59,26 @@ class Plan(NamedTuple):
 
 
 def resting(rounds: int) -> Plan:
-    """Plain rounds beside others' drafts, for a tree that is a root."""
+    """Return the plan of a request that decodes plainly while others draft."""
     times = PassTimes((0.0,), 1, ())
     return Plan(rounds, False, 0, 0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, (1.0,), (), (1.0,), times, most=1, drafts=False)
 
 
 class CarryOut(NamedTuple):
-    """A coroutine asks for whole rounds, the first with this tree; it is sent what they gave, a `Carried` each, or None
-    where nothing was carried out, and it is to ask for each step. It then commits round after round."""
+    """Yielded by a decoder to run whole rounds, the first with this tree.
+
+    It receives a list of `Carried`, one per round, which it then commits one after another; or None if nothing was run,
+    and the decoder has to take each step itself.
+    """
 
     tree: TokenTree
     plan: Plan
 
 
 class Layer(NamedTuple):
-    """What a layer gave: the worth that it added to the tree, the chance at the leaves before, and whether it tells
-    what such layers give."""
+    """One grown layer: the expected tokens that it added, the probability at the leaves before it, and whether it is a
+    valid sample of the gain of such layers.
+    """
 
     worth: float
     at_leaves: float
@@ -79,8 +86,10 @@ class Layer(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """One forward of the draft, of which so many requests had a share; `is_step`: it read nothing, for any of them, but
-    what it had proposed."""
+    """One forward of the draft model, shared by `requests` requests.
+
+    `is_step`: its input was nothing but what it had proposed, for every request.
+    """
 
     seconds: float
     requests: int
@@ -88,14 +97,14 @@ class Forward(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """One request's round. The verified nodes are those that stood in its tree (`known`, as they were numbered there),
-    then those that were copied (`copied`) or that the draft grew, with `parents` by their places among all of them.
+    """One request's round. The verified nodes are those of its tree (`known`, by their numbers there), then those that
+    were copied (`copied`) or grown by the draft, with `parents` by index among all of them.
 
-    `picks`: what the target writes behind each; `path`: the walk. `is_trial`: the last layer was one; `is_fewer`: fewer
-    nodes were verified than pay. `picked`: of each walked node below which the draft proposed something, the values of
-    its proposals, and the number of the one that the target wrote; -1: none of them. `planted`: of each walked node the
-    tokens that were copied below it, and their kinds. The others are of all requests: `forwards`, and seconds of the
-    copies, of the target's pass, and of the round.
+    `picks`: the target's token after each; `path`: the walk. `is_trial`: the last layer was a trial; `is_fewer`: fewer
+    nodes were verified than would pay. `picked`: for each walked node below which the draft proposed tokens, the values
+    of the proposals and the index of the target's token, -1 for none. `planted`: for each walked node, the tokens
+    copied below it and their kinds. The other fields concern all requests: `forwards`, and the seconds of the copies,
+    of the target's pass and of the round.
     """
 
     known: Sequence[int]
@@ -116,8 +125,9 @@ class Carried(NamedTuple):
     seconds: float
 
     def onto(self, tree: TokenTree, grower: str, copier: str) -> TokenTree:
-        """The verified tree, its new nodes by these sources; `tree` is the one that the round began with, which may be
-        changed."""
+        """Return the verified tree, with its new nodes attributed to these sources; `tree`, which the round began with,
+        may be changed.
+        """
         if len(self.known) < len(tree):
             tree = tree.copy(self.known)
         if self.tokens:
@@ -130,9 +140,11 @@ class Carried(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """By what a request's tokens are picked: the best by x / temperature plus the noise that `core/noise.py` keys by
-    seed, choice and position, of those that the filters of `core/sampling.py` leave; at temperature 0 the best by the
-    scores x alone."""
+    """How the kernels pick a request's tokens.
+
+    By x / temperature plus the noise that `core/noise.py` keys by seed, choice and position, among the tokens that the
+    filters of `core/sampling.py` keep; at temperature 0 by the scores x alone.
+    """
 
     temperature: float = 0.0
     seed: int = 0
@@ -143,8 +155,9 @@ class Noise(NamedTuple):
 
 
 class Carrying(NamedTuple):
-    """What a pair is told of one request beside its plan: the target's session, which has all of the text but the
-    root, the rows of its last pass, the tokens that may still be written, those that end it, and its noise."""
+    """One request's input beside its plan: the target's session, which has all tokens but the root, the rows of its
+    last pass, the number of tokens still to write, the tokens that end it, and its noise.
+    """
 
     session: Any
     ask: CarryOut
@@ -155,8 +168,7 @@ class Carrying(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Who copies from the text of a request in its rounds: the kernels' own object, and the logarithms of how often
-    copies come true, by their kind."""
+    """Copies from the text of a request: the kernels' object, and the log of how often copies are accepted, by kind."""
 
     copies: Any = None
     log_rates: Sequence[float] = ()
@@ -166,9 +178,11 @@ NO_COPIES = Copied()
 
 
 class Growing(NamedTuple):
-    """How a draft expands nodes: `width` of a request in a forward, `proposed` tokens below each, of which `width` may
-    become children; no tree has more than `tree_nodes`, and path scores (natural logarithms of chances) below `floor`
-    are not expanded."""
+    """How a draft model expands nodes.
+
+    `width` nodes of a request per forward, `proposed` tokens below each, at most `width` of them as children; at most
+    `tree_nodes` per tree; nodes with path scores (log) below `floor` are not expanded.
+    """
 
     width: int
     proposed: int
@@ -177,9 +191,12 @@ class Growing(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The draft's side of a request: its session, the committed tokens before the root that this lacks, and how deep
-    below the root it may expand. `trust`: how its values become chances. `adjusting`: the kernels' own object that
-    adjusts both models' scores, or None."""
+    """The draft model's side of a request.
+
+    Its session, the committed tokens before the root that the session lacks, and how deep below the root it may expand.
+    `trust`: how its values become probabilities. `adjusting`: the kernels' object that adjusts both models' scores, or
+    None.
+    """
 
     session: Any
     missing: Sequence[int]
@@ -190,32 +207,36 @@ class Reading(NamedTuple):
 
 
 class Carrier(Protocol):
-    """Carries out rounds of one drafter's model and the target. `copied`: the names of the sources whose copies it
-    makes itself."""
+    """Runs whole rounds of one drafter's model and the target. `copied`: the sources whose copies it makes itself."""
 
     copied: Collection[str]
 
     def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:
-        """The walked nodes of a round have these ids: what the drafter is told of them next refers to that."""
+        """Assign ids to the walked nodes of a round; later observations refer to them."""
 
     def carry(
         self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
     ) -> list[list[Carried]]:
-        """Up to so many rounds of all requests, round by round, as far as they can be carried out. The
-        sessions of both models then hold what was walked, and nothing is pending."""
+        """Run up to `rounds` rounds of all requests, as far as possible.
+
+        Afterwards the sessions of both models hold what was accepted, and nothing is pending.
+        """
 
 
 class Carries:
-    """What a drafter offers that has a model of its own."""
+    """The part of a drafter that can run whole rounds."""
 
     def carrier(self, target: Any) -> Carrier | None:
-        """Who carries out whole rounds with this target; None: nobody."""
+        """Return what runs whole rounds with this target; None if nothing can."""
         return None
 
 
 class Pairs:
-    """What a model offers that may be a target."""
+    """The part of a model that can be the target of whole rounds."""
 
     def pair_with(self, draft: Any) -> Any:
-        """What carries out whole rounds with this draft, see `models/llama/native/pair.py`; None: nothing."""
+        """Return what runs whole rounds with this draft model, see `models/llama/native/pair.py`.
+
+        None if nothing can.
+        """
         return None

@@ -1,7 +1,6 @@
-"""Processes of our own: a new interpreter that runs a line of code, and its end within a bounded time.
+"""Child processes: start an interpreter that runs a line of code, and end it within a bounded time.
 
-Nothing is registered to run at the program's exit, and nothing has a name: a child is to end when its standard input
-does, and `end` sees to it.
+Nothing is registered to run at exit. A child must exit when its standard input closes, and `stop` closes it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-_REAP_SECONDS = 10.0  # for a process that was killed: one that the system holds up is left to it
+_REAP_SECONDS = 10.0  # to wait for a killed process; after that it is left to the system
 _KILLED = -9
 _PATHS = "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2 : 2 + count]; del sys.argv[1 : 2 + count]; "
 
@@ -26,9 +25,9 @@ def start(
     flags: Sequence[str] = (),
     paths: Sequence[str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """An interpreter with these flags and import paths (None: this one's) that runs `code`, `arguments` in `sys.argv`.
+    """Start an interpreter that runs `code` with `arguments` in `sys.argv`, with these flags and import paths.
 
-    In a session of its own: a Ctrl-C that comes before the child can ignore it does not reach it.
+    It runs in a session of its own, so that a Ctrl-C before the child can ignore it does not reach it.
     """
     paths = list(map(str, sys.path if paths is None else paths))
     command = [sys.executable, *flags, "-c", _PATHS + code, str(len(paths)), *paths, *arguments]
@@ -36,10 +35,10 @@ def start(
 
 
 def stop(process: subprocess.Popen[bytes], grace: float = 0.0) -> int:
-    """Closes the process's pipes, kills it where it has not ended after `grace` seconds, and gives its exit status."""
+    """Close the process's pipes, kill it if it is still running after `grace` seconds, and return its exit status."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # what was not sent, to a process that is gone
+            with suppress(OSError):  # unsent data for a process that has exited
                 pipe.close()
     try:
         return process.wait(grace)
@@ -54,5 +53,5 @@ def stop(process: subprocess.Popen[bytes], grace: float = 0.0) -> int:
 
 
 def describe_exit(status: int) -> str:
-    """How a process with this exit status ended, in words."""
+    """Describe how a process with this exit status ended."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

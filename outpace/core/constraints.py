@@ -1,4 +1,4 @@
-"""What an answer may be: of any text, which tokens may follow. A grammar is one."""
+"""Constraints on an answer's text: which tokens may follow (a grammar, for example), and banned strings."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 class Constraint:
-    """The limits of one request's answer, a function of the text alone; several threads may ask.
+    """Limits one request's answer, as a function of the text only; several threads may call it.
 
-    `text` is the prompt and what is written of the answer, `path` drafted tokens behind it. A method may raise, which
-    ends the request; whoever drafts then does without.
+    `text` is the prompt and the answer so far, `path` are drafted tokens after it. A method may raise, which ends the
+    request; a drafter then continues without the constraint.
     """
 
     def allowed(self, text: Sequence[int], path: Sequence[int]) -> int:
-        """How many tokens of `path` may follow `text`, one after the other. None does after the end."""
+        """Return how many tokens of `path` may follow `text` in sequence. None may after the end."""
         raise NotImplementedError
 
     def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
-        """Which tokens may follow `text` and `path`, bool [vocab]; None where the text is over or cannot be."""
+        """Return which tokens may follow `text` and `path`, bool [vocab]; None if the text is complete or invalid."""
         raise NotImplementedError
 
     def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
-        """Whether nothing may follow: the text is complete."""
+        """Return whether the text is complete, so that nothing may follow."""
         raise NotImplementedError
 
     def forced(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
-        """Tokens that spell what has to follow, as the model would most likely cut it; often none."""
+        """Return tokens that must follow, as the model would most likely tokenize them; often none."""
         return []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process drafts without it: what it proposes is judged here."""
+        """Pickle as None: a drafting process drafts without the constraint, and its proposals are verified here."""
         return _none, ()
 
 
@@ -50,17 +50,23 @@ def _none() -> None:
 
 @dataclass(frozen=True, eq=False)
 class BannedText:
-    """Some strings, and the tokens that matter for them; made by `TokenTexts.ban`."""
+    """Strings that an answer must not contain, and the tokens that can complete one. Built by `TokenTexts.ban`.
+
+    A token completes a string if it contains all of it, or if it begins with the rest of a string whose beginning the
+    text before ends with. So the ban depends on the last few bytes before a token and on the token's own, and each node
+    of a tree is judged by its own path. Bytes are compared because a token may hold part of a character: UTF-8 text
+    contains a string exactly if its bytes contain the string's.
+    """
 
     strings: tuple[str, ...]
-    always: Tensor  # tokens that hold a whole string, rising: int64 [tokens]
-    completing: tuple[tuple[bytes, tuple[int, ...]], ...]  # after a text that ends so, these tokens complete a string
-    texts: Mapping[int, bytes]  # of the tokens that can be a part of one; all others break it
-    reach: int  # bytes before a token that matter
-    size: int  # of the vocabulary: ids from here on, which pad an embedding, have no text
+    always: Tensor  # tokens that contain a whole string, ascending: int64 [tokens]
+    completing: tuple[tuple[bytes, tuple[int, ...]], ...]  # text end: tokens that complete a string after it
+    texts: Mapping[int, bytes]  # of the tokens that can be part of a string
+    reach: int  # number of bytes before a token that matter
+    size: int  # of the vocabulary; higher ids pad the embedding and have no text
 
     def after(self, backwards: Iterable[int]) -> list[int]:
-        """Tokens that are forbidden beside `always` after these tokens, the last one first."""
+        """Return the tokens forbidden, beyond `always`, after these tokens, which are given last one first."""
         tail = b""
         for token in backwards:
             text = self.texts.get(token) if token < self.size else b""
@@ -71,12 +77,12 @@ class BannedText:
 
 
 class TokenTexts:
-    """What each token of a vocabulary adds to a text, in UTF-8; nothing where it shows none."""
+    """The bytes that each token of a vocabulary adds to a text, in UTF-8; empty for tokens without text."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self._texts = tuple(texts)
         self._rising = sorted((text, token) for token, text in enumerate(texts) if text)
-        self.ban = lru_cache(maxsize=16)(self._ban)  # each takes a look at the whole vocabulary
+        self.ban = lru_cache(maxsize=16)(self._ban)  # each call scans the whole vocabulary
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -85,7 +91,7 @@ class TokenTexts:
         return self._texts[token]
 
     def _ban(self, strings: tuple[str, ...]) -> BannedText:
-        """The ban of these strings, none of them empty."""
+        """Compile the ban of these non-empty strings."""
         words = sorted({string.encode() for string in strings})
         starts = sorted({word[:count] for word in words for count in range(1, len(word))})
         rests = {start: {word[len(start) :] for word in words if word.startswith(start)} - {b""} for start in starts}

@@ -1,7 +1,7 @@
-"""Distributions over tokens on the host, as the rules that draw and judge by chances need them: arrays, no tensors.
+"""Distributions over tokens on the host, and the random decisions that are made from them.
 
-Rows of float32 stay float32 but for their longest sums, so a chance is known to a few parts in ten million, as it is by
-a logarithm in float32. Rows of float64 are float64 throughout.
+Rows of float32 stay float32 except for their longest sums, so a probability is accurate to a few parts in ten million,
+like a logarithm in float32. Rows of float64 stay float64.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from outpace.core.noise import PURPOSES, uniform
 from outpace.core.sampling import Sampling
 
-_BLOCK = 256  # a long row is drawn from by the sums of so many weights each
-_NUCLEUS = 1024  # likeliest tokens that are looked at first where their mass has to reach top_p
+_BLOCK = 256  # weights per partial sum, by which long rows are searched
+_NUCLEUS = 1024  # number of likeliest tokens that are sorted first to reach top_p
 UNFILTERED = Sampling(1.0)
 
 
 class TokenDistribution:
-    """Weights of the tokens that remain after filters; a token's chance is its weight over their sum.
+    """The tokens that remain after filters, with weights; a probability is a weight over the weights' sum.
 
-    `weights` [kept], none negative, are of `tokens` int64 [kept], rising; None: of 0, 1, ... With `make`, which gives
-    the same weights, they need not be kept: fresh memory for a row costs as much as its exponentials.
+    `weights` [kept] are not negative and belong to `tokens` int64 [kept], ascending; None: 0, 1, ... If `make` can
+    compute the same weights again, they may be dropped: memory for a row costs as much as its exponentials.
     """
 
     def __init__(
@@ -38,40 +38,40 @@ class TokenDistribution:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Made anew where they were forgotten."""
+        """Compute the weights again after `forget`."""
         assert self._make is not None
         return self._make()
 
     def forget(self) -> None:
-        """Gives the weights' memory back where they can be made anew; chances that were asked for stay known."""
+        """Free the weights if they can be computed again; probabilities that were read stay cached."""
         if self._make is not None:
             self.__dict__.pop("weights", None)
 
     @property
     def size(self) -> int:
-        """Tokens from this one on have no chance."""
+        """Return the lowest id from which on all tokens have probability 0."""
         return len(self.weights) if self.tokens is None else int(self.tokens[-1]) + 1 if len(self.tokens) else 0
 
     @property
     def most(self) -> float:
-        """The likeliest token's chance."""
+        """Return the likeliest token's probability."""
         return float(self.weights.max()) / self.total
 
     @property
     def likeliest(self) -> int:
-        """The likeliest token; of equal ones the first."""
+        """Return the likeliest token; of equal ones the first."""
         place = int(self.weights.argmax())
         return place if self.tokens is None else int(self.tokens[place])
 
     @cached_property
     def entropy(self) -> float:
-        """H = -sum p log p, in nats."""
-        least = np.finfo(self.weights.dtype).tiny  # what weighs nothing adds nothing, whatever its logarithm
+        """Return H = -sum p log p, in nats."""
+        least = np.finfo(self.weights.dtype).tiny  # a weight of 0 contributes 0, whatever its logarithm
         logs = np.log(np.maximum(self.weights, least))
         return math.log(self.total) - float(self.weights @ logs) / self.total
 
     def of(self, token: int) -> float:
-        """One token's chance."""
+        """Return one token's probability."""
         if token not in self._known:
             self._known[token] = self._of(token)
         return self._known[token]
@@ -83,7 +83,7 @@ class TokenDistribution:
         return float(self.weights[place]) / self.total if self.total else 0.0
 
     def wide(self, size: int) -> np.ndarray:
-        """The chances of all tokens below `size`, in the order of their ids. [size]"""
+        """Return the probabilities of all tokens below `size`, by id. [size]"""
         weights = self.weights * self._share
         if self.tokens is None and len(weights) == size:
             return weights
@@ -93,12 +93,12 @@ class TokenDistribution:
         return wide
 
     def on(self, other: TokenDistribution) -> np.ndarray:
-        """The chances of the tokens that `other` keeps. [kept of other]"""
+        """Return the probabilities of the tokens that `other` keeps. [kept of other]"""
         wide = self.wide(other.size)
         return wide if other.tokens is None else wide[other.tokens]
 
     def at(self, number: float) -> int:
-        """The least token whose cumulative chance exceeds a number in [0, 1)."""
+        """Return the lowest token whose cumulative probability exceeds a number in [0, 1)."""
         reached = number * self.total
         block = min(int(self._sums.searchsorted(reached, side="right")), len(self._sums) - 1)
         first, before = block * _BLOCK, float(self._sums[block - 1]) if block else 0.0
@@ -108,26 +108,29 @@ class TokenDistribution:
         return place if self.tokens is None else int(self.tokens[place])
 
     def above(self, q: TokenDistribution, share: float = 1.0) -> TokenDistribution:
-        """What `share` of these chances have more than those of q: weights (share p - q)+"""
+        """Return the distribution with weights (share p - q)+."""
         rest = self.weights * (self._share * self.weights.dtype.type(share))
         rest -= q.on(self)
         return TokenDistribution(np.maximum(rest, 0.0, out=rest), self.tokens)
 
     def without(self, token: int) -> TokenDistribution:
-        """The same weights, but for this token's."""
+        """Return the same weights with this token's set to 0."""
         weights = self.weights.copy()
         weights[token if self.tokens is None else self.tokens.searchsorted(token)] = 0.0
         return TokenDistribution(weights, self.tokens)
 
     @property
     def _share(self) -> np.floating:
-        """What makes a weight a chance."""
+        """Return the factor that turns a weight into a probability."""
         share: np.floating = self.weights.dtype.type(1.0 / self.total if self.total else 0.0)
         return share
 
 
 def _block_sums(weights: np.ndarray) -> np.ndarray:
-    """Sums of the weights up to each block's end, float64 [blocks]; within a block in the weights' own precision."""
+    """Return the sums of the weights up to each block's end, float64 [blocks].
+
+    Within a block in their own precision.
+    """
     whole = len(weights) // _BLOCK * _BLOCK
     sums = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))  # twice as fast as sum(1)
     if whole < len(weights):
@@ -136,15 +139,15 @@ def _block_sums(weights: np.ndarray) -> np.ndarray:
 
 
 def one_hot(token: int) -> TokenDistribution:
-    """The distribution that gives one token alone."""
+    """Return the distribution with all mass on one token."""
     return TokenDistribution(np.ones(1), np.array([token]))
 
 
 def distribution_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | None = None) -> TokenDistribution:
-    """What a row of adjusted scores gives under sampling options, as `sampling.processed` does; of temperature 0 as of
-    1, without filters. No token has a chance where none is allowed. float32 or float64 [held]
+    """Return the distribution of a row of adjusted scores under sampling options, as `sampling.log_probs` does.
 
-    `ids` int64 [held] are the tokens that the scores are of; None: 0, 1, ...
+    Temperature 0 counts as 1 without filters. All probabilities are 0 if no token is allowed. float32 or float64
+    [held]; `ids` int64 [held] are the tokens of the scores; None: 0, 1, ...
     """
     top, temperature = scores.max(), sampling.temperature or 1.0
     if not np.isfinite(top):
@@ -163,7 +166,7 @@ def _exponentials(scores: np.ndarray, top: np.floating, temperature: float) -> n
 
 
 def _shifted(scores: np.ndarray, top: np.floating, temperature: float) -> np.ndarray:
-    """(scores - top) / temperature: 0 for the likeliest. [held]"""
+    """Return (scores - top) / temperature: 0 for the likeliest. [held]"""
     row: np.ndarray = scores - top
     if temperature != 1.0:
         row *= row.dtype.type(1.0 / temperature)
@@ -171,7 +174,7 @@ def _shifted(scores: np.ndarray, top: np.floating, temperature: float) -> np.nda
 
 
 def _floor(row: np.ndarray, sampling: Sampling) -> float:
-    """The lowest shifted score that stays; equal ones stay or go together."""
+    """Return the lowest shifted score that is kept; equal ones are kept or removed together."""
     best, floor = row, -math.inf
     if sampling.top_k and sampling.top_k < len(row):
         best = np.partition(row, len(row) - sampling.top_k)[-sampling.top_k :]
@@ -182,7 +185,7 @@ def _floor(row: np.ndarray, sampling: Sampling) -> float:
 
 
 def _nucleus(row: np.ndarray, top_p: float) -> float:
-    """The shifted score of the token by which the likeliest ones' mass reaches top_p: it stays. [kept]"""
+    """Return the shifted score at which the likeliest tokens' mass reaches top_p; that token is kept. [kept]"""
     whole, count = TokenDistribution(np.exp(row)).total, min(_NUCLEUS, len(row))
     while True:
         best = np.sort(np.partition(row, len(row) - count)[-count:])[::-1]
@@ -193,8 +196,10 @@ def _nucleus(row: np.ndarray, top_p: float) -> float:
 
 
 class DecisionKey(NamedTuple):
-    """Names one decision of one request; none may be asked for twice, or a text would be biased. Node ids never return,
-    so they tell the rounds apart; `purpose` is one of `core.noise`."""
+    """Identifies one random decision of a request. No key may be used twice, which would bias the text.
+
+    Node ids are unique within a request, so they distinguish the rounds; `purpose` is one of `core.noise`.
+    """
 
     seed: int
     choice: int
@@ -202,21 +207,21 @@ class DecisionKey(NamedTuple):
     purpose: int
 
     def again(self, number: int) -> DecisionKey:
-        """The key of the same decision where it is made a number of times more: of the next draws below one node."""
+        """Return the key for repetition `number` of the same decision, such as the next draws below one node."""
         return self._replace(purpose=self.purpose + PURPOSES * number)
 
 
 class RandomSource:
-    """Decisions by one uniform number a key: the same whatever else was decided, and in whatever order."""
+    """Makes random decisions by one uniform number per key, independent of the order of calls. Tests replace it."""
 
     def number(self, key: DecisionKey) -> float:
-        """In [0, 1)."""
+        """Return the number for this key, in [0, 1)."""
         return uniform(*key)
 
     def accepts(self, key: DecisionKey, p: float) -> bool:
-        """True with probability p; certain from 1 on."""
+        """Return True with probability p; always if p >= 1."""
         return self.number(key) < p
 
     def draw(self, key: DecisionKey, p: TokenDistribution) -> int:
-        """A token drawn from p: the least whose cumulative chance exceeds the number."""
+        """Draw a token from p: the lowest whose cumulative probability exceeds the number."""
         return p.at(self.number(key))

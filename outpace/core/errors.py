@@ -1,4 +1,4 @@
-"""The one error that is shown to a user as a plain sentence; anything else is a bug and keeps its traceback."""
+"""The error for bad input, which users see as a plain sentence, and checks of values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shlex import quote
 
 
 class UserError(Exception):
-    """Bad input. The message is one sentence that names the value and what is allowed."""
+    """Raised for bad input. The message is one sentence that names the value and what is allowed."""
 
 
 def unknown(what: str, value: str, allowed: Iterable[str], of: str = "") -> UserError:
-    """An error for a name that is not in `allowed`, with the nearest one that is; `of`: what would have it."""
+    """Build the error for a name that is not in `allowed`, with the nearest allowed one; `of` names what was chosen."""
     names = sorted(allowed)
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -24,14 +24,14 @@ def unknown(what: str, value: str, allowed: Iterable[str], of: str = "") -> User
 
 
 def check_whole(name: str, value: int, low: int, high: float = math.inf) -> None:
-    """Raises UserError unless value is a whole number with low <= value <= high."""
+    """Raise UserError unless value is a whole number with low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"{name} is {_shown(value)}, it must be a whole number, {_allowed(low, high)}")
     check_range(name, value, low, high)
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raises UserError unless value is a number with low <= value <= high (NaN never is)."""
+    """Raise UserError unless value is a number with low <= value <= high (NaN never is)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{name} is {_shown(value)}, it must be a number, {_allowed(low, high)}")
     if not low <= value <= high:
@@ -39,7 +39,7 @@ def check_range(name: str, value: float, low: float, high: float = math.inf) -> 
 
 
 def check_share(name: str, value: float) -> None:
-    """Raises UserError unless value is a number with 0 < value <= 1."""
+    """Raise UserError unless value is a number with 0 < value <= 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
         raise UserError(f"{name} is {_shown(value)}, it must be a number above 0 and at most 1")
 
@@ -50,7 +50,7 @@ def _allowed(low: float, high: float) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value of another kind may be long."""
+    """Shorten a value of a wrong type, which may be long."""
     return reprlib.repr(value)
 
 
@@ -58,7 +58,7 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 def install_command(extra: str, checkout: Path = _CHECKOUT) -> str:
-    """The command, as in pip install 'outpace[server]'."""
+    """Return the command that installs an extra of this package, as in pip install 'outpace[server]'."""
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e {quote(f'{checkout}[{extra}]')}"
     return f"pip install 'outpace[{extra}]'"

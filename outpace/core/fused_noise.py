@@ -1,7 +1,7 @@
-"""Keyed noise on a GPU by one kernel, in Triton: the bits of `noise.py`, whose operations take thirty launches.
+"""Keyed noise on a GPU in one Triton kernel, bit-equal to `noise.py`, whose operations take thirty launches.
 
-Products and sums are not fused into one rounding here, and quotients are rounded as IEEE 754 says, so the bits are
-those of every other device.
+Products and sums are not fused into one rounding, and quotients are rounded as IEEE 754 requires, so the bits are those
+of every other device.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -54,7 +54,7 @@ def _noise_kernel(words, out, vocab, IS_GUMBEL: tl.constexpr, SIZE: tl.constexpr
 
 
 def noise(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:
-    """E ~ Exp(1) for every row of `words` int32 [rows, 2] and every token, or -log E: float32 [rows, vocab]."""
+    """Return E ~ Exp(1), or -log E, for every row of `words` int32 [rows, 2] and every token: float32 [rows, vocab]."""
     words, rows = words.contiguous(), len(words)
     out = torch.empty(rows, vocab, dtype=torch.float32, device=words.device)
     if rows and vocab:

@@ -1,4 +1,4 @@
-"""torch, imported at its first use: that takes a second, and text by the native runtime needs none of it."""
+"""torch and hashlib, imported on first use: text generation by the native runtime needs neither."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch as torch
 
 
-_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # that torch begins with, the first that is a number
+_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # from which torch takes its number of threads
 _SIBLINGS = "devices/system/cpu/cpu{number}/topology/thread_siblings_list"
-_asked: list[int] = []  # threads that were asked for before torch was there
+_asked: list[int] = []  # number of threads set before torch was imported
 
 
 class _Torch:
-    """Stands for the module, and keeps what it was asked for: the second use of a name is as fast as the module's."""
+    """Replaces the module and caches its attributes, so that later uses are as fast as the module itself."""
 
     def __getattr__(self, name: str) -> Any:
         module = import_module("torch")
@@ -38,12 +38,12 @@ if not TYPE_CHECKING:
 
 
 def is_torch_loaded() -> bool:
-    """Whether anybody has imported torch."""
+    """Return whether torch has been imported."""
     return "torch" in sys.modules
 
 
 def num_threads() -> int:
-    """CPU threads that one computation takes: torch's number, without importing it."""
+    """Return the number of CPU threads for one computation: torch's number, without importing it."""
     if is_torch_loaded():
         return torch.get_num_threads()
     given = [os.environ.get(name, "") for name in _ENVIRONMENT]
@@ -52,7 +52,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Sets that number, torch's too once it is there."""
+    """Set that number; torch's too, now or when it is imported."""
     if is_torch_loaded():
         torch.set_num_threads(count)
     else:
@@ -60,12 +60,12 @@ def set_num_threads(count: int) -> None:
 
 
 def cpu_ids() -> Collection[int]:
-    """The numbers of the cores that this process may use; a core that runs two threads has two."""
+    """Return the ids of the logical CPUs that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _whole_cores(root: Path = Path("/sys")) -> int:
-    """The cores that this process may use, those that run two threads counted once where the system tells."""
+    """Return the number of physical cores that this process may use, as far as the system reports them."""
     numbers = cpu_ids()
     try:
         return len({(root / _SIBLINGS.format(number=number)).read_text() for number in numbers})
@@ -74,7 +74,7 @@ def _whole_cores(root: Path = Path("/sys")) -> int:
 
 
 def lazy_sha256(data: bytes = b"") -> _Hash:
-    """As hashlib's."""
+    """Return hashlib's SHA-256; hashlib loads OpenSSL, which takes 4 MB of memory."""
     import hashlib
 
     return hashlib.sha256(data)

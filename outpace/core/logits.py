@@ -1,4 +1,4 @@
-"""Rows of scores on the host, one at a time: torch's threads cost more than such a row does."""
+"""Rows of logits on the host and on devices: types, conversions and the largest values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_CHUNKS = 64  # a row is dealt into columns of so many values
+_CHUNKS = 64  # rows of the table into which a row is reshaped
 
 
 TopK = tuple[list[int], list[float]]  # tokens of a row and their values on a rule's scale, best first
 
-Scores: TypeAlias = "Tensor | np.ndarray"  # an array where no tensor was computed
+Scores: TypeAlias = "Tensor | np.ndarray"  # an array if the kernels computed it
 
 
 class TargetOutput(NamedTuple):
-    """What a pass gives: scores of the wanted nodes, and hidden states of those that are shown, after the layers that
-    were asked for, before the final norm. `best`: see `SparseLogits`."""
+    """The output of one pass.
+
+    `hidden` are the states of the nodes for which they were requested, after the requested layers, before the final
+    norm. `best`: see `SparseLogits`.
+    """
 
     logits: Scores  # [wanted rows, vocab]
     hidden: Tensor | None = None  # [layers, shown rows, width]
@@ -33,11 +36,11 @@ class TargetOutput(NamedTuple):
 
 
 class SparseLogits(NamedTuple):
-    """Scores of the tokens that a model's output layer has rows for; all others score -inf.
+    """Logits of the tokens for which a model's output layer has rows; all other tokens have -inf.
 
-    `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`. `best`: of
-    each row so many tokens of the highest scores as every part asked for, of equal ones the first, and log q of them
-    where they are several; empty for a row that has no order. None at all where the model does not tell them.
+    `values` [rows, held]; `ids` int64 [held], ascending, are the tokens (None: all) out of `vocab`. `best`: for each
+    row as many of the best tokens as its part requested, of equal ones the first, with log q if there are several;
+    empty for a row with nan. Empty as a whole if the model does not compute it.
     """
 
     values: Scores
@@ -46,11 +49,11 @@ class SparseLogits(NamedTuple):
     best: Sequence[TopK] = ()
 
     def part(self, rows: slice) -> SparseLogits:
-        """Some of the rows."""
+        """Return some of the rows."""
         return SparseLogits(self.values[rows], self.ids, self.vocab)
 
     def wide(self, rows: slice = slice(None)) -> Tensor:
-        """Scores of all tokens. [rows, vocab]"""
+        """Return the logits of all tokens. [rows, vocab]"""
         values = tensor_of(self.values[rows])
         if self.ids is None:
             return values
@@ -59,12 +62,12 @@ class SparseLogits(NamedTuple):
 
 
 def tensor_of(scores: Scores) -> Tensor:
-    """The same memory as a tensor."""
+    """Return the same memory as a tensor."""
     return torch.from_numpy(scores) if isinstance(scores, np.ndarray) else scores
 
 
 def host_rows(scores: Scores) -> np.ndarray | None:
-    """The same memory as an array [rows, vocab], or None where it is not float32 on the host."""
+    """Return the same memory as an array [rows, vocab], or None if it is not float32 on the host."""
     if isinstance(scores, np.ndarray):
         return scores
     if scores.dtype is not torch.float32 or scores.device.type != "cpu":
@@ -74,7 +77,7 @@ def host_rows(scores: Scores) -> np.ndarray | None:
 
 
 def host_array(scores: Scores) -> np.ndarray:
-    """Rows of scores as an array on the host, in float32 or better: the same memory where that can be. [rows, vocab]"""
+    """Return the rows as an array on the host, in float32 or better, without a copy if possible. [rows, vocab]"""
     if isinstance(scores, np.ndarray):
         return scores
     scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).cpu()
@@ -83,7 +86,7 @@ def host_array(scores: Scores) -> np.ndarray:
 
 
 def best_tokens(scores: Scores, count: int) -> np.ndarray:
-    """The `count` tokens of the largest scores of each row, best first: int64 [rows, count]"""
+    """Return the `count` best tokens of each row, best first: int64 [rows, count]."""
     host = host_rows(scores)
     if host is None:
         return tensor_of(scores).topk(min(count, scores.shape[-1])).indices.cpu().numpy()
@@ -91,14 +94,14 @@ def best_tokens(scores: Scores, count: int) -> np.ndarray:
 
 
 def select_rows(scores: Scores, places: Sequence[int]) -> Scores:
-    """These rows, in this order: [rows, vocab] to [places, vocab]"""
+    """Return these rows, in this order: [rows, vocab] to [places, vocab]."""
     if isinstance(scores, np.ndarray):
         return scores[np.asarray(places, np.int64)]
     return scores[to_device(places, np.int64, scores.device)]
 
 
 def token_scores(scores: Tensor, tokens: Sequence[int]) -> list[float]:
-    """The score of one token of each row, -inf where the row has no such token, in one copy. [rows, vocab]"""
+    """Return the score of one token of each row in one copy; -inf if the row has no such token. [rows, vocab]"""
     last = scores.shape[-1] - 1
     places = to_device([[min(token, last)] for token in tokens], np.int64, scores.device)
     found = scores.gather(-1, places)[:, 0].tolist()
@@ -106,16 +109,15 @@ def token_scores(scores: Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
-    """torch's own, bit by bit as it gives it for a row among others. float32 [vocab] to [vocab]"""
+    """Return the log-softmax, bit-equal to what torch returns for a row in a batch. float32 [vocab]"""
     result: np.ndarray = torch.log_softmax(torch.from_numpy(row)[None], dim=-1)[0].numpy()
     return result
 
 
 def largest_indices(row: np.ndarray, count: int) -> np.ndarray:
-    """Places of the `count` largest of a row, largest first, equal ones by place; for rows without a nan. [count]
+    """Return the indices of the `count` largest values, largest first, equal ones by index; no nan allowed. [count]
 
-    The count-th largest of the columns' maxima is at most the count-th largest of all, so nothing that is looked for
-    lies below it.
+    The count-th largest of the column maxima is at most the count-th largest of all, so no searched value is below it.
     """
     width = len(row) // _CHUNKS
     if not count:
@@ -133,7 +135,11 @@ _BELOW_SIGN = 0x7FFFFFFF
 
 
 def stable_top_k(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places and values of the `count` largest of each row: int64 and as they are [rows, count]. A nan is largest."""
+    """Return the indices and values of the `count` largest of each row, equal ones by index; a nan is largest.
+
+    int64 and the values' type, [rows, count]. `torch.topk` leaves the choice among equal values open and so depends on
+    the device; here each float32 is combined with its index into one integer first.
+    """
     width = values.shape[-1]
     if values.dtype != torch.float32:
         top = values.sort(dim=-1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was written, and of the best tokens beside it."""
+"""Log-probabilities of the written tokens, and of the best tokens at the same positions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AT_ONCE = 64  # rows on a device that are ordered together, for which it needs some 30 bytes a token
+_AT_ONCE = 64  # rows sorted together on a device, at some 30 bytes per token
 
 
 def token_logprobs(
     logits: Tensor | np.ndarray, rows: Sequence[Row], tokens: Sequence[int], options: LogprobsOptions
 ) -> list[TokenLogprobs]:
-    """One record for each of `tokens`, `tokens[i]` written where row i decides. `logits` [rows, vocab].
+    """Return one record for each of `tokens`; `tokens[i]` was written where row i predicts. `logits` [rows, vocab]
 
-    Tokens that adjustments or filters exclude are left out of the best; the written one never is.
+    Tokens that adjustments or filters exclude are omitted from the best tokens; the written token never is.
     """
     scores = tensor_of(logits)
     if options.processed:
@@ -42,12 +42,12 @@ def token_logprobs(
 
 
 def is_on_host(scores: Tensor) -> bool:
-    """Whether rows are read where they lie."""
+    """Return whether the scores are in host memory."""
     return scores.device.type == "cpu"
 
 
 def _on_device(scores: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """The same of rows on a device, which is waited for once: what is told of them comes in one copy."""
+    """Compute the records on a device, with one copy to the host."""
     written, found = to_device(tokens, np.int64, scores.device)[:, None], []
     for rows, its in zip(scores.split(_AT_ONCE), written.split(_AT_ONCE), strict=True):
         log_p = torch.log_softmax(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)

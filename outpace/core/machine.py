@@ -1,4 +1,4 @@
-"""What this machine is, what runs on it, and the floor that its memory sets for a pass over a model's weights."""
+"""This machine: processor, memory that is still available, memory bandwidth, and versions of packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("outpace", "outpace-kernels", "torch", "transformers", "llama-cpp-py
 
 
 def memory_bandwidth() -> float:
-    """Bytes a second that all threads together read from memory: the best of a few sums and products."""
+    """Measure the bytes per second that all threads together read from memory: the best of a few sums and products."""
     buffer = torch.ones(BUFFER)
     rows, vector = buffer.view(-1, 8192), torch.ones(8192)
     best = float("inf")
@@ -35,12 +35,12 @@ def memory_bandwidth() -> float:
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of logical CPUs that this process may use."""
     return len(cpu_ids())
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """Hardware, load and versions, as reports print them."""
+    """Return hardware, load and versions, as reports print them."""
     found = {
         "processor": processor(),
         "cores": num_cores(),
@@ -57,7 +57,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package by its name in the index; None where it is not there."""
+    """Return the version of a package by its name in the index; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -65,7 +65,7 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this code runs from, with a + where files differ from it; None outside of one."""
+    """Return the commit of the checkout that this code runs from, with a + if files differ; None without a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -83,7 +83,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's name where the system tells one."""
+    """Return the processor's name, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -98,7 +98,12 @@ GIVEN_BACK = ("inactive_file", "active_file", "total_inactive_file", "total_acti
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory; pages that only keep files at hand count as free, for the system gives them back."""
+    """Return the bytes of memory still available.
+
+    The least of the machine's, the container's and the process's own limits.
+
+    Pages that only cache files count as available, because the system frees them on demand.
+    """
     return max(0, min([_of_machine(root), *_of_containers(root), *_of_process(root)]))
 
 
@@ -110,7 +115,7 @@ def _of_machine(root: Path) -> int:
 
 
 def _of_containers(root: Path) -> Iterator[int]:
-    """What each control group that this process is in still allows."""
+    """Yield what each control group of this process still allows."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path, *_ = [*line.split(":", 2), "", ""]
         if controllers and "memory" not in controllers.split(","):
@@ -133,7 +138,7 @@ def _of_group(folder: Path) -> Iterator[int]:
 
 
 def _of_process(root: Path) -> Iterator[int]:
-    """What its own limits (ulimit -v and -d) still allow."""
+    """Yield what the process's own limits (ulimit -v and -d) still allow."""
     try:
         import resource
     except ImportError:  # Windows
@@ -153,7 +158,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def trim_heap() -> None:
-    """What has been freed by all threads, in whole pages; nothing where the C library cannot: it is glibc's own."""
+    """Return the memory that all threads have freed to the system, in whole pages; glibc only."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,6 +1,6 @@
-"""Several draft steps that a model takes without the host: what it is told of a text's tree, and what it gives back.
+"""Several draft steps that a model takes without the host in between: the request, and the result.
 
-A step expands the best unexpanded nodes of each tree, `width` at most, as `drafters/_tree_expander.py` chooses them.
+A step expands the best unexpanded nodes of each tree, at most `width`, as `drafters/_tree_expander.py` chooses them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ if TYPE_CHECKING:
     from outpace.core.logits import SparseLogits
 
 MAX_STEPS = 8
-MIN_COVERAGE = 0.05  # the chance that any proposal is picked is never held to be less, where they are shares
+MIN_COVERAGE = 0.05  # least assumed probability that any proposal is picked, if the scores are probabilities
 MAX_DEPTH = 128  # of a node below the root
 _MORE_OPEN = 4
-MAX_UPDATE_TOKENS = 4  # tokens below a known node, of which steps under way can be told
+MAX_UPDATE_TOKENS = 4  # tokens of a root update
 
 
 def max_open_nodes(width: int, steps: int, is_told: bool) -> int:
-    """Nodes that were open before the steps and can be of use: as many as are expanded; more of them where steps that
-    are told where the target went may have to leave the best ones."""
+    """Return how many of the nodes that are open before the steps can be of use.
+
+    As many as are expanded; more if the root may move during the steps, which may then have to leave the best nodes.
+    """
     return width * (steps - 1) * (_MORE_OPEN if is_told else 1)
 
 
 class OpenNode(NamedTuple):
-    """A tree node that is not expanded yet. `above`: the pending node that its parent is, PREFIX for the root's."""
+    """A tree node that is not expanded yet.
+
+    `above` is the pending node of its parent, PREFIX for the root's children.
+    """
 
     score: float
     token: int
@@ -36,8 +41,10 @@ class OpenNode(NamedTuple):
 
 
 class ScoreCalibration(NamedTuple):
-    """How scores on a rule's scale become chances: see `drafters/_chance.ChoiceModel`. `open` None: they are no shares,
-    and the chance that any proposal is picked is `coverage`."""
+    """How scores on a rule's scale become probabilities: see `drafters/_calibration.ChoiceModel`.
+
+    If `open` is None, the scores are no probabilities, and `coverage` is the probability that any proposal is picked.
+    """
 
     temperature: float
     coverage: float
@@ -45,8 +52,10 @@ class ScoreCalibration(NamedTuple):
 
 
 class RootUpdate(NamedTuple):
-    """Where the next root is: below the pending node `slot`, whose path score is `score`, the target wrote these
-    tokens, MOST_WALKED at most. The root is the last of them; with none it is that node."""
+    """Where the root moved: below the pending node `slot` of path score `score` the target wrote `tokens`.
+
+    There are at most MAX_UPDATE_TOKENS of them, and the last one is the root; without tokens the root is that node.
+    """
 
     slot: int
     score: float
@@ -54,8 +63,10 @@ class RootUpdate(NamedTuple):
 
 
 class RootUpdateChannel:
-    """Tells the steps that are taken for one text where its root went. Any thread may send; what is sent before they
-    are under way waits for that, what comes behind them is dropped."""
+    """Reports root updates to the steps that run for one text. Any thread may send.
+
+    An update that is sent before the steps run waits for them; one that is sent after them is dropped.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,19 +74,19 @@ class RootUpdateChannel:
         self._last: RootUpdate | None = None
 
     def begin(self, write: Callable[[RootUpdate], None]) -> None:
-        """From now on steps are under way, which read what `write` is given."""
+        """Start forwarding updates to running steps through `write`."""
         with self._lock:
             self._write = write
             if self._last is not None:
                 write(self._last)
 
     def end(self) -> None:
-        """They are done."""
+        """Stop forwarding updates: the steps are done."""
         with self._lock:
             self._write = None
 
     def send(self, moved: RootUpdate) -> None:
-        """What was sent before does not count any more."""
+        """Replace the last update."""
         with self._lock:
             self._last = moved
             if self._write is not None:
@@ -84,13 +95,13 @@ class RootUpdateChannel:
 
 @dataclass
 class MultiStepRequest:
-    """One text's part. The nodes of the first step are scored already: `scores` are their path scores, `slots` the
-    pending nodes that they are, in the order of the tree. `opened`: others that may be expanded, in that order.
+    """One text's input. The nodes of the first step are scored already.
 
-    `nodes` of the tree stand, and `most_nodes` may; a step adds at most the `share` of what is left. Nodes below the
-    path score `floor`, or deeper than `deepest`, are not expanded. `temperature`: by which scores are divided; `keys`,
-    in halves: of the noise that is added to what is proposed below nodes of depth 0, 1, ..., empty for none. `mail`: by
-    which the steps are told meanwhile where the root went, None: by nobody.
+    `scores` are their path scores, `slots` their pending nodes, in the order of the tree; `opened` are the other nodes
+    that may be expanded, in that order. The tree has `nodes` nodes and may have `most_nodes`; a step adds at most the
+    fraction `share` of the rest. Nodes with a path score below `floor`, or deeper than `deepest`, are not expanded.
+    Scores are divided by `temperature`; `keys` are, as word pairs, those of the noise that is added to proposals below
+    nodes of depth 0, 1, ..., empty for none. `mail` reports where the root moves during the steps.
     """
 
     session: Any
@@ -110,9 +121,12 @@ class MultiStepRequest:
 
 
 class ExpandedNode(NamedTuple):
-    """A node that a step expanded. `opened`: which of those that were open it is; else it is the child with `token` of
-    the `parent`-th node expanded, or of the node that was pending before in the slot `below`, where the target wrote
-    what no tree had. `slot`: the pending node that it is. Its best proposals follow, best first."""
+    """A node that a step expanded, with its best proposals, best first.
+
+    `opened`: its index among the open nodes; else it is the child with `token` of the `parent`-th expanded node, or,
+    where the target wrote what no tree had, of the earlier pending node in the slot `below`. `slot` is its own pending
+    node.
+    """
 
     opened: int | None
     parent: int
@@ -124,17 +138,19 @@ class ExpandedNode(NamedTuple):
 
 
 class SupportsMultiStep:
-    """What a model offers that can take several draft steps without the host between them; by default it cannot."""
+    """The part of a model that can take several draft steps without the host; by default it cannot."""
 
-    several_steps: bool | None = None  # whether that saves time; None: it cannot
+    several_steps: bool | None = None  # whether it saves time; None: unsupported
 
     def draft_steps(
         self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
     ) -> list[list[ExpandedNode]] | None:
-        """So many steps, of which the first is scored already: `scored` has the rows of its nodes, one text's after the
-        other's. A step expands `width` nodes of a text at most, and `offered` tokens are proposed below each.
+        """Take `steps` steps, the first of which is scored already.
 
-        What each text's steps expanded, the first step's nodes first; all of it is pending in the sessions then. None
-        where this cannot be, and nothing has changed.
+        Return the expanded nodes of each text, in order.
+
+        `scored` has the rows of the first step's nodes, one text after another. A step expands at most `width` nodes
+        per text and proposes `offered` tokens below each. Afterwards all expanded nodes are pending in the sessions.
+        Returns None, with nothing changed, if this is not possible.
         """
         return None

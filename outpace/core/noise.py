@@ -1,11 +1,11 @@
-"""Keyed noise: one value for (seed, choice, position, token), never drawn in call order.
+"""Keyed noise: one value per (seed, choice, position, token), independent of the order of calls.
 
-Shared by target and drafter (Daliri, Musco, Suresh, arXiv:2408.07978): the target writes argmax(log p + g), so its
-text depends on the seed alone. With g = -log E this is the exponential race argmax(p / E), E ~ Exp(1).
+Target and drafter share it (Daliri, Musco, Suresh, arXiv:2408.07978): the target writes argmax(log p + g), so its text
+depends on the seed alone. With g = -log E this is the exponential race argmax(p / E), E ~ Exp(1).
 
-The bits are the same on every device and in every process: a 32-bit integer hash of the token, mixed with a 64-bit
-key a row, then a logarithm made of single IEEE additions, products and divisions (a device's own log may differ in the
-last bit, and compilers may not fuse across these calls).
+The bits are equal on every device and in every process: a 32-bit integer hash of the token is mixed with a 64-bit key
+per row, and its logarithm is computed by single IEEE additions, products and divisions. A device's own log may differ
+in the last bit, and compilers may not fuse operations across these calls.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from outpace.core.triton_support import unavailable_reason
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Purposes of a key. 0 is the noise that target and drafters share, keyed by position; the rules that judge by the ratio
-# p / q key by node ids instead, which never return: a key that returns in a later round would bias them.
+# Purposes of a key. 0 is the noise that target and drafters share, keyed by position. The ratio rules key by node ids
+# instead, because using a key again in a later round would bias them.
 DRAW, ACCEPT, RESIDUAL = 1, 2, 3
 PURPOSES = 4
 
@@ -33,9 +33,9 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
 
-@lru_cache(4096)  # draft and target ask for the same positions, round after round
+@lru_cache(4096)  # draft and target use the same positions repeatedly
 def row_key(seed: int, choice: int, position: int, purpose: int = 0) -> int:
-    """64 bits for (seed, choice, position, purpose), which hardly ever collide: splitmix64's mixer, once a part."""
+    """Return 64 bits for (seed, choice, position, purpose), almost never equal: splitmix64's mixer, once per part."""
     key = 0
     for part in (seed, choice, position, purpose):
         key = (key + part + _GOLDEN) & _MASK64
@@ -46,7 +46,7 @@ def row_key(seed: int, choice: int, position: int, purpose: int = 0) -> int:
 
 
 def row_words(seed: int, choice: int, positions: np.ndarray) -> np.ndarray:
-    """`halves` of the keys of many positions, of purpose 0: int32 [positions, 2]."""
+    """Return `key_words` for many positions, with purpose 0: int32 [positions, 2]."""
     keys = np.zeros(len(positions), np.uint64)
     for part in (np.uint64(seed & _MASK64), np.uint64(choice & _MASK64), positions.astype(np.uint64), np.uint64(0)):
         keys = keys + part + np.uint64(_GOLDEN)
@@ -57,17 +57,17 @@ def row_words(seed: int, choice: int, positions: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
-    """One number in [0, 1) with 53 bits for this key."""
+    """Return a number in [0, 1) with 53 bits for this key."""
     return (row_key(seed, choice, position, purpose) >> 11) * 2.0**-53
 
 
 def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
+    """Return E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
     return exponential_from_words(_words(keys, device), vocab)
 
 
 def exponential_from_words(words: Tensor, vocab: int) -> Tensor:
-    """As `exponential`, of keys that are on the device already: int32 [rows, 2], as `halves` gives them."""
+    """Do as `exponential`, for keys on the device: int32 [rows, 2], as `key_words` returns them."""
     if _has_kernel(words):
         return _fused(words, vocab, False)
     low, high = words[:, :1], words[:, 1:]  # [rows, 1] each
@@ -81,7 +81,7 @@ def exponential_from_words(words: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel_from_words(words: Tensor, vocab: int) -> Tensor:
-    """As `gumbel`, of keys that are on the device already."""
+    """Do as `gumbel`, for keys on the device."""
     if _has_kernel(words):
         return _fused(words, vocab, True)
     e = exponential_from_words(words, vocab)
@@ -89,12 +89,12 @@ def gumbel_from_words(words: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """g = -log E for every row key and every token: float32 [rows, vocab]."""
+    """Return g = -log E for every row key and every token: float32 [rows, vocab]."""
     return gumbel_from_words(_words(keys, device), vocab)
 
 
 def key_words(key: int) -> tuple[int, int]:
-    """A row's key as two words of 32 bits with a sign, the low one first."""
+    """Return a row's key as two signed 32-bit words, the low one first."""
     return _signed(key), _signed(key >> 32)
 
 
@@ -107,28 +107,31 @@ def _has_kernel(words: Tensor) -> bool:
 
 
 def _fused(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:
-    """By one kernel, which has the same bits."""
+    """Run the fused kernel, which gives the same bits."""
     from outpace.core.fused_noise import noise
 
     return noise(words, vocab, is_gumbel)
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as a two's-complement integer."""
+    """Return the low 32 bits as a two's-complement integer."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _mix(bits: Tensor, factor: int) -> None:
-    """One bijective round on int32, in place: multiply, then fold the high bits into the low by a logical shift."""
+    """Apply one bijective round to int32, in place.
+
+    Multiply, then fold the high bits into the low by a logical shift.
+    """
     bits.mul_(factor)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF))
 
 
 def _minus_log(x: Tensor, one_minus_x: Tensor) -> Tensor:
-    """-log x for positive normal float32, relative error below 1e-6; single IEEE operations only.
+    """Return -log x for positive normal float32 with a relative error below 1e-6, by single IEEE operations only.
 
-    `one_minus_x` is taken where x is near 1, where subtracting would cancel: E keeps its precision down to 2^-32.
+    `one_minus_x` is used where x is near 1 and a subtraction would cancel: E keeps its precision down to 2^-32.
     """
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS).bitwise_right_shift_(23)

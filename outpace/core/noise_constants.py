@@ -1,4 +1,4 @@
-"""The numbers of which keyed noise is made, for `noise.py` and its kernel."""
+"""The constants of keyed noise, for `noise.py` and its Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`; nothing is listed anywhere.
+"""Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`, and there is no other list.
 
 A method's file holds `build` (or `decode`), an `Options` dataclass, and a docstring whose first line is its help and
-whose second paragraph cites its paper. Files that start with an underscore, and `base`, are not methods. Other packages
+whose second paragraph cites its paper. Files that begin with an underscore, and `base`, are not methods. Other packages
 register modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and
 `outpace.decoders`.
 """
@@ -22,11 +22,11 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter
 
-DRAFT_MODEL = "a draft model"  # what a drafter needs that runs one
-ON_TARGET = "no other model"  # one that runs the target's own layers
+DRAFT_MODEL = "a draft model"  # needed by drafters that run one
+ON_TARGET = "no other model"  # needed by drafters that run the target's own layers
 KINDS = ("decoders", "drafters", "rules")
-_DRAFTING = {None: "no drafter", "drafter": "a drafter", "worker": "a drafter beside the target"}
-_DRAFTS = {  # by how a rule wants children made, and whether a node may have several drawn ones
+_DRAFTING = {None: "no drafter", "drafter": "a drafter", "worker": "a drafter in parallel with the target"}
+_DRAFTS = {  # by a rule's traits siblings and several_draws
     (Siblings.PICKED, False): "any drafts",
     (Siblings.DRAWN, False): "a chain drawn from q, or picked drafts",
     (Siblings.DRAWN, True): "children drawn independently from q, or picked drafts",
@@ -43,28 +43,28 @@ class Method:
     name: str
     help: str
     paper: str
-    lossless: bool | None  # None for drafters: what they propose never changes the text
+    lossless: bool | None  # None for drafters: proposals never change the text
     options: tuple[str, ...]
     needs: str = ""
     cost: str = ""
-    about: str = ""  # what its options mean
+    about: str = ""  # meaning of the options
 
 
 def names(kind: str) -> list[str]:
-    """The names of all methods of one kind, sorted."""
+    """Return the names of all methods of one kind, sorted."""
     package = importlib.import_module(f"outpace.{kind}")
     return sorted(_files(tuple(package.__path__)) | {point.name for point in _registered(kind)})
 
 
 @lru_cache
 def _files(folders: tuple[str, ...]) -> frozenset[str]:
-    """The methods whose files are in these folders. Every request finds its rule by name: folders are listed once."""
+    """Return the methods whose files are in these folders; cached, because every request looks up its rule."""
     found = (module.name for module in pkgutil.iter_modules(folders))
     return frozenset(name for name in found if name != "base" and not name.startswith("_"))
 
 
 def find(kind: str, name: str) -> ModuleType:
-    """The module of a method; UserError with the nearest name where there is none."""
+    """Return the module of a method; raise UserError with the nearest name if there is none."""
     for point in _registered(kind):
         if point.name == name:
             return importlib.import_module(point.module)
@@ -74,7 +74,7 @@ def find(kind: str, name: str) -> ModuleType:
 
 
 def _registered(kind: str) -> Sequence[EntryPoint]:
-    """What other packages registered. To look takes milliseconds: once for a search path is enough."""
+    """Return what other packages registered; cached by search path, because a look-up takes milliseconds."""
     return _look_up(f"outpace.{kind}", entry_points, tuple(sys.path))
 
 
@@ -84,7 +84,7 @@ def _look_up(group: str, look: Callable[..., Iterable[EntryPoint]], path: tuple[
 
 
 def describe(kind: str, name: str) -> Method:
-    """A method's row in the table of methods."""
+    """Return a method's row in the table of methods."""
     module = find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
@@ -104,7 +104,7 @@ def describe(kind: str, name: str) -> Method:
 
 
 def _needs(kind: str, module: ModuleType) -> str:
-    """What must be there, in words."""
+    """Describe what a method needs."""
     if kind == "decoders":
         return _DRAFTING[module.needs]
     if kind == "rules":
@@ -119,12 +119,12 @@ def _needs(kind: str, module: ModuleType) -> str:
 
 
 def option_names(module: ModuleType) -> tuple[str, ...]:
-    """The names of a method's options, `name=default`."""
+    """Return the names of a method's options, as `name=default`."""
     return tuple(f"{f.name}={_default(f)}" for f in fields(module.Options))
 
 
 def build_options(module: ModuleType, values: Mapping[str, Any]) -> Any:
-    """The method's Options from those of `values` that it knows; text is read as the option's own type."""
+    """Build the method's Options from the `values` that it knows; strings are converted to the option's type."""
     kinds = get_type_hints(module.Options)
     known = _fields(module)
     return module.Options(**{n: _read(n, kinds[n], values[n]) for n in values if n in known})
@@ -133,8 +133,10 @@ def build_options(module: ModuleType, values: Mapping[str, Any]) -> Any:
 def check_known(
     modules: Mapping[str, ModuleType], values: Mapping[str, Any], unnamed: Sequence[ModuleType] = ()
 ) -> None:
-    """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence. `unnamed`:
-    methods that nobody chose, whose options are known too."""
+    """Raise UserError for a value that no chosen method has an option for: nothing is ignored silently.
+
+    `unnamed` are methods in use that the user did not name; their options are known too.
+    """
     allowed = set[str]().union(*map(_fields, (*modules.values(), *unnamed)))
     for name in values:
         if name not in allowed:
@@ -142,7 +144,7 @@ def check_known(
 
 
 def owners(option: str) -> list[str]:
-    """The methods, drafters and rules that have an option of this name, those of a kind together."""
+    """List the methods, drafters and rules that have an option of this name, grouped by kind."""
     having = {kind: [n for n in names(kind) if option in _fields(find(kind, n))] for kind in KINDS}
     return [f"{_CALLED[kind]} {', '.join(found)}" for kind, found in having.items() if found]
 
@@ -152,7 +154,7 @@ def _fields(module: ModuleType) -> set[str]:
 
 
 def _unknown_option(name: str, allowed: Iterable[str], chosen: str) -> UserError:
-    """Says which methods have the option, where some have, and what it is called on the command line."""
+    """Say which methods have the option, if any, and how it is written on the command line."""
     has = owners(name)
     if not has:
         return unknown("option", name, allowed, of=chosen)
@@ -167,7 +169,7 @@ def _default(field: Field[Any]) -> Any:
 def _read(name: str, kind: Any, value: Any) -> Any:
     if not isinstance(value, str) or kind is str:
         return value
-    kind = next((one for one in get_args(kind) if one is not NoneType), kind)  # of an option that may be None
+    kind = next((one for one in get_args(kind) if one is not NoneType), kind)  # the option may be None
     if kind is bool:
         if value.lower() not in ("true", "false"):
             raise UserError(f"{name} is {value!r}, it must be true or false")

@@ -1,4 +1,4 @@
-"""From logits to p: temperature, top-k, top-p, min-p, in the order that transformers and vLLM use."""
+"""From logits to p: temperature, top-k, top-p and min-p, in the order of transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST = 2**31 - 1
-_NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only where their mass falls short of top_p
+_NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only if their mass is below top_p
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off."""
+    """Sampling options. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 disable a filter."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -40,13 +40,15 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether tokens are left out."""
+        """Return whether any filter is active."""
         return not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
     @property
     def kernel_filters(self) -> tuple[int, float, float]:
-        """top_k, top_p and min_p as the kernels take them, where they leave tokens out; a top_k that is too large for a
-        word of theirs leaves all tokens, too."""
+        """Return top_k, top_p and min_p as the kernels take them.
+
+        A top_k beyond their word size keeps all tokens anyway.
+        """
         return (min(self.top_k, _LARGEST), self.top_p, self.min_p) if self.filters else (0, 1.0, 0.0)
 
 
@@ -54,15 +56,15 @@ GREEDY = Sampling()
 
 
 def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """log p of every row under its own sampling options, -inf where filtered out. [rows, vocab] to [rows, vocab].
+    """Return log p of each row under its own sampling options, -inf if filtered out. [rows, vocab] to [rows, vocab]
 
-    A row's result depends on nothing but that row. Greedy rows are scaled by 1 and not filtered.
+    A row's result depends on that row only. Greedy rows are scaled by 1 and not filtered.
     """
     return torch.log_softmax(filter_logits(logits, samplings), dim=-1)
 
 
 def filter_logits(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """What `processed` takes the softmax of: logits over temperature, -inf where filtered out. [rows, vocab]"""
+    """Return logits over temperature, -inf if filtered out: `log_probs` before the softmax. [rows, vocab]"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p
     temperatures = [1.0 if s.is_greedy else s.temperature for s in samplings]
     own = np.float64 if logits.dtype == torch.float64 else np.float32
@@ -76,12 +78,12 @@ def filter_logits(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The lowest logit that stays; equal logits stay or go together, whatever order a sort gave them. [vocab] to []."""
-    # on a device all are sorted: whether fewer would do, the host would have to wait to know
+    """Return the lowest kept logit; equal logits are kept or removed together, whatever their order. [vocab] to []"""
+    # On a device all are sorted: the host would have to wait to learn whether fewer suffice.
     most = _NUCLEUS if logits.device.type == "cpu" else len(logits)
     count = min(sampling.top_k or most, len(logits))
     top = torch.topk(logits, count).values  # [count], descending
-    # a device adds up in an order of its own; in float64 that is not seen where the sum crosses top_p
+    # A device sums in its own order; float64 hides the difference where the sum crosses top_p.
     wide = None if logits.device.type == "cpu" else torch.float64
     floor = top[-1] if sampling.top_k else logits.new_full((), float("-inf"))
     if sampling.top_p < 1.0:
@@ -90,7 +92,7 @@ def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:
         if not sampling.top_k and count < len(logits) and mass[-1] < sampling.top_p:
             top = torch.sort(logits, descending=True).values
             mass = torch.exp(top - total).cumsum(0, dtype=wide)
-        kept = (mass < sampling.top_p).sum().clamp(max=len(top) - 1)  # the token that crosses top_p stays
+        kept = (mass < sampling.top_p).sum().clamp(max=len(top) - 1)  # the token that crosses top_p is kept
         floor = torch.maximum(floor, top.gather(0, kept[None])[0])
     if sampling.min_p:
         floor = torch.maximum(floor, top[0] + torch.log(top.new_full((), sampling.min_p)))

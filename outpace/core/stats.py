@@ -1,4 +1,4 @@
-"""Figures as folds over Steps: no counter is kept anywhere else."""
+"""Statistics of rounds. Every figure is computed from a list of `RoundStats`; there are no other counters."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 HITS = ("primary", "secondary", "late")
 Positions = tuple[tuple[int, int], ...]
-"""For each position of a branch: the rounds that offered a token there after accepting all before it, and how many of
-these rounds accepted it."""
+"""For each position of a branch: how many rounds offered a token there after accepting all before it, and how many
+accepted it."""
 
 
 class RoundStats(NamedTuple):
-    """The record of one round of one request; every figure that is printed is a fold over Steps."""
+    """The record of one round of one request."""
 
-    drafted: int  # candidates that the target judged
-    accepted: int  # of them, on the path
-    emitted: int  # tokens written: accepted, and the target's own
-    depth_offered: int = 0  # length of the longest branch judged
+    drafted: int  # candidates that the target verified
+    accepted: int  # candidates on the accepted path
+    emitted: int  # tokens written: accepted ones and the target's own
+    depth_offered: int = 0  # length of the longest verified branch
     hit: str | None = None
-    verified_rows: int = 1  # rows of the target's pass, the root's included
+    verified_rows: int = 1  # rows of the target's pass, including the root
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     seconds: float = 0.0
-    predicted: int = 0  # judged tokens that the caller predicted
-    predicted_accepted: int = 0  # of them, written
-    relaxed: int = 0  # of the accepted, those that the exact rule would have rejected
+    predicted: int = 0  # verified tokens that the caller predicted
+    predicted_accepted: int = 0  # predicted tokens that were written
+    relaxed: int = 0  # accepted tokens that the exact rule would have rejected
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """What a run amounts to. Times in seconds, lengths in tokens."""
+    """The statistics of a run. Times in seconds, lengths in tokens."""
 
     passes: int
     emitted: int
@@ -41,7 +41,7 @@ class RunStats:
     accepted: int
     hits: int
     misses: int
-    by_kind: dict[str, int]  # hits by where they stood, and misses
+    by_kind: dict[str, int]  # hits by where the token was found, and misses
     positions: Positions
     draft_seconds: float
     target_seconds: float
@@ -51,33 +51,33 @@ class RunStats:
 
     @property
     def predicted_rejected(self) -> int:
-        """Tokens of the caller's prediction that were judged and not written."""
+        """Return the verified tokens of the caller's prediction that were not written."""
         return self.predicted - self.predicted_accepted
 
     @property
     def mean_accepted_length(self) -> float:
-        """Emitted tokens a target pass (tau), the target's own token included."""
+        """Return the emitted tokens per target pass (tau), the target's own token included."""
         return self.emitted / self.passes if self.passes else 0.0
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """That the i-th token of a branch is accepted, once all before it were."""
+        """Return the rate at which the i-th token of a branch is accepted, given that all before it were."""
         return rates(self.positions)
 
     @property
     def draft_acceptance(self) -> float | None:
-        """Accepted over drafted; None where nothing was drafted."""
+        """Return accepted over drafted tokens; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def hit_rate(self) -> float | None:
-        """CARD: how often the next committed token stood in the cache; None where no cache was asked."""
+        """Return how often the next committed token was in CARD's cache; None without a cache."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
 
 def summarize(steps: Iterable[RoundStats]) -> RunStats:
-    """All figures of a sequence of rounds."""
+    """Return the statistics of a sequence of rounds."""
     rounds = list(steps)
     kinds = Counter(step.hit for step in rounds if step.hit)
     return RunStats(
@@ -98,7 +98,7 @@ def summarize(steps: Iterable[RoundStats]) -> RunStats:
 
 
 def merge_stats(parts: Sequence[RunStats]) -> RunStats:
-    """The figures of several runs as if they were one."""
+    """Return the statistics of several runs as if they were one."""
     names = ["passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds"]
     names += ["predicted", "predicted_accepted", "relaxed"]
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
@@ -107,7 +107,7 @@ def merge_stats(parts: Sequence[RunStats]) -> RunStats:
 
 
 def positions(rounds: Iterable[tuple[int, int]]) -> Positions:
-    """From the tokens that the longest branch of each round offered, and those accepted; as far as any round came."""
+    """Count by position, from each round's longest offered branch and accepted tokens."""
     known = list(rounds)
     found: list[tuple[int, int]] = []
     while reached := [accepted for offered, accepted in known if min(offered - 1, accepted) >= len(found)]:
@@ -116,13 +116,13 @@ def positions(rounds: Iterable[tuple[int, int]]) -> Positions:
 
 
 def merge_positions(parts: Iterable[Positions]) -> Positions:
-    """The positions of several runs' rounds as if they were one's."""
+    """Add up the positions of several runs."""
     columns = zip_longest(*parts, fillvalue=(0, 0))
     return tuple((sum(reached for reached, _ in column), sum(kept for _, kept in column)) for column in columns)
 
 
 def rates(positions: Iterable[tuple[int, int]]) -> tuple[float, ...]:
-    """The share of the rounds reaching a position that accepted it."""
+    """Return the share of the rounds that reached a position and accepted it."""
     return tuple(kept / reached for reached, kept in positions)
 
 
@@ -130,8 +130,10 @@ T = TypeVar("T")
 
 
 class BatchedUpdates(Generic[T]):
-    """Facts that wait for each other until they are learnt, as many as `most` at last, the first ones at once: behind a
-    pass the code that learns is cold."""
+    """Delays updates of a statistic and applies them in batches of at most `most`.
+
+    Right after a pass the code that learns is not in the processor's caches. The first updates are applied at once.
+    """
 
     def __init__(self, learn: Callable[[T], None], most: int) -> None:
         self._learn, self._most = learn, most
@@ -139,13 +141,13 @@ class BatchedUpdates(Generic[T]):
         self._learnt = 0
 
     def add(self, facts: Iterable[T]) -> None:
-        """They happened, in this order."""
+        """Add updates, in this order."""
         self._waiting += facts
         if len(self._waiting) > min(self._most, self._learnt // self._most):
             self.work_in()
 
     def work_in(self) -> None:
-        """What waits counts from now on."""
+        """Apply the delayed updates."""
         for fact in self._waiting:
             self._learn(fact)
         self._learnt += len(self._waiting)

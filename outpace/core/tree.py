@@ -1,4 +1,4 @@
-"""Token trees: candidate tokens that await the target's judgement, and the pure functions over them."""
+"""Token trees: candidate tokens that await verification, and functions on them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from outpace.core.distribution import TokenDistribution
 
 
-PREFIX = -1  # the parent of a node that hangs directly below the committed tokens
+PREFIX = -1  # the parent of the root
 
 
 class Role(Enum):
-    """What a node stands in the tree for."""
+    """The purpose of a node."""
 
-    PRIMARY = "primary"  # a kept candidate: CARD's C(l)
-    SECONDARY = "secondary"  # a scored child that was not kept: CARD's B(l); verified and hit like any other
-    PROBE = "probe"  # scored for the drafter's sake, never accepted, never counted as drafted
+    PRIMARY = "primary"  # a candidate of CARD's cache C(l)
+    SECONDARY = "secondary"  # of CARD's cache B(l): scored and not kept, but verified and hit like any other
+    PROBE = "probe"  # scored for the drafter only: never accepted, never counted as drafted
 
 
 class Siblings(Enum):
-    """How the children of one node were made; a rule refuses what it is not exact for."""
+    """How the children of one node were chosen; a rule refuses trees that it is not exact for."""
 
     PICKED = "picked"  # deterministically: no two alike
     DRAWN = "drawn"  # independently from q: duplicates count
@@ -35,26 +35,25 @@ class Siblings(Enum):
 
 
 class DrawnChildren(NamedTuple):
-    """What the children of one node were drawn from, and what came out. The children themselves are distinct."""
+    """The distribution from which the children of one node were drawn, and the outcome. The children are distinct."""
 
     q: TokenDistribution
     tokens: tuple[int, ...] = ()  # in the order drawn, repeats included; none below a leaf
-    raw: Callable[[], TokenDistribution] | None = (
-        None  # the same row at temperature 1, without filters, for rules that compare
-    )
+    raw: Callable[[], TokenDistribution] | None = None  # q at temperature 1 and without filters, if the rule needs it
 
 
 class TokenTree:
     """A tree of tokens that grows at its leaves and never loses a node.
 
-    Node 0 is the root: the last committed token, whose keys and values are not stored yet. A parent stands before its
-    child. `scores[i]` is W, the log of the estimated chance that the target walks down to node i; it never exceeds
-    the parent's, so the best n nodes are always closed under ancestors. `ids` are unique for the life of a request.
+    Node 0 is the root: the last committed token, whose keys and values are not stored yet. A parent precedes its
+    children. `scores[i]` is the path score: the log of the estimated probability that the target accepts the path to
+    node i; it never exceeds the parent's, so the best n nodes are always closed under ancestors. `ids` are unique
+    within a request, over all its trees.
 
-    Where `most` nodes can be verified, what stands behind the best so many need not grow: see `bound`. What scores
-    below `least` need not be planted, but for the best below each node: nobody would verify it.
+    If only `max_nodes` nodes can be verified, worse ones need not be added: see `bound`. Children that score below
+    `min_score` need not be added either, except the best one below each node.
 
-    One writer at a time: whoever grows it. A reader freezes it by remembering `len(tree)`.
+    One thread at a time writes: the one that grows the tree. Readers remember `len(tree)` and use the nodes before it.
     """
 
     def __init__(self, token: int, root_id: int = 0, next_id: int = 1) -> None:
@@ -63,13 +62,13 @@ class TokenTree:
         self.scores = [0.0]
         self.roles = [Role.PRIMARY]
         self.ids = [root_id]
-        self.sources = [""]  # by node: the drafter that planted it, where it is known
-        self.planter = ""  # the drafter that grows it at the moment, where that is told
+        self.sources = [""]  # by node: the drafter that added it, if known
+        self.current_source = ""  # the drafter that is adding nodes now, if known
         self.siblings: dict[int, Siblings] = {}
         self.drawn: dict[int, DrawnChildren] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
-        self.most: int | None = None  # nodes that can be verified, where that is known while it grows
-        self.least = -math.inf
+        self.max_nodes: int | None = None  # number of nodes that can be verified, if known
+        self.min_score = -math.inf
         self._children: list[list[int]] = [[]]
 
     def __len__(self) -> int:
@@ -84,7 +83,7 @@ class TokenTree:
         siblings: Siblings = Siblings.PICKED,
         node_id: int | None = None,
     ) -> int | None:
-        """Adds a child with path score W = `score`; None where a picked sibling with this token stands already."""
+        """Add a child with a path score; return its number, or None if a picked sibling has the same token."""
         node = len(self.tokens)
         if not 0 <= parent < node:
             raise ValueError(f"parent {parent} is not in a tree of {node} nodes")
@@ -107,7 +106,7 @@ class TokenTree:
         roles: Sequence[Role],
         ids: Sequence[int],
     ) -> None:
-        """More nodes, parents first, which were checked."""
+        """Append valid nodes, parents first."""
         children = self._children
         for node, parent in enumerate(parents, len(children)):
             children.append([])
@@ -117,12 +116,14 @@ class TokenTree:
         self.scores += scores
         self.roles += roles
         self.ids += ids
-        self.sources += [self.planter] * len(tokens)
+        self.sources += [self.current_source] * len(tokens)
         self.next_id = max(self.next_id, max(ids) + 1)
 
     def attach_children(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
-        """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
-        bound; the first `primary` are C, the others B. No two of them are the same token below the same parent."""
+        """Add picked children, (path score, parent, token) each, except those below the bound.
+
+        The first `primary` of them get the role PRIMARY, the others SECONDARY. They must differ in parent or token.
+        """
         kids, siblings, scores = self._children, self.siblings, self.scores
         picked, role, left = Siblings.PICKED, Role.PRIMARY, primary
         fresh = []
@@ -137,7 +138,7 @@ class TokenTree:
             if not kids[parent] or self.child(parent, token) is None:
                 above = scores[parent]
                 fresh.append((parent, token, score if score < above else above, role))
-        if self.most is not None and len(self.tokens) + len(fresh) > self.most:
+        if self.max_nodes is not None and len(self.tokens) + len(fresh) > self.max_nodes:
             bound = self.bound([child[2] for child in fresh])
             fresh = [child for child in fresh if child[2] >= bound]
         if fresh:
@@ -145,8 +146,10 @@ class TokenTree:
             self.append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
 
     def chain(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> int:
-        """Adds picked tokens with these path scores, one below the other, as `add` would one by one; the first of them
-        is not there yet below `parent`, and each scores at most what the one above it does. The first node."""
+        """Add picked tokens, each below the one before, and return the first node.
+
+        The first token must be new below `parent`, and the path scores must not increase.
+        """
         first, siblings = len(self.tokens), self.siblings
         if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
             raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
@@ -157,7 +160,7 @@ class TokenTree:
         return first
 
     def draw(self, parent: int, drawn: DrawnChildren, siblings: Siblings = Siblings.DRAWN) -> int:
-        """Adds the distinct tokens of one draw as all the children of a node; how many they are."""
+        """Add the distinct tokens of one draw as all the children of a node; return their number."""
         if self._children[parent] or parent in self.drawn:
             raise ValueError(f"node {parent} has children already, a group is drawn at once")
         self.drawn[parent] = drawn
@@ -167,47 +170,49 @@ class TokenTree:
         return len(distinct)
 
     def bound(self, more: Sequence[float] = ()) -> float:
-        """The path score below which no node can be among the `most` best, with candidates of scores `more` beside
-        those that stand: whatever grows later can only put it further back."""
-        if self.most is None or self.drawn or len(self.tokens) + len(more) <= self.most:
-            return -math.inf  # everything has room
-        return sorted([*self.scores, *more], reverse=True)[self.most - 1]
+        """Return the path score below which no node can be among the best `max_nodes`, now or later.
+
+        `more` are the scores of candidates that are about to be added.
+        """
+        if self.max_nodes is None or self.drawn or len(self.tokens) + len(more) <= self.max_nodes:
+            return -math.inf  # all nodes fit
+        return sorted([*self.scores, *more], reverse=True)[self.max_nodes - 1]
 
     @property
     def has_room(self) -> bool:
-        """Whether any node that is added can be verified, however unlikely it is."""
-        return self.most is None or bool(self.drawn) or len(self.tokens) < self.most
+        """Return whether any added node can be verified, however unlikely it is."""
+        return self.max_nodes is None or bool(self.drawn) or len(self.tokens) < self.max_nodes
 
     def children(self, node: int) -> Sequence[int]:
-        """The children of a node, in the order in which they were added."""
+        """Return the children of a node, in the order in which they were added."""
         return self._children[node]
 
     def leaves(self) -> list[int]:
-        """Nodes without children, but for the root and probes."""
+        """Return the nodes without children, except the root and probes."""
         roles = self.roles
         return [
             node for node, below in enumerate(self._children) if not below and node and roles[node] is not Role.PROBE
         ]
 
     def child(self, node: int, token: int) -> int | None:
-        """The candidate below `node` that carries `token`; probes are never found."""
+        """Return the child of `node` that carries `token`; probes are not considered."""
         for child in self._children[node]:
             if self.tokens[child] == token and self.roles[child] is not Role.PROBE:
                 return child
         return None
 
     def ancestry(self, node: int) -> Iterator[int]:
-        """The node, its parent, and so on up to the root."""
+        """Yield the node, its parent, and so on up to the root."""
         while node != PREFIX:
             yield node
             node = self.parents[node]
 
     def depth(self, node: int) -> int:
-        """Edges between the node and the root."""
+        """Return the number of edges between the node and the root."""
         return sum(1 for _ in self.ancestry(node)) - 1
 
     def copy(self, nodes: Sequence[int]) -> TokenTree:
-        """A tree of these nodes alone; `nodes` is closed under ancestors below its first, which becomes the root."""
+        """Return a tree of these nodes only; the first becomes the root, and ancestors below it must be included."""
         root, rest = nodes[0], nodes[1:]
         tree = TokenTree(self.tokens[root], self.ids[root], self.next_id)
         index = dict(zip(nodes, range(len(nodes)), strict=True))
@@ -229,7 +234,7 @@ class TokenTree:
         return tree
 
     def subtree(self, node: int) -> list[int]:
-        """The node and everything below it, parents first."""
+        """Return the node and all its descendants, parents first."""
         inside = {node}
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] in inside:
@@ -238,12 +243,12 @@ class TokenTree:
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
-    """Nodes from the root to `node`, both included."""
+    """Return the nodes from the root to `node`, both included."""
     return list(tree.ancestry(node))[::-1]
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Depth of every node; the root's is 0."""
+    """Return the depth of every node; the root has depth 0."""
     result: list[int] = []
     for parent in parents:
         result.append(0 if parent == PREFIX else result[parent] + 1)
@@ -251,12 +256,12 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def positions(parents: Sequence[int], length: int) -> list[int]:
-    """Position of every node in its text when `length` tokens stand before the root."""
+    """Return the position of every node in its text if `length` tokens precede the root."""
     return [length + depth for depth in depths(parents)]
 
 
 def tree_mask(parents: Sequence[int]) -> Tensor:
-    """True where the row's node sees the column's: itself and its ancestors. Shape [nodes, nodes], bool."""
+    """Return which nodes each node attends to: itself and its ancestors. bool [nodes, nodes]"""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent != PREFIX:
@@ -265,11 +270,11 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
 
 
 def best_nodes(tree: TokenTree, count: int, q_at_leaves: bool = False) -> list[int]:
-    """The `count` nodes with the best W, parents first: closed under ancestors because no child outscores its parent.
+    """Return the `count` nodes with the best path scores, parents first. They are closed under ancestors.
 
-    Drawn nodes are never chosen by what they are, which would bias any rule: of them whole groups of siblings are taken
-    in the order in which they were drawn, counted in draws. A chain may be cut: that asks for its length alone.
-    `q_at_leaves`: every drawn node that is taken has a q of its own.
+    Drawn nodes must not be chosen by their tokens, which would bias every rule: whole groups of siblings are taken in
+    the order in which they were drawn, counted in draws. A chain may be cut, which depends on its length only. With
+    `q_at_leaves`, every drawn node that is taken has a q of its own.
     """
     if tree.drawn:
         return _first_groups(tree, count, q_at_leaves)
@@ -283,7 +288,7 @@ def best_nodes(tree: TokenTree, count: int, q_at_leaves: bool = False) -> list[i
 
 
 def _first_groups(tree: TokenTree, count: int, q_at_leaves: bool) -> list[int]:
-    """The root, and as many whole groups as fit: their number depends on how many were drawn before, not on what."""
+    """Return the root and as many whole groups as fit, which depends on how many tokens were drawn, not on which."""
     nodes, room = [0], count - 1
     for node, drawn in tree.drawn.items():
         room -= len(drawn.tokens)

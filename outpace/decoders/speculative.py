@@ -46,7 +46,7 @@ def decode(place: RequestContext, options: Options) -> Coroutine:
     rule, lengths = place.request.rule, _lengths(options)
     tree = TokenTree(place.last_token)
     while True:
-        tree.most = place.budget
+        tree.max_nodes = place.budget
         for _ in range(lengths.most if place.budget > 1 else 0):
             known = len(tree)
             if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):

@@ -119,7 +119,7 @@ class SharedTree(CompositeDrafter):
             for state, tree in zip(states, trees, strict=True):
                 own = self._told(state, number)
                 own.base, own.has_other_requests = state.base, state.has_other_requests
-                tree.planter = part.name if source is None else source.name
+                tree.current_source = part.name if source is None else source.name
                 inner.append(own)
             part.grow_by(asked, inner, trees)
         return [*map(sub, map(len, trees), before)]

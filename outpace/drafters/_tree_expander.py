@@ -260,7 +260,7 @@ class TreeExpander:
         if not is_anew and not _have_parents(best, tree, state.slots):  # another drafter has raised scores since
             state.open, state.seen = [], 0
             return self._frontier(state, tree, is_anew=True)
-        if tree.most is not None:
+        if tree.max_nodes is not None:
             bound = tree.bound()
             best = [node for node in best if scores[node] >= bound]
         return sorted(best)

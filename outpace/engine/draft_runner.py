@@ -202,7 +202,7 @@ class DraftRunner:
                 assert isinstance(run.ask, Draft)
                 if drafter.needs.session:
                     run.lend()
-                run.ask.tree.planter = drafter.name if source is None else source.name
+                run.ask.tree.current_source = drafter.name if source is None else source.name
                 states.append(run.draft.state)
                 trees.append(run.ask.tree)
             added = self.guarded(name, drafter.grow_by, source, states, trees)

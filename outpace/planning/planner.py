@@ -123,7 +123,7 @@ class Planner:
     def _asks(self, tree: TokenTree, grower: ModelSource) -> bool:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""
         if not grower.layers:
-            tree.least = self._least(self._chances.trust(grower.source))
+            tree.min_score = self._least(self._chances.trust(grower.source))
             if not grower.is_following:
                 self._costs.reads(grower.source)
         self.asks = True
