@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mutation_checks import Mutation, Original
-from outpace.models.llama.cuda.draft_steps import SteppingLlama
 from part_mutations import mutation, nothing
 from test_draft_steps import keyed_one_further, sees_itself_alone
 
 from outpace.core.multi_step import RootUpdateChannel
 from outpace.drafters._multi_step import InFlightSteps, MultiStepCache
+from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
 from outpace.models.llama.cuda.step_choice import NodeSelection
 
 ALIKE = "test_draft_steps.py::test_several_steps_grow_the_tree_of_single_ones"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from outpace.models.llama.cuda.draft_steps import SteppingLlama
 from test_draft_steps import Pair, as_on_a_device, drafter_of, exact, request_of, words
 
 from outpace.card.cache import CandidateCache, Correction
@@ -20,6 +19,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
 from outpace.drafters._multi_step import RootMove
+from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
 from outpace.models.llama.cuda.step_choice import NodeColumns, RootMailbox, RootTracker
 
 __all__ = ["as_on_a_device"]  # for all tests here, too

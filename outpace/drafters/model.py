@@ -220,8 +220,9 @@ class ModelDrafter(Drafter):
         frontier: Sequence[int],
         offers: Sequence[TopK],
     ) -> int:
-        """Hangs the best children below the frontier: the best K of all are C, the others B. Below each node the best
-        one, whatever its chance, so that none is taken for a leaf again."""
+        """Add the best children below the frontier: the best `width` of them all are primary (C), the others
+        secondary (B). The best child of each node is added whatever its probability, so that the node does not look
+        unexpanded."""
         orders, choice, width, least = state.orders, state.choice, self._options.width, tree.min_score
         if orders.width:
             width = min(orders.width, width)
