@@ -37,7 +37,7 @@ class DrawCounts:
 
     def below(self, tree: TokenTree, node: int, request: Request) -> int:
         """Return the number of children of one node. A token that was drawn k times gets k times as many."""
-        if not request.rule.fan:
+        if not request.rule.traits.several_draws:
             return 1
         parent = tree.parents[node]
         times = tree.drawn[parent].tokens.count(tree.tokens[node]) if node else 1
@@ -46,7 +46,7 @@ class DrawCounts:
 
 def is_drawn(request: Request) -> bool:
     """Whether the request's rule judges drawn children."""
-    return request.rule.siblings is not Siblings.PICKED
+    return request.rule.traits.siblings is not Siblings.PICKED
 
 
 def draw_layer(

@@ -245,7 +245,7 @@ class TreeExpander:
             tips = outcome_frontier(tree, state.slots, state.orders.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]
         floor = self._floor if state.orders.floor is None else _log(state.orders.floor)
-        floor = -math.inf if state.request.rule.leaf_q else floor  # such a rule needs q after every token
+        floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule needs q after every token
         ids, scores, roles = tree.ids, tree.scores, tree.roles
         for node in range(state.seen, count):
             is_worthy = scores[node] >= floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
