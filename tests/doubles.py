@@ -27,6 +27,8 @@ from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Row
+from outpace.decoders import Autoregressive
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree
@@ -39,6 +41,20 @@ T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
 torch.set_num_threads(1)  # rows of 16 numbers: a pool of threads only makes them wait for one another
 SMALL = EngineOptions(nodes=12, rows=36, chunk=4)  # prompts travel in pieces
+
+
+def decoder_of(decode: Any, needs: str | None = None) -> type[Decoder]:
+    """Return a decoder class that runs the generator function `decode(context, options)`."""
+
+    class Custom(Decoder):
+        name = "custom"
+        Options = Autoregressive.Options
+
+        def decode(self, context: RequestContext, options: Any) -> Coroutine:
+            return decode(context, options)
+
+    Custom.needs = needs
+    return Custom
 
 
 class QuickToy(Toy):
@@ -176,7 +192,7 @@ def _drive(
         assert run.finish_reason is not None, f"no end after {limit} steps"
     counts: Counter[str] = Counter()
     for run in runs:
-        counts.update(run.place.candidates.counts if decoder.needs == "worker" else {})
+        counts.update(run.context.candidates.counts if decoder.needs == "worker" else {})
     failure = parts.worker.failure if parts.worker else None
     steps = [run.history.steps for run in runs]
     figures = summarize(step for some in steps for step in some)
@@ -194,7 +210,7 @@ def check_when_closed(parts: Engine) -> None:
     close = parts.memory.close
 
     def checked(run: TokenSequence) -> None:
-        session = run.storage.session
+        session = run.kv.session
         close(run)
         check_session(session, run.committed)
 

@@ -127,7 +127,7 @@ def pause_differences() -> Iterator[str]:
                 break
             parts.step()
             drafts = drafts_of(parts)
-            own = [run.storage.session for run in parts.running] + [kept.session for kept in parts.memory._kept]
+            own = [run.kv.session for run in parts.running] + [kept.session for kept in parts.memory._kept]
             held = sum(session.slots for session in own) + sum(session.slots for _, session in drafts)
             if max(parts.memory.used, held * target.token_bytes) > parts.memory.budget:
                 yield "more memory is used than there is"
@@ -135,10 +135,7 @@ def pause_differences() -> Iterator[str]:
             if any(session.slots for key, session in drafts if key not in running):
                 yield "a request that waits holds what its draft read"
             for run in parts.running:
-                if (
-                    run.storage.session.tokens[: run.storage.session.length].tolist()
-                    != run.committed[: run.storage.session.length]
-                ):
+                if run.kv.session.tokens[: run.kv.session.length].tolist() != run.committed[: run.kv.session.length]:
                     yield "a session holds another text than its request's"
         if not any(run.history.pauses for run in runs):
             yield "nobody paused"

@@ -139,9 +139,7 @@ def draw_key_of_a_place(number: Original) -> Original:
 def one_too_far(best_start: Original) -> Original:
     def mutated(self: Any, run: Any) -> Any:
         holder, length = best_start(self, run)
-        more = holder is not None and length < min(
-            getattr(holder, "storage", holder).session.length, len(run.committed) - 1
-        )
+        more = holder is not None and length < min(getattr(holder, "kv", holder).session.length, len(run.committed) - 1)
         return holder, length + more
 
     return mutated
@@ -149,7 +147,7 @@ def one_too_far(best_start: Original) -> Original:
 
 def not_cut_off(close: Original) -> Original:
     def mutated(self: Any, run: Any) -> None:
-        run.storage.settle()
+        run.kv.settle()
         close(self, run)
 
     return mutated
@@ -157,7 +155,7 @@ def not_cut_off(close: Original) -> Original:
 
 def forget_that_it_broke(close: Original) -> Original:
     def mutated(self: Any, run: Any) -> None:
-        run.storage.is_broken = False
+        run.kv.is_broken = False
         close(self, run)
 
     return mutated
@@ -165,16 +163,16 @@ def forget_that_it_broke(close: Original) -> Original:
 
 def with_what_was_accepted(release: Original) -> Original:
     def mutated(self: Any, run: Any) -> None:
-        kept = run.storage.keep
+        kept = run.kv.keep
         release(self, run)
-        run.storage.keep = kept
+        run.kv.keep = kept
 
     return mutated
 
 
 def beyond_the_budget(fit: Original) -> Original:
     def mutated(self: Any, run: Any, rows: int) -> bool:
-        run.storage.session.reserve(run.prefilled + rows)
+        run.kv.session.reserve(run.prefilled + rows)
         return True
 
     return mutated

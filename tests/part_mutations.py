@@ -130,15 +130,15 @@ PART_MUTATIONS = [
     mutation(
         "bursts: go on while a prompt is read",
         Engine,
-        "_most_more",
-        lambda f: lambda self, chunks, trees, seconds: f(self, (), trees, seconds),
+        "_most_plain_passes",
+        lambda f: lambda self, batch, seconds: f(self, batch._replace(chunks=[]), seconds),
         "test_bursts.py::test_who_comes_in_the_middle_is_not_kept_waiting",
     ),
     mutation(
         "bursts: of requests that ask for more than tokens",
         TokenSequence,
-        "may_go_on",
-        lambda f: lambda self: True,
+        "allows_several_rounds",
+        lambda f: property(lambda self: True),
         "test_bursts.py::test_single_rounds_where_more_than_tokens_are_asked_for",
     ),
     mutation(
@@ -178,7 +178,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "planned: the drafter never rests",
-        Planned._Planner,
+        Planned.WaitPlanner,
         "during",
         lambda f: lambda self, rows: DraftDirectives(),
         "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
@@ -200,7 +200,7 @@ PART_MUTATIONS = [
     mutation(
         "planned: a trial always pays",
         ExplorationBudget,
-        "tried",
+        "record_trial",
         always_paid,
         "test_planned.py::test_the_ledger_spends_a_share_and_half_of_it_after_each_failure",
     ),

@@ -115,7 +115,7 @@ def as_often_as_before(learn: Original) -> Original:
 
     def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> None:
         learn(self, tree, path)
-        for grower in self.growers:
+        for grower in self.models:
             grower.failures = 0
 
     return mutated
@@ -135,7 +135,7 @@ def rows_unpaid(learn_copies: Original) -> Original:
 
 
 def whole_trees(chosen: Original) -> Original:
-    return lambda self, tree: list(range(min(len(tree), self._place.budget)))
+    return lambda self, tree: list(range(min(len(tree), self._context.budget)))
 
 
 def with_its_drafting(round_: Original) -> Original:
@@ -144,7 +144,7 @@ def with_its_drafting(round_: Original) -> Original:
 
 def falling(convex: Original) -> Original:
     def mutated(self: Any) -> tuple[list[int], list[float]]:
-        known = self._times.medians or self._times.least
+        known = self._times.medians or self._times.minima
         return sorted(known), [known[rows] for rows in sorted(known)]
 
     return mutated
@@ -169,8 +169,8 @@ def what_is_written_now(price: Original) -> Original:
 
 def never_forgetting(learn: Original) -> Original:
     def mutated(self: Any, above: float, below: float = 1.0) -> None:
-        self._above, self._below = self._above + above, self._below + below
-        self.value = self._above / self._below
+        self._numerator, self._denominator = self._numerator + above, self._denominator + below
+        self.value = self._numerator / self._denominator
 
     return mutated
 
@@ -186,7 +186,7 @@ def as_often(asked: Original) -> Original:
 def never_in_vain(asked: Original) -> Original:
     def mutated(self: Any, gains: bool, repeats: Any) -> None:
         asked(self, gains, repeats)
-        self._enough = sources._REPEATED
+        self._min_repetition = sources._REPEATED
 
     return mutated
 
@@ -202,7 +202,7 @@ PLANNER_MUTATIONS = [
     mutation(
         "planner: fitted chances are corrected too", acceptance.AcceptanceModel, "__init__", corrected_in_any_case
     ),
-    mutation("planner: a few bad rounds end a draft", cost_model.CostModel, "trust_of_one", of_a_few_rounds),
+    mutation("planner: a few bad rounds end a draft", cost_model.CostModel, "initial_trust", of_a_few_rounds),
     mutation("planner: unlikely leaves add up", planner.Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", planner.Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", planner.Planner, "pays", always_deeper),
@@ -212,7 +212,7 @@ PLANNER_MUTATIONS = [
     mutation(
         "planner: a crowd's trials start anew with each request",
         cost_model.CostModel,
-        "tried",
+        "record_trial",
         lambda f: lambda *parts, pays: None,
     ),
     mutation("planner: the whole tree is verified", planner.Planner, "chosen", whole_trees),
@@ -221,13 +221,13 @@ PLANNER_MUTATIONS = [
     ),
     mutation("planner: nothing is explored", sources.ModelSource, "explores", lambda f: lambda self: False),
     mutation(
-        "planner: it explores whatever that gave", sources.ModelSource, "judged", lambda f: lambda self, price: None
+        "planner: it explores whatever that gave", sources.ModelSource, "end_round", lambda f: lambda self, price: None
     ),
     mutation("planner: copies are asked as often as before", sources.LookupSource, "asked", as_often),
     mutation("planner: no text repeats itself", sources.RepetitionDetector, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", sources.LookupSource, "asked", never_in_vain),
     mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
-    mutation("costs: a round with its drafting", cost_model.CostModel, "round", with_its_drafting),
+    mutation("costs: a round with its drafting", cost_model.CostModel, "record_round", with_its_drafting),
     mutation("costs: more rows may be cheaper", latency_curve.LatencyCurve, "_convex", falling),
     mutation("costs: rows are free where few samples say so", latency_curve.LatencyCurve, "_convex", medians_joined),
     mutation(
@@ -239,19 +239,30 @@ PLANNER_MUTATIONS = [
     mutation(
         "planner: nobody tells the others what he asks for",
         RequestContext,
-        "asks_for",
+        "set_rows",
         lambda f: lambda self, rows: None,
     ),
-    mutation("planner: copies' rows cost nothing", planner.Planner, "_learn_copies", rows_unpaid),
-    mutation("costs: reading is part of a step", cost_model.CostModel, "reads", lambda f: lambda self, source: None),
-    mutation("costs: a step costs each request what it costs one", cost_model.CostModel, "draft", of_one_request),
+    mutation("planner: copies' rows cost nothing", planner.Planner, "_learn_lookup", rows_unpaid),
+    mutation(
+        "costs: reading is part of a step", cost_model.CostModel, "note_catch_up", lambda f: lambda self, source: None
+    ),
+    mutation(
+        "costs: a step costs each request what it costs one", cost_model.CostModel, "draft_seconds", of_one_request
+    ),
     mutation(
         "costs: rows that were never timed are free", latency_curve.LatencyCurve, "_slope", lambda f: lambda *parts: 0.0
     ),
     mutation(
-        "costs: a prompt's pass says nothing of rows", latency_curve.LatencyCurve, "read", lambda f: lambda *parts: None
+        "costs: a prompt's pass says nothing of rows",
+        latency_curve.LatencyCurve,
+        "learn_prefill",
+        lambda f: lambda *parts: None,
     ),
-    mutation("costs: a second is worth what is written now", cost_model.CostModel, "price", what_is_written_now),
+    mutation(
+        "costs: a second is worth what is written now", cost_model.CostModel, "tokens_per_second", what_is_written_now
+    ),
     mutation("costs: nothing is forgotten", estimators.DecayedMean, "learn", never_forgetting),
-    mutation("costs: a source was asked just now", cost_model.CostModel, "idle", lambda f: lambda self, source: 0.0),
+    mutation(
+        "costs: a source was asked just now", cost_model.CostModel, "seconds_idle", lambda f: lambda self, source: 0.0
+    ),
 ]

@@ -30,7 +30,7 @@ def picked_anyhow(_: Original) -> Any:
 
 
 RECALL_MUTATIONS: list[Mutation] = [
-    mutation("recall: nothing is kept", AnswerCache, "keep", nothing, "test_recall.py::test_memory_is_bounded"),
+    mutation("recall: nothing is kept", AnswerCache, "store", nothing, "test_recall.py::test_memory_is_bounded"),
     mutation(
         "recall: another key's texts are offered",
         AnswerCache,

@@ -67,7 +67,7 @@ def keep_the_worse(learn: Original) -> Original:
 def lend_before_it_is_committed(lend: Original) -> Original:
     def mutated(self: Any) -> None:
         if self.draft.state is not None:
-            self.draft.state.base = self.storage.session
+            self.draft.state.base = self.kv.session
 
     return mutated
 
@@ -88,6 +88,8 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
 SKIP_MUTATIONS = [
     _mutation("a trial is committed", layer_skip, "agreements", commit_what_was_tried),
     _mutation("the set that agrees less stays", SublayerSearch, "learn", keep_the_worse),
-    _mutation("lent before the last round is committed", running.TokenSequence, "lend", lend_before_it_is_committed),
+    _mutation(
+        "lent before the last round is committed", running.TokenSequence, "lend_session", lend_before_it_is_committed
+    ),
     _mutation("the neighbours are left out", LayerSkipDrafter, "_choose", skip_the_neighbours),
 ]

@@ -37,14 +37,14 @@ class Told:
         costs, written = CostModel(), [self.text[0]]
         place = place_of(make_request((1,)), 16, costs, (COPIES,))
         place.committed, place.last_token = written, written[0]
-        coroutine = Auto.decode(place, Auto.Options())
+        coroutine = Auto().decode(place, Auto.Options())
         ask, drafting = coroutine.send(None), 0.0
         while len(written) < len(self.text):
             if isinstance(ask, Draft):
                 self.asked.append(len(written))
                 drafting += ASK
-                costs.drafted(ASK, 1, ask.source)
-                ask.tree.current_source = ask.source.name
+                costs.record_draft(ASK, 1, ask.source)
+                ask.tree.planter = ask.source.name
                 ask = coroutine.send(self.grow(ask.tree, written))
                 continue
             assert isinstance(ask, Verify)
@@ -54,7 +54,7 @@ class Told:
             assert isinstance(ask, Commit)
             emitted = len(ask.verdict.path)
             seconds = PASS + ROW * (rows - 1) + drafting
-            costs.round(1, rows, emitted, seconds, drafting)
+            costs.record_round(1, rows, emitted, seconds, drafting)
             written += self.text[start : start + emitted]
             self.seconds, drafting = self.seconds + seconds, 0.0
             ask = coroutine.send(TokenTree(written[-1]))

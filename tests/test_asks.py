@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doubles import QuickToy, make_drafter, make_request, write
+from doubles import QuickToy, decoder_of, make_drafter, make_request, write
 
 from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
 from outpace.card.inline import InlineWorker, SimulatedClock
@@ -23,7 +22,7 @@ GAMMA = 3
 
 
 def module(decode: Any, needs: str) -> Any:
-    return SimpleNamespace(decode=decode, NEEDS=needs, __name__="tests.a_decoder")
+    return decoder_of(decode, needs)
 
 
 def pearl(place: RequestContext, seen: list[int]) -> Coroutine:

@@ -63,7 +63,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is timed: whoever plans goes by what he is told."""
 
     def seen(costs: CostModel, *_: object, is_first: bool = True) -> None:
-        costs._planned = costs.seen if is_first else costs._planned
+        costs._planned = costs.num_rounds if is_first else costs._planned
         costs._rounds.seen += 1
 
     monkeypatch.setattr(CostModel, "round", seen)
@@ -260,9 +260,9 @@ def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
             while len(run.tokens) < 40:
                 engine.step()
                 own = run.draft.state.parts[1] if run.draft.state is not None else None
-                if own is None or own.session.pending or run.storage.session.pending:
+                if own is None or own.session.pending or run.kv.session.pending:
                     continue
-                sessions = (ways.target, run.storage.session, 0), (ways.draft, own.session, own.start)
+                sessions = (ways.target, run.kv.session, 0), (ways.draft, own.session, own.start)
                 for model, session, start in sessions:
                     length = session.length
                     other = model.open(length + 8, 8)

@@ -195,8 +195,8 @@ def test_a_drafter_on_the_targets_session_leaves_its_text_alone(width: int) -> N
             for _ in range(100):
                 engine.step()
                 for run in engine.running:
-                    length = run.storage.session.length
-                    assert run.storage.session.tokens[:length].tolist() == run.committed[:length]
+                    length = run.kv.session.length
+                    assert run.kv.session.tokens[:length].tolist() == run.committed[:length]
             assert finish(engine, runs) == [write(LAYERED, request)] * 2
         accepted[skipped] = sum(step.accepted for step in runs[0].history.steps)
     assert accepted[()] >= accepted[(2,)] >= accepted[(1, 2)] > 0

@@ -126,7 +126,7 @@ def test_a_paused_request_holds_nothing(name: str) -> None:
             if paused := [run for run in engine.waiting if run.history.pauses]:
                 break
         assert paused[0].draft.state is not None
-        held = sum(run.storage.session.slots for run in engine.running)
+        held = sum(run.kv.session.slots for run in engine.running)
         running = {run.key for run in engine.running}
         assert ledger.slots == held + sum(session.slots for key, session in drafts_of(engine) if key in running)
         finish(engine, runs)
@@ -191,7 +191,7 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
             step(engine, 40)
         assert ledger.opened == 2
         assert ledger.slots == 0
-        assert engine.memory.used == sum(run.storage.session.slots for run in engine.running) * TOKEN
+        assert engine.memory.used == sum(run.kv.session.slots for run in engine.running) * TOKEN
         finish(engine, runs)
     assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
 

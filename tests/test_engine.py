@@ -6,10 +6,10 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import reference
+from doubles import decoder_of
 
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
@@ -69,14 +69,14 @@ def test_a_long_prompt_stalls_nobody() -> None:
         for _ in range(8):
             engine.step()
         assert len(short.tokens) == before + 8
-        assert long.is_prefilling
+        assert long.unread > 0
         assert finish(engine, short, long) == [plain(request(2, 30)), plain(request(41, 5))]
 
 
 def test_a_pass_of_which_nobody_reads_a_score_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU would else work on it while the clock has stopped."""
     waits: list[object] = []
-    monkeypatch.setattr(target_runner, "_wait_for", waits.append)
+    monkeypatch.setattr(target_runner, "_synchronize", waits.append)
     with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
         run = engine.submit(request(11, 3), Autoregressive, Autoregressive.Options())
         counts = []
@@ -103,7 +103,7 @@ def test_a_coroutine_that_raises_ends_its_own_request_only() -> None:
         yield Verify(TokenTree(place.last_token))
         raise RuntimeError("a bug in one method")
 
-    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=Autoregressive.Options, __name__="broken")
+    broken = decoder_of(decode)
     with Engine(TARGET) as engine:
         good = engine.submit(request(), Autoregressive, Autoregressive.Options())
         bad = engine.submit(request(), broken, None)
@@ -184,7 +184,7 @@ def test_the_budget_follows_the_load() -> None:
         runs = [engine.submit(request(), Autoregressive, Autoregressive.Options()) for _ in range(3)]
         engine.step()
         engine.step()
-        assert [run.place.budget for run in runs] == [4, 4, 4]
+        assert [run.context.budget for run in runs] == [4, 4, 4]
 
 
 def test_a_request_that_cannot_be_opened_ends_alone() -> None:
@@ -224,7 +224,7 @@ def test_a_decoder_out_of_turn_ends_its_own_request(asks: str, prompt: int) -> N
         yield Verify(TokenTree(place.last_token))
         yield Verify(TokenTree(place.last_token))
 
-    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=Autoregressive.Options, __name__="broken")
+    broken = decoder_of(decode)
     with Engine(TARGET) as engine:
         run = engine.submit(request(prompt), broken, None)
         finish(engine, run)
@@ -244,14 +244,14 @@ def test_a_program_that_never_closes_its_engine_still_ends() -> None:
     program = """
 from outpace.card.thread import ThreadWorker
 from outpace.core.types import Request
-from outpace.decoders import card
+from outpace.decoders import Card
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
 target = Toy(16, 3, 0)
 engine = Engine(target, None, ThreadWorker(ModelDrafter(target, Options())))
-engine.submit(Request((1, 2, 3), Greedy(), 100), card, card.Options())
+engine.submit(Request((1, 2, 3), Greedy(), 100), Card, Card.Options())
 engine.step()
 engine.step()
 print("left")
@@ -265,17 +265,17 @@ def test_a_round_begins_when_the_one_before_was_timed_and_the_load_is_known() ->
 
     def decode(place, options):
         while True:
-            seen.append((place.costs.seen, place.requests, place.left))
+            seen.append((place.costs.num_rounds, place.requests, place.tokens_left))
             tree = TokenTree(place.last_token)
             picks = yield Verify(tree)
             yield Commit(tree, place.request.rule.walk(tree, picks))
 
-    noting = SimpleNamespace(NEEDS=None, decode=decode, __name__="noting")
+    noting = decoder_of(decode)
     with Engine(TARGET, options=EngineOptions(chunk=64)) as engine:
         engine.submit(request(5, 3), noting, None)
         engine.step()
         engine.step()
         other = engine.submit(request(5, 3), Autoregressive, Autoregressive.Options())
         engine.step()
-        assert other.place.requests == 2
+        assert other.context.requests == 2
     assert seen[:2] == [(0, 1, 3), (1, 2, 2)]

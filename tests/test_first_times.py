@@ -10,7 +10,6 @@ from doubles import QuickToy, decode, make_drafter, make_request
 from test_library import folder
 
 import outpace
-from outpace.core import setups
 from outpace.decoders import Auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
@@ -44,9 +43,9 @@ def test_rounds_of_every_size_and_the_step_are_timed() -> None:
         warm_up(engine, [1], WHOLE)
         costs = engine.costs
         assert target.rows == list(warmup._ROWS), "each of its rounds is one pass over as many rows"
-        assert [costs.knows(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
+        assert [costs.is_timed(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
         (source,) = engine.drafting.drafter.sources
-        assert costs.draft(source) > 0
+        assert costs.draft_seconds(source) > 0
         assert set(costs.state_dict()["draft"]) == {source.name}
 
 
@@ -78,14 +77,18 @@ class Capturing(Counting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
+        self.now, self.captured = 0.0, 0
+
+    @property
+    def num_captures(self) -> int:
+        return self.captured
 
     def score(self, parts: Any, **options: Any) -> Any:
         found = super().score(parts, **options)
         is_first = self.rows.count(self.rows[-1]) == 1
         self.now += 1.0 if is_first else 0.001
         if is_first:
-            setups.note()
+            self.captured += 1
         return found
 
 
@@ -102,11 +105,11 @@ def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPa
         warm_up(engine, [1], 0.1)
         costs, (source,) = engine.costs, engine.drafting.drafter.sources
         assert target.rows == list(warmup._ROWS)
-        assert [costs.knows(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
-        assert [costs.knows(rows, 2) for rows in (1, 2, 4, 8)] == [True, False, False, False], "one of two is left"
+        assert [costs.is_timed(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
+        assert [costs.is_timed(rows, 2) for rows in (1, 2, 4, 8)] == [True, False, False, False], "one of two is left"
         assert costs._draft[source.name].count(1) == len(draft.rows) - len(set(draft.rows))
-        assert max(costs.target(rows) for rows in (1, 2, 4, 8)) < 0.01
-        assert 0 < costs.draft(source) < 0.01
+        assert max(costs.pass_seconds(rows) for rows in (1, 2, 4, 8)) < 0.01
+        assert 0 < costs.draft_seconds(source) < 0.01
 
 
 def test_it_ends_when_its_time_is_over() -> None:
@@ -142,7 +145,7 @@ def test_a_drafter_that_fails_is_given_up_as_for_any_request() -> None:
         with pytest.warns(UserWarning, match="the drafter failed"):
             warm_up(engine, [1], WHOLE)
         assert engine.drafting.drafter is None
-        assert engine.costs.knows(8, 2), "rounds are timed all the same"
+        assert engine.costs.is_timed(8, 2), "rounds are timed all the same"
 
 
 def test_a_target_that_fails_tells_the_first_request() -> None:
@@ -174,7 +177,7 @@ def test_an_llm_times_rounds_where_no_profile_is_known(tmp_path: Path, monkeypat
     seen = []
     for method in ("auto", "speculative", "autoregressive", "auto"):
         with outpace.LLM(target, "layers:0", method=method) as llm:
-            timed = llm.engine.costs.seen
+            timed = llm.engine.costs.num_rounds
             llm.generate("hello", max_tokens=8)
             seen.append((method, timed > 0, profiles.read(profiles.subject(llm.target, llm.draft)) is not None))
     assert seen == [

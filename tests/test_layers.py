@@ -218,7 +218,7 @@ def test_a_cycle_is_found() -> None:
         ("drafters.model", "from outpace.decoders.base import RequestContext"),
         ("drafters.model", "from outpace.drafters.ngram import Ngram"),
         ("drafters.model", "from . import ngram"),
-        ("decoders.card", "from outpace.decoders.Speculative import decode"),
+        ("decoders.card", "from outpace.decoders.speculative import decode"),
         ("decoders.card", "from outpace.engine.engine import Engine"),
         ("engine.engine", "from outpace.api.llm import LLM"),
         ("engine.build", "from outpace import UserError"),

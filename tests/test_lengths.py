@@ -20,6 +20,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import DrawnChildren, TokenTree
 from outpace.decoders import Bild, Speculative
 from outpace.decoders._lengths import Confidence, Expected, Heuristic, chance_of
+from outpace.decoders.speculative import LENGTHS
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -117,7 +118,7 @@ def test_a_length_that_follows_what_was_drawn_keeps_the_distribution(lengths: st
         differ(found, "top-k", request.max_tokens)
 
 
-@pytest.mark.parametrize("lengths", Speculative.LENGTHS)
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("drafter", ["perfect", "garbage", "ngram", "model"])
 def test_texts_stay_and_lengths_follow_the_draft(drafter: str, lengths: str) -> None:
     requests = [

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_drafter, make_request, write
+from doubles import DRAFTERS, QuickToy, collect_warnings, decode, decoder_of, failing, make_drafter, make_request, write
 from turns import one_of
 
 from outpace.core.errors import UserError
@@ -228,13 +227,13 @@ def test_a_coroutine_that_raises_ends_its_own_request_only(rounds: int) -> None:
     plain_module = find("decoders", "autoregressive")
 
     def decode_badly(place: Any, options: Any) -> Any:
-        coroutine = plain_module.decode(place, options)
+        coroutine = plain_module().decode(place, options)
         answer = None
         for _ in range(2 * rounds):
             answer = yield coroutine.send(answer)
         raise ArithmeticError("on purpose")
 
-    bad = SimpleNamespace(NEEDS=None, Options=plain_module.Options, decode=decode_badly, __name__="bad")
+    bad = decoder_of(decode_badly)
     request = make_request(PROMPTS[2], max_tokens=8)
     with Engine(TARGET) as engine:
         good, ill = engine.submit(request, plain_module, None), engine.submit(request, bad, None)

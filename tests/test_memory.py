@@ -65,11 +65,11 @@ def check(engine: Engine) -> None:
         assert kept.session.length == len(kept.tokens)
         check_session(kept.session, kept.tokens)
         assert not kept.session.pending
-    sessions = [run.storage.session for run in engine.running] + [kept.session for kept in memory._kept]
+    sessions = [run.kv.session for run in engine.running] + [kept.session for kept in memory._kept]
     assert len({id(session) for session in sessions}) == len(sessions), "one session has two owners"
     assert set(memory._open) == set(engine.running)
-    assert not any(hasattr(run.storage, "session") for run in engine.waiting)
-    runs = [(run, run.storage.session.slots) for run in engine.running]
+    assert not any(hasattr(run.kv, "session") for run in engine.waiting)
+    runs = [(run, run.kv.session.slots) for run in engine.running]
     set_aside = engine.drafting.stored_bytes(runs)
     drafts = drafts_of(engine)
     assert sum(session.slots for key, session in drafts) * engine.target.token_bytes <= set_aside
@@ -340,7 +340,7 @@ def test_what_a_broken_round_left_is_not_reused(error: BaseException) -> None:
                 engine.step()
             with breaking(target, error), suppress(KeyboardInterrupt):
                 engine.step()
-            assert run.storage.is_broken
+            assert run.kv.is_broken
             engine.sweep()
             assert not engine.memory._kept
             assert not engine.memory._open
@@ -412,7 +412,7 @@ def test_a_long_prompts_slots_are_made_as_it_is_read_and_counted_from_the_start(
             engine.step()
             most_running = max(most_running, len(engine.running))
             for run in engine.running:
-                there, read = run.storage.session.slots, run.prefilled
+                there, read = run.kv.session.slots, run.prefilled
                 assert there <= max(512, 2 * read + 256), "slots long before they are read"
             needed = sum(len(run.committed) for run in engine.running) * target.token_bytes
             assert needed <= engine.memory.used <= engine.memory.budget

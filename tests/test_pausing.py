@@ -137,7 +137,7 @@ def test_a_request_that_cannot_get_its_memory_ends_alone(monkeypatch: pytest.Mon
         def none_left(slots: int) -> None:
             raise MemoryError("no slots")
 
-        monkeypatch.setattr(runs[1].storage.session, "_resize", none_left)
+        monkeypatch.setattr(runs[1].kv.session, "_resize", none_left)
         finish(engine, runs)
     assert [run.finish_reason for run in runs] == ["length", "error", "length"]
     assert [run.tokens for run in runs[::2]] == [write(target, request) for request in requests[::2]]

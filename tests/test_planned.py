@@ -1,4 +1,4 @@
-"""CARD that plans: its ledger and its choice of rows, and what it makes of ratios and devices on a stated pair."""
+"""CARD that plans: its budget and its choice of rows, and what it makes of ratios and devices on a stated pair."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 from doubles import make_request
-from outpace.decoders.Planned import Options, _Planner
 
 from outpace.card.cache import CandidateCache
 from outpace.decoders.base import RequestContext
+from outpace.decoders.planned import Planned, WaitPlanner
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
 from outpace.simulate import costs
@@ -29,21 +29,21 @@ def simulated(method: str, ratio: float, devices: int = 2, **options: Any) -> Ou
     return run_setup(index_trace(synthetic_trace(0.6, 2, 180)), setup, costs.by_ratio(ratio), devices)
 
 
-def test_the_ledger_spends_a_share_and_half_of_it_after_each_failure() -> None:
-    ledger = ExplorationBudget(0.1)
-    assert not ledger.is_due("layer", 1.0)
-    ledger.elapsed(11.0)
-    assert ledger.is_due("layer", 1.0)
-    assert ledger.is_due("layer", 1.0), "to ask changes nothing"
-    ledger.tried("layer", False)
-    ledger.elapsed(11.0)
-    assert not ledger.is_due("layer", 1.0)
-    assert ledger.is_due("rows", 1.0), "of each thing apart"
-    ledger.elapsed(11.0)
-    assert ledger.is_due("layer", 1.0)
-    ledger.tried("layer", True)
-    ledger.elapsed(11.0)
-    assert ledger.is_due("layer", 1.0)
+def test_the_budget_spends_a_share_and_half_of_it_after_each_failure() -> None:
+    budget = ExplorationBudget(0.1)
+    assert not budget.is_due("layer", 1.0)
+    budget.advance(11.0)
+    assert budget.is_due("layer", 1.0)
+    assert budget.is_due("layer", 1.0), "to ask changes nothing"
+    budget.record_trial("layer", False)
+    budget.advance(11.0)
+    assert not budget.is_due("layer", 1.0)
+    assert budget.is_due("rows", 1.0), "of each thing apart"
+    budget.advance(11.0)
+    assert budget.is_due("layer", 1.0)
+    budget.record_trial("layer", True)
+    budget.advance(11.0)
+    assert budget.is_due("layer", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ class Leaves:
 
 def gain(*chances: float) -> float:
     """Tokens that a layer below such leaves is expected to add."""
-    place = RequestContext(make_request((1, 2)), [1, 2], CostModel(), budget=8)
-    place.candidates = cast(CandidateCache, Leaves(*chances))
-    planner = _Planner(place, Options())
+    context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=CostModel(), budget=8)
+    context.candidates = cast(CandidateCache, Leaves(*chances))
+    planner = WaitPlanner(context, Planned.Options())
     planner.begin()
     return planner._gain
 

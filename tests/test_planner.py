@@ -14,7 +14,8 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import Auto
-from outpace.decoders.base import BatchRows, RequestContext
+from outpace.decoders.base import RequestContext
+from outpace.planning.context import BatchRows
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean
 from outpace.planning.planner import Planner
@@ -33,12 +34,12 @@ def place_of(
         budget=budget,
         requests=1,
         rows_of_others=0,
-        left=1000,
+        tokens_left=1000,
         committed=(RIGHT,),
         costs=costs,
         last_token=RIGHT,
         sources=sources,
-        carries=None,
+        native_sources=None,
     )
 
 
@@ -62,7 +63,7 @@ class World:
 
     def run(self, tokens: int, options: Auto.Options | None = None) -> float:
         """Writes so many tokens; how much faster that was than plain decoding."""
-        coroutine = Auto.decode(self.place, options or Auto.Options())
+        coroutine = Auto().decode(self.place, options or Auto.Options())
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
             if isinstance(ask, Draft):
@@ -71,7 +72,7 @@ class World:
                     ask.tree.add(0, COPY, math.log(self.free_promise))
                 seconds = 0.0 if is_free else self.step + self.lag * 0.05  # what was written is read first
                 drafting += seconds
-                self.costs.drafted(seconds, 1, ask.source)
+                self.costs.record_draft(seconds, 1, ask.source)
                 ask = coroutine.send(0 if is_free else self.grow(ask.tree))
             elif isinstance(ask, Verify):
                 rows = len(ask.tree)
@@ -79,7 +80,7 @@ class World:
                 assert isinstance(ask, Commit)
                 emitted = len(ask.verdict.path)
                 seconds = PASS + self.row * max(rows - 4, 0) + drafting
-                self.costs.round(1, rows, emitted, seconds, drafting)
+                self.costs.record_round(1, rows, emitted, seconds, drafting)
                 self.seconds, self.written = self.seconds + seconds, self.written + emitted
                 self.lag += emitted
                 drafting, ask = 0.0, coroutine.send(TokenTree(RIGHT))
@@ -175,7 +176,7 @@ def test_a_few_bad_rounds_do_not_end_a_draft_that_pays() -> None:
     """Half of what is proposed is right, in runs of four as of text: it is asked for in nearly every round."""
     world = World(0.5, lambda place: place // 4 * 7919 % 13 < 7, step=0.8)
     assert world.run(600) > 1.15
-    assert world.asked > 0.9 * world.costs.seen
+    assert world.asked > 0.9 * world.costs.num_rounds
 
 
 @pytest.mark.parametrize("row", [0.0, 0.6])
@@ -185,13 +186,13 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
     for chances in ((0.8,), (0.2, 0.2, 0.2, 0.2)):
         costs = CostModel()
         for rows in (1, 2, 4, 8) * 3:
-            costs.round(1, rows, 1, PASS + row * (rows - 1), 0.0)
+            costs.record_round(1, rows, 1, PASS + row * (rows - 1), 0.0)
         planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), Auto.Options())
         planner.begin()
         tree = tree_of(DRAFT)
         for token, chance in enumerate(chances):
             tree.add(0, token, math.log(chance))
-        grower = planner.growers[0]
+        grower = planner.models[0]
         planner.grown(tree, grower)
         found.append(planner._reach(tree, grower))
     assert found[0] == pytest.approx(found[1]) if not row else found[0] > 1.5 * found[1] > 0
@@ -202,15 +203,15 @@ def test_a_model_that_did_badly_in_a_short_text_is_tried_in_the_next(trust: floa
     """Where rows are dear too; but not one whose word came to nothing."""
     costs = CostModel()
     for rows in (1, 2, 4, 8) * 3:
-        costs.round(1, rows, 1, PASS * (1 + 0.15 * (rows - 1)), 0.0)
+        costs.record_round(1, rows, 1, PASS * (1 + 0.15 * (rows - 1)), 0.0)
     costs.expect(DRAFT, 0.1)
     costs.trust(DRAFT.name).learn(0.0, 2.0 / trust - 2.0)
     for layer in range(4):
-        costs.growth(DRAFT, layer).learn(0.0, 100.0)
+        costs.layer_yield(DRAFT, layer).learn(0.0, 100.0)
     planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), Auto.Options())
     planner.begin()
-    assert costs.trust_of_one(DRAFT.name).value == pytest.approx(trust, abs=0.02)
-    assert planner.pays(tree_of(DRAFT), planner.growers[0]) is is_asked
+    assert costs.initial_trust(DRAFT.name).value == pytest.approx(trust, abs=0.02)
+    assert planner.pays(tree_of(DRAFT), planner.models[0]) is is_asked
 
 
 def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
@@ -223,9 +224,9 @@ def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
 def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) -> None:
     world = World(0.97, lambda place: True)
     world.place.committed = (RIGHT,) * 1000
-    world.place.left = left
+    world.place.tokens_left = left
     world.costs.expect(DRAFT, 0.1)
-    world.costs.read(100, 10.0)  # so the draft is held to need 10 seconds, more than one pass
+    world.costs.record_prefill(100, 10.0)  # so the draft is held to need 10 seconds, more than one pass
     world.run(40)
     assert (world.asked > 0) is is_read
 
@@ -238,7 +239,7 @@ def test_what_a_draft_is_worth_is_found_out_in_each_text() -> None:
     def answer(share: float) -> tuple[float, int]:
         world = World(max(share, 0.1), lambda place: place % 10 < 10 * share, step=1.5)
         world.costs = world.place.costs = costs
-        world.place.left = 128
+        world.place.tokens_left = 128
         return world.run(128), world.asked
 
     lost = [answer(0.0) for _ in range(10)]
@@ -252,7 +253,7 @@ def test_after_texts_that_a_draft_knows_one_that_it_does_not_know_loses_little()
     for share in (0.8, 0.8, 0.8, 0.0, 0.8, 0.0):
         world = World(max(share, 0.1), lambda place, share=share: place % 10 < 10 * share, step=1.5)
         world.costs = world.place.costs = costs
-        world.place.left = 128
+        world.place.tokens_left = 128
         ratio = world.run(128)
         assert ratio > 1.3 if share else ratio > 0.96
 
@@ -265,19 +266,19 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     for _ in range(20):
         tree = TokenTree(RIGHT)
         planner.begin()
-        for copier, token in zip(planner.copiers, (WRONG, RIGHT), strict=True):
-            costs.drafted(0.01 if copier.source == COPIES else 0.04, 1, copier.source)
+        for copier, token in zip(planner.lookups, (WRONG, RIGHT), strict=True):
+            costs.record_draft(0.01 if copier.source == COPIES else 0.04, 1, copier.source)
             copier.is_asked = True
             tree.current_source = copier.source.name
             tree.add(0, token, math.log(0.5))
-            planner.copied(tree, copier)
+            planner.looked_up(tree, copier)
         planner.learn(tree, [0, 2])
     trust = costs.state_dict()["trust"]
     assert trust["ngram"] < 0.2
     assert trust["prediction"] > 1.5
     assert "model" not in trust or trust["model"] == 1.0
-    assert costs.draft(COPIES) == 0.01
-    assert costs.draft(guesses) == 0.04
+    assert costs.draft_seconds(COPIES) == 0.01
+    assert costs.draft_seconds(guesses) == 0.04
 
 
 @pytest.mark.parametrize("comes_true", [True, False])
@@ -287,7 +288,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
     costs, copies = CostModel(), Source("suffix", False, is_fitted=True)
     for _ in range(3):
         for rows in range(1, 9):
-            costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
+            costs.record_round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
     planner = Planner(place_of(None, 8, costs, (copies, DRAFT)), Auto.Options())
     for _ in range(20):
         tree = tree_of(copies)
@@ -295,7 +296,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
         node = 0
         for chance in (0.9, 0.8, 0.7, 0.45):
             node = tree.add(node, RIGHT, math.log(chance)) or 0
-        planner.copied(tree, planner.copiers[0])
+        planner.looked_up(tree, planner.lookups[0])
         assert planner.chosen(tree) == [0, 1, 2, 3]
         planner.learn(tree, [0, 1, 2, 3, 4] if comes_true else [0])
     assert copies.name not in costs.state_dict()["trust"]
@@ -320,14 +321,14 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     costs = CostModel()
     for _ in range(3):
         for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6), (10, 40.0)):
-            costs.round(1, rows, 1, seconds, 0.0)
+            costs.record_round(1, rows, 1, seconds, 0.0)
     place = place_of(None, 8, costs)
     planner = Planner(place, Auto.Options())
     planner.begin()
     tree = tree_of(DRAFT)
     for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
         tree.add(0, token, math.log(chance))
-    planner.grown(tree, planner.growers[0])
+    planner.grown(tree, planner.models[0])
     assert planner.chosen(tree) == [0, 1]
     place.rows_of_others = 3
     assert planner.chosen(tree) == [0, 1]
@@ -341,9 +342,9 @@ def chosen_rows(planner: Any, place: Any, chance: float, nodes: int) -> int:
     tree = tree_of(DRAFT)
     for node in range(nodes):
         tree.add(node, RIGHT, (node + 1) * math.log(chance))
-    planner.grown(tree, planner.growers[0])
+    planner.grown(tree, planner.models[0])
     rows = len(planner.chosen(tree))
-    place.asks_for(rows)
+    place.set_rows(rows)
     return rows
 
 
@@ -353,9 +354,12 @@ def test_requests_share_the_rows_that_cost_little() -> None:
     costs, load = CostModel(), BatchRows(4)
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0)):
-            costs.round(4, rows, 4, seconds, 0.0)
+            costs.record_round(4, rows, 4, seconds, 0.0)
     places = [
-        RequestContext(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)
+        RequestContext(
+            request=make_request((1,)), committed=[1], costs=costs, sources=(DRAFT,), budget=8, requests=4, batch=load
+        )
+        for _ in range(4)
     ]
     planners = [Planner(place, Auto.Options()) for place in places]
     for _ in range(3):
@@ -370,7 +374,7 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
     costs = CostModel()
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 9.0), (16, 15.0)):
-            costs.round(4, rows, 4, seconds, 0.0)
+            costs.record_round(4, rows, 4, seconds, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 4, 3
     planner = Planner(place, Auto.Options())
@@ -378,13 +382,13 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
     for _ in range(200):
         planner.begin()
         tree = tree_of(COPIES)
-        if not planner.is_plain and planner.copiers[0].is_asked:
+        if not planner.is_plain and planner.lookups[0].is_asked:
             asked += 1
-            costs.drafted(0.001, 1, COPIES)
+            costs.record_draft(0.001, 1, COPIES)
             tree.add(tree.add(0, RIGHT, math.log(0.95)), RIGHT, math.log(0.9))
-            planner.copied(tree, planner.copiers[0])
+            planner.looked_up(tree, planner.lookups[0])
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
-        costs.round(4, 4, 4, 6.0, 0.0)
+        costs.record_round(4, 4, 4, 6.0, 0.0)
     assert asked > 150 if is_asked else 4 < asked < 20, asked
 
 
@@ -394,7 +398,7 @@ def rounds_with_the_model(requests: int, answers: int) -> int:
     costs, asked = CostModel(), 0
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 9.0), (16, 15.0)):
-            costs.round(requests, rows, requests, seconds, 0.0)
+            costs.record_round(requests, rows, requests, seconds, 0.0)
     for _ in range(answers):
         place = place_of(make_request((1,)), 8, costs, (DRAFT,))
         place.requests, place.rows_of_others = requests, requests - 1
@@ -402,13 +406,13 @@ def rounds_with_the_model(requests: int, answers: int) -> int:
         for _ in range(60):
             planner.begin()
             tree = tree_of(DRAFT)
-            while not planner.is_plain and planner.pays(tree, planner.growers[0]):
+            while not planner.is_plain and planner.pays(tree, planner.models[0]):
                 asked += 1
-                costs.drafted(0.5 * requests, requests, DRAFT)
+                costs.record_draft(0.5 * requests, requests, DRAFT)
                 tree.add(tree_end(tree), WRONG, math.log(0.5))
-                planner.grown(tree, planner.growers[0])
+                planner.grown(tree, planner.models[0])
             planner.learn(tree, [0])
-            costs.round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
+            costs.record_round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
     return asked
 
 
@@ -422,15 +426,15 @@ def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
     """Only plain rounds of eight were timed: nobody can say that they are a crowd."""
     costs = CostModel()
     for _ in range(40):
-        costs.round(8, 8, 8, 6.0, 0.0)
+        costs.record_round(8, 8, 8, 6.0, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 8, 7
     planner = Planner(place, Auto.Options())
     planner.begin()
     assert not planner.is_plain
     for _ in range(3):
-        costs.round(8, 12, 8, 12.0, 0.0)
-    planner.copiers[0].gain = DecayedMean(-0.1, 1.0)
+        costs.record_round(8, 12, 8, 12.0, 0.0)
+    planner.lookups[0].gain = DecayedMean(-0.1, 1.0)
     planner.begin()
     assert planner.is_plain
 
@@ -439,4 +443,4 @@ def test_rules_that_judge_draws_are_refused() -> None:
     """Cutting a chain by what was drawn would favour tokens."""
     place = World(0.9, lambda place: True, rule="rejection", temperature=1.0).place
     with pytest.raises(UserError, match="a rule that judges drawn tokens does not allow"):
-        Auto.decode(place, Auto.Options()).send(None)
+        Auto().decode(place, Auto.Options()).send(None)

@@ -144,5 +144,5 @@ def finish(engine: Engine, run: TokenSequence) -> None:
     """To the end, and before every round what the drafter has to say of the last one: candidates, or nothing."""
     while run.finish_reason is None:
         engine.step()
-        if run.finish_reason is None and not run.is_prefilling:
-            until(lambda: run.place.candidates.layers > 0, "an answer of the drafter's")
+        if run.finish_reason is None and run.unread <= 0:
+            until(lambda: run.context.candidates.layers > 0, "an answer of the drafter's")

@@ -109,7 +109,7 @@ def test_a_request_that_outlives_a_drafter_never_meets_a_node_id_again() -> None
                     assert time.monotonic() < end, "never: candidates of the drafter"
                     engine.step()
                     time.sleep(0.0005)
-                    tree = run.place.candidates.query(1000)
+                    tree = run.context.candidates.query(1000)
                     for node in range(1, len(tree)):
                         seen = tree.ids[tree.parents[node]], tree.tokens[node]
                         assert met.setdefault(tree.ids[node], seen) == seen

@@ -66,7 +66,7 @@ def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
         (run,) = submit(engine, second)
         engine.step()
         assert run.prefilled == 119
-        session = run.storage.session
+        session = run.kv.session
         while run.finish_reason is None:
             engine.step()
         text = [*ids, *run.tokens]

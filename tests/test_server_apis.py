@@ -223,7 +223,7 @@ def test_a_method_registered_later_can_be_chosen(site: Served, monkeypatch: pyte
 
     from outpace.core import registry
 
-    late = EntryPoint("late", "outpace.decoders.Autoregressive", "outpace.decoders")
+    late = EntryPoint("late", "outpace.decoders.autoregressive", "outpace.decoders")
     known = registry.entry_points
     monkeypatch.setattr(
         registry, "entry_points", lambda group: [*known(group=group), *([late] if group == late.group else [])]

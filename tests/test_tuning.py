@@ -41,10 +41,10 @@ def test_what_is_tuned_is_what_a_planner_begins_with(
     assert found.path.is_file()
     with LLM(*pair) as llm:
         assert llm.method == found.chosen
-        assert 0 < llm.engine.costs.target(1) <= found.rounds[1]
-        assert llm.engine.costs.seen == 0, "it need not time rounds of its own"
+        assert 0 < llm.engine.costs.pass_seconds(1) <= found.rounds[1]
+        assert llm.engine.costs.num_rounds == 0, "it need not time rounds of its own"
     with LLM(*pair, profile=False) as llm:
-        assert llm.engine.costs.seen > 0
+        assert llm.engine.costs.num_rounds > 0
 
 
 PLAIN_IS_FASTEST = {"auto": 50.0, "card": 25.0, "autoregressive": 60.0}
@@ -102,7 +102,7 @@ def test_an_engine_that_wrote_enough_is_remembered(
             llm.generate(["one two three"], max_tokens=24)
         assert any(tmp_path.rglob("*.json")) is kept
     with LLM(*pair) as llm:
-        assert llm.engine.costs.target(1) > 0
+        assert llm.engine.costs.pass_seconds(1) > 0
         assert llm.method == "auto"
 
 

@@ -6,12 +6,11 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from doubles import Empty, QuickToy, decode, make_request, write
+from doubles import Empty, QuickToy, decode, decoder_of, make_request, write
 from timed import Stopwatch, Timed
 from torch import Tensor
 
@@ -178,8 +177,7 @@ def seldom(place: RequestContext, options: NoOptions) -> Coroutine:
 
 def test_rounds_without_drafts_are_told_together() -> None:
     """Of 30 tokens the drafter is asked, and told, in every fourth round; at the end it knows the whole text."""
-    decoder = ModuleType("seldom")
-    vars(decoder).update(decode=seldom, NEEDS="drafter", Options=NoOptions)
+    decoder = decoder_of(seldom, "drafter")
     target, empty, texts = Counted(), CountedEmpty(), []
     empty.close = lambda state: texts.append(state.tokens)  # type: ignore[method-assign]
     with Engine(target, empty, options=WHOLE) as engine:
@@ -231,8 +229,8 @@ def test_the_time_of_planning_is_held_against_rounds_that_draft(monkeypatch: pyt
             engine.step()
         costs, (source,) = engine.costs, drafter.sources
     assert run.history.steps[-2].verified_rows == 5
-    assert costs.target(5) == pytest.approx(6.0 + 4 * 0.1 + 5 * 0.4), "asked five times: four layers, and no more"
-    assert costs.draft(source) == pytest.approx(0.5)
+    assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 5 * 0.4), "asked five times: four layers, and no more"
+    assert costs.draft_seconds(source) == pytest.approx(0.5)
 
 
 def test_a_planner_takes_what_a_perfect_draft_gives() -> None:

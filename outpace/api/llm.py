@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from types import ModuleType
 from typing import Any
 
 from outpace.api.pair import load_pair
@@ -23,6 +22,7 @@ from outpace.api.text import StopStrings, TextAssembler
 from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
+from outpace.decoders.base import Decoder
 from outpace.engine.build import PLANNED, BuildOptions, build_engine, check_prediction, find_rule
 from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
@@ -39,7 +39,7 @@ class PreparedRequest:
     its tokens into text. `echo` is shown before the answer."""
 
     request: Request
-    decoder: ModuleType
+    decoder: type[Decoder]
     options: Any
     text: TextAssembler
     method: str
@@ -140,7 +140,9 @@ class LLM(AbstractContextManager["LLM"]):
         self.engine = build_engine(self.target, self.draft, build)
         self._is_closed = False
         self._shared = SharedEngine(self.engine)
-        is_known = self._profile is not None and self._profile.begin(self.engine)
+        is_known = self._profile is not None and self._profile.load(
+            self.engine.costs, self.engine.drafting.drafters.values()
+        )
         if self.method == PLANNED and not is_known:
             warm_up(self.engine, self.tokenizer.encode("The") or [0])  # any word
 
@@ -159,7 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
         """End all answers, the drafter's worker and the process that renders chat templates."""
         with self._shared.lock.hold():
             if self._profile:
-                self._profile.keep(self.engine)
+                self._profile.save(self.engine.costs, self.engine.drafting.drafters.values())
             self.engine.close()
             self._is_closed = True
         self.tokenizer.close()

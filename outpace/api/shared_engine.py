@@ -10,12 +10,13 @@ import threading
 from collections import deque
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
 from outpace.api.text import TextAssembler
 from outpace.core.types import Request
+from outpace.decoders.base import Decoder
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence, Watch
 
@@ -104,7 +105,7 @@ class SharedEngine:
         _engines.add(self)
 
     def submit(
-        self, request: Request, decoder: ModuleType, options: Any, watch: Watch, drafter: str | None
+        self, request: Request, decoder: type[Decoder], options: Any, watch: Watch, drafter: str | None
     ) -> TokenSequence:
         """Submit a request; UserError if it can never run."""
         with self.lock.hold():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -11,8 +11,10 @@ from typing import Any
 
 from outpace.api.llm import LLM, Result
 from outpace.core.errors import UserError, check_whole
+from outpace.core.types import Drafter
 from outpace.engine.build import PLANNED, default_drafter
 from outpace.models.load import Loaded, Progress
+from outpace.planning.cost_model import CostModel
 from outpace.planning.profile import Profile, subject
 
 PROMPTS = (
@@ -85,14 +87,19 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
         chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[PLANNED] else PLANNED
-        path = Profile(subject(target, draft)).keep(llms[PLANNED].engine, tuned=chosen)
+        path = Profile(subject(target, draft)).save(*_learnt(llms[PLANNED]), tuned=chosen)
         for one in singles:
-            Profile(subject(target, one)).keep(llms[f"{SINGLE}{one.name}"].engine)
+            Profile(subject(target, one)).save(*_learnt(llms[f"{SINGLE}{one.name}"]))
         learned = costs.state_dict()
     rounds = {int(rows): seconds for rows, seconds in learned["rounds"].items()}
     drafts = {one.name: rates.pop(f"{SINGLE}{one.name}") for one in singles}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
     return TuneResult(dict(sorted(rounds.items())), learned["draft"].get("model"), rates, chosen, path, ranked, options)
+
+
+def _learnt(llm: LLM) -> tuple[CostModel, Iterable[Drafter]]:
+    """Return what learns in a run: the cost model and the drafters."""
+    return llm.engine.costs, llm.engine.drafting.drafters.values()
 
 
 def _rounds(

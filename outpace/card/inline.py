@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from outpace.card.cache import CandidateCache, CandidateLayer
 from outpace.card.loop import DraftLoop, Message
 from outpace.card.worker import DraftWorker
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Source
-
-T = TypeVar("T")
+from outpace.models.base import Part
 
 
 @dataclass
@@ -30,6 +29,12 @@ class SimulatedClock:
     target_busy: float = 0.0
     draft_busy: float = 0.0
 
+    def run_target(self, rows: int) -> None:
+        """Move the clock over a target pass while no drafter works."""
+        seconds = self.target_seconds(rows)
+        self.target_busy += seconds
+        self.now += seconds
+
 
 class InlineWorker(DraftWorker):
     """Draft forwards that finish before the clock reaches the end of the target's pass are published during it.
@@ -46,8 +51,11 @@ class InlineWorker(DraftWorker):
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.stored_bytes(lengths)
 
-    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
-        result = target_pass()
+    def wrap_target(self, target: Any) -> Any:
+        return ClockedModel(target, self._run_during)
+
+    def _run_during(self, rows: int) -> None:
+        """Move the clock over a target pass, and publish the drafter's forwards that end during it."""
         clock, begin = self.clock, self.clock.now
         seconds = clock.target_seconds(rows)
         end = begin + seconds
@@ -59,7 +67,6 @@ class InlineWorker(DraftWorker):
         clock.now = end
         if clock.shared:
             self._delay(drafting)
-        return result
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         before = self.clock.now
@@ -117,28 +124,28 @@ class InlineWorker(DraftWorker):
             self._running = (self._running[0] + seconds, self._running[1])
 
 
-class SequentialWorker(DraftWorker):
-    """Nothing runs beside the target; its passes alone move the clock, and those of a `ClockedDrafter` between them."""
+class ClockedModel:
+    """A target whose passes move a simulated clock; everything else is the wrapped model's."""
 
-    def __init__(self, clock: SimulatedClock) -> None:
-        super().__init__()
-        self.clock = clock
+    def __init__(self, inner: Any, advance: Callable[[int], None]) -> None:
+        """`advance` is called after each pass with its number of rows."""
+        self._inner, self._advance = inner, advance
 
-    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
-        result = target_pass()
-        seconds = self.clock.target_seconds(rows)
-        self.clock.target_busy += seconds
-        self.clock.now += seconds
-        return result
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """There is no drafter to wait for."""
+    def score(self, forest: Sequence[Part]) -> Any:
+        return self._timed(forest, self._inner.score(forest))
 
-    def stop(self) -> None:
-        """Nothing to end."""
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Any:
+        return self._timed(forest, self._inner.score_hidden(forest, layers))
 
-    def _post(self, message: Message) -> None:
-        """There is no drafter to tell."""
+    def score_held(self, forest: Sequence[Part]) -> Any:
+        return self._timed(forest, self._inner.score_held(forest))
+
+    def _timed(self, forest: Sequence[Part], output: Any) -> Any:
+        self._advance(sum([len(part.tokens) for part in forest]))
+        return output
 
 
 class ClockedDrafter(Drafter):

@@ -129,6 +129,11 @@ class DraftLoop:
         """Another thread will `post`."""
         self._drafter.begin_concurrent()
 
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far by the drafter's models."""
+        return self._drafter.num_captures
+
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""
         return self._drafter.stored_bytes(lengths)

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
 from outpace.card.loop import Close, Configure, Correct, DraftLoop, Message, Open
@@ -154,8 +154,6 @@ def main() -> None:
     ChildLoop(pipe).run()
 
 
-T = TypeVar("T")
-
 _CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.card.process import main; main()"
 _POLL_SECONDS = 0.5  # how often a silent child is asked whether it reads, and whether the program has ended
 _STARTING = 10  # a child that imports and loads may be silent for so many times the patience
@@ -226,9 +224,6 @@ class ProcessWorker(DraftWorker):
     @property
     def is_working(self) -> bool:
         return super().is_working and self.is_ready
-
-    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
-        return target_pass()
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         """Not for a child that is not ready, that does not know the request, or that let a wait pass in silence."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from outpace.card.cache import CandidateCache
 from outpace.card.loop import DraftLoop, Message
 from outpace.card.worker import DraftWorker
 from outpace.core.lazy import is_torch_loaded, torch
 from outpace.core.types import Drafter
-
-T = TypeVar("T")
 
 _POLL_SECONDS = 0.2  # how often an idle thread looks whether the program has ended
 _PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
@@ -51,8 +49,9 @@ class ThreadWorker(DraftWorker):
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.stored_bytes(lengths)
 
-    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
-        return target_pass()
+    @property
+    def num_captures(self) -> int:
+        return self._loop.num_captures
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
 from outpace.card.loop import Close, Configure, Correct, Message, Open, Pause, Resume
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Request
-
-T = TypeVar("T")
 
 
 class DraftWorker(ABC):
@@ -69,9 +67,14 @@ class DraftWorker(ABC):
         many tokens each."""
         return 0
 
-    @abstractmethod
-    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
-        """Runs the target's pass over `rows` rows, with the drafter working meanwhile."""
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far by the drafter's models in this process."""
+        return 0
+
+    def wrap_target(self, target: Any) -> Any:
+        """Return the model that the engine runs in place of `target`, for workers that simulate concurrency."""
+        return target
 
     @abstractmethod
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:

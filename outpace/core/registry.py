@@ -1,7 +1,7 @@
 """Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`, and there is no other list.
 
-A method's file holds `build` (or `decode`), an `Options` dataclass, and a docstring whose first line is its help and
-whose second paragraph cites its paper. Files that begin with an underscore, and `base`, are not methods. Other packages
+A method's file holds `build` (or a class with `decode`), an `Options` dataclass, and a docstring whose first line is its help and
+whose second paragraph cites its paper. Files that start with an underscore, and `base`, are not methods. Other packages
 register modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and
 `outpace.decoders`.
 """
@@ -63,8 +63,20 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for name in found if name != "base" and not name.startswith("_"))
 
 
-def find(kind: str, name: str) -> ModuleType:
-    """Return the module of a method; raise UserError with the nearest name if there is none."""
+def find(kind: str, name: str) -> Any:
+    """Return the module of a drafter or rule, or the class of a decoder; UserError with the nearest name where there is
+    none."""
+    module = _module(kind, name)
+    return _decoder(module) if kind == "decoders" else module
+
+
+def _decoder(module: ModuleType) -> Any:
+    """Return the class with `decode` that a module defines."""
+    own = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
+    return next(value for value in own if isinstance(value, type) and hasattr(value, "decode"))
+
+
+def _module(kind: str, name: str) -> ModuleType:
     for point in _registered(kind):
         if point.name == name:
             return importlib.import_module(point.module)
@@ -84,29 +96,32 @@ def _look_up(group: str, look: Callable[..., Iterable[EntryPoint]], path: tuple[
 
 
 def describe(kind: str, name: str) -> Method:
-    """Return a method's row in the table of methods."""
-    module = find(kind, name)
+    """A method's row in the table of methods."""
+    module, method = _module(kind, name), find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
-    lossless, cost = getattr(module, "LOSSLESS", None), getattr(module, "COST", "")
-    about = " ".join((module.Options.__doc__ or "").split())
+    if kind == "decoders":
+        lossless, cost = method.lossless, method.cost
+    else:
+        lossless, cost = getattr(module, "LOSSLESS", None), getattr(module, "COST", "")
+    about = " ".join((method.Options.__doc__ or "").split())
     return Method(
         kind=kind,
         name=name,
         help=lines[0].rstrip("."),
         paper=paper,
         lossless=lossless,
-        options=option_names(module),
+        options=option_names(method),
         needs=_needs(kind, module),
         cost=cost,
-        about=about if option_names(module) else "",
+        about=about if option_names(method) else "",
     )
 
 
 def _needs(kind: str, module: ModuleType) -> str:
     """Describe what a method needs."""
     if kind == "decoders":
-        return _DRAFTING[module.needs]
+        return _DRAFTING[_decoder(module).needs]
     if kind == "rules":
         traits = module.build(build_options(module, {})).traits
         kind = _DRAFTS[traits.siblings, traits.several_draws]
@@ -118,25 +133,21 @@ def _needs(kind: str, module: ModuleType) -> str:
     return ON_TARGET if own.needs.session else DRAFT_MODEL if own.runs_model else "no model"
 
 
-def option_names(module: ModuleType) -> tuple[str, ...]:
-    """Return the names of a method's options, as `name=default`."""
+def option_names(module: Any) -> tuple[str, ...]:
+    """The names of a method's options, `name=default`."""
     return tuple(f"{f.name}={_default(f)}" for f in fields(module.Options))
 
 
-def build_options(module: ModuleType, values: Mapping[str, Any]) -> Any:
-    """Build the method's Options from the `values` that it knows; strings are converted to the option's type."""
+def build_options(module: Any, values: Mapping[str, Any]) -> Any:
+    """The method's Options from those of `values` that it knows; text is read as the option's own type."""
     kinds = get_type_hints(module.Options)
     known = _fields(module)
     return module.Options(**{n: _read(n, kinds[n], values[n]) for n in values if n in known})
 
 
-def check_known(
-    modules: Mapping[str, ModuleType], values: Mapping[str, Any], unnamed: Sequence[ModuleType] = ()
-) -> None:
-    """Raise UserError for a value that no chosen method has an option for: nothing is ignored silently.
-
-    `unnamed` are methods in use that the user did not name; their options are known too.
-    """
+def check_known(modules: Mapping[str, Any], values: Mapping[str, Any], unnamed: Sequence[Any] = ()) -> None:
+    """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence. `unnamed`:
+    methods that nobody chose, whose options are known too."""
     allowed = set[str]().union(*map(_fields, (*modules.values(), *unnamed)))
     for name in values:
         if name not in allowed:
@@ -149,7 +160,7 @@ def owners(option: str) -> list[str]:
     return [f"{_CALLED[kind]} {', '.join(found)}" for kind, found in having.items() if found]
 
 
-def _fields(module: ModuleType) -> set[str]:
+def _fields(module: Any) -> set[str]:
     return {field.name for field in fields(module.Options)}
 
 

@@ -333,6 +333,11 @@ class Drafter(Carries):
         """Return the bytes of weights that one step of a source reads; None if unknown."""
         return None
 
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far by its models."""
+        return 0
+
     def reads_at_most(self, source: Source) -> int | None:
         """Return the number of trailing tokens that a source reads before its first step; None: all."""
         return None

@@ -1,7 +1,7 @@
-"""How long a draft grows: as long as ever, by how the last one did, or until the drafter is no longer confident.
+"""Draft lengths: fixed, adapted to the last result, or ended when the drafter is no longer confident.
 
-A length may depend on what was drawn, because no token is taken back for it: drafting stops behind a token, never
-before one that is there. All that is learnt belongs to one request, so that its text does not depend on others.
+A length may depend on drawn tokens without changing the distribution, because none is dropped for it: drafting stops
+after a token. Everything learnt belongs to one request, so that its text does not depend on others.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from outpace.core.tree import Role, TokenTree
 
-_KNOWN = 256  # tokens that were judged, the last ones
-_FEW = 8  # as many of them say nothing yet
-_MISSED = 3.0  # how much worse it is to stop before a token that is accepted than to draft one that is not
+_KNOWN = 256  # latest verified tokens that the threshold is fitted to
+_FEW = 8  # up to this number the threshold is not changed
+_MISSED = 3.0  # cost of stopping before a token that is accepted, relative to drafting one that is rejected
 _BINS = 10
 
 
 def chance_of(tree: TokenTree, node: int) -> float:
-    """The drafter's chance of a node's token once its parent is accepted."""
+    """Return the drafter's chance of a node's token given that its parent is accepted."""
     return math.exp(tree.scores[node] - tree.scores[tree.parents[node]])
 
 
@@ -30,15 +30,15 @@ class Fixed:
         self.most = length
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
-        """Whether drafting ends behind these nodes, the last layer."""
+        """Return whether drafting ends after these nodes, the last layer."""
         return False
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """The target judged this tree and walked this path."""
+        """Learn from a verified tree and its accepted path."""
 
 
 class Heuristic(Fixed):
-    """Two more where all was accepted, one less where it was not. As in transformers' assisted generation."""
+    """Drafts two tokens more after full acceptance, one less otherwise. As in transformers' assisted generation."""
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         if len(tree) > 1:
@@ -47,10 +47,9 @@ class Heuristic(Fixed):
 
 
 class Confidence(Fixed):
-    """Until no token of the last layer is as likely as a threshold, which is fitted to what was accepted.
+    """Drafts until no token of the last layer is as likely as a threshold, which is fitted to the accepted tokens.
 
-    The threshold is the one with the least FPR + 3 FNR, false positives being tokens that were not accepted although
-    they stand above it. The method of transformers' assisted generation.
+    The threshold minimises FPR + 3 FNR, where false positives are tokens above it that were rejected. The method of transformers' assisted generation.
     """
 
     def __init__(self, length: int, threshold: float) -> None:
@@ -70,10 +69,10 @@ class Confidence(Fixed):
 
 
 class Expected(Fixed):
-    """Until it is likely enough that one of the tokens is rejected, 1 - prod p_accept. SpecDec++, arXiv:2405.19715.
+    """Drafts until a rejection is likely enough, 1 - prod p_accept. SpecDec++, arXiv:2405.19715.
 
-    The paper trains a head for p_accept; here it is the share of accepted tokens among those with a like chance of the
-    drafter's, beginning with that chance itself.
+    The paper trains a head for p_accept; here it is the share of accepted tokens among those with a similar drafter's
+    chance, with that chance as prior.
     """
 
     def __init__(self, length: int, doubt: float) -> None:
@@ -101,7 +100,7 @@ def _bin(chance: float) -> int:
 
 
 def _judged(tree: TokenTree, path: Sequence[int]) -> list[tuple[float, bool]]:
-    """Of the likeliest child below each walked node: its chance, and whether the walk went on with it."""
+    """Return the chance of the likeliest child of each accepted node, and whether the child was accepted."""
     found = []
     for node, following in zip(path, [*path[1:], None], strict=True):
         children = [child for child in tree.children(node) if tree.roles[child] is not Role.PROBE]

@@ -3,12 +3,12 @@
 Our own: each draft layer and each verified row must bring more tokens than its measured time costs at the present rate
 (Dinkelbach, 1967). Draft lengths by measured speed: Leviathan et al., arXiv:2211.17192, section 3.
 
-A node is worth the chance that the target walks it. Of a tree the best n nodes are verified, n where their chances less
-the price of their rows are most: this is the tree's worth. One more layer of the draft is grown while the worth that it
-adds outweighs its seconds. The drafter's chances are trusted as far as they came true, and taken at their word where
-the drafter fits them itself. Rows are tried from few to many, twice as many as are known at most. Where a layer does
-not pay it is tried again now and then, so seldom that all trials together cost a small share of the time. The choices
-are `_planner.py`'s; where target and draft can, they carry out some rounds by its plan in one call.
+The value of a node is the chance that the target accepts it. Of a tree the best n nodes are verified, where n maximises
+the sum of their chances minus the price of their rows: the worth of the tree. Another layer of the draft is grown while
+it adds more worth than its time costs. The drafter's chances are scaled by how often they came true, unless the drafter
+calibrates them itself. Row counts are tried from small to large, at most twice the largest that was timed. A layer that
+does not pay is tried again now and then, so rarely that all trials together cost a small share of the time. The
+choices are made in `planning/planner.py`; where target and draft support it, they run some rounds by its plan natively.
 """
 
 from __future__ import annotations
@@ -20,87 +20,87 @@ from outpace.core.carried import Carried
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Rule, Verify
-from outpace.decoders.base import Coroutine, RequestContext
-from outpace.planning.planner import UNPLANNED, Planner, PlannerAhead
-from outpace.planning.planner import Options as Options
-
-LOSSLESS = True
-COST = "as speculative, while that pays; host time for planning"
-NEEDS = "drafter"
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.planning.planner import UNPLANNED, Planner, PlannerOptions
 
 
-def decode(place: RequestContext, options: Options) -> Coroutine:
-    """Plan, grow, verify, learn, commit."""
-    if not place.request.rule.traits.same_text:
-        raise UserError(
-            "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
-        )
-    planner = PlannerAhead(place, options)
-    tree = TokenTree(place.last_token)
-    try:
-        while True:
-            planner.begin()
-            if done := (yield from _carry_out(tree, planner, place)):
-                tree = yield from _commit(tree, done, planner, place.request.rule)
-                continue
-            if not planner.is_plain:
-                yield from _grow(tree, planner)
-            if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
-                tree = tree.copy(nodes)
-            more = 0 if planner.asks else place.left if planner.is_plain else UNPLANNED
-            picks = yield Verify(tree, more)
-            verdict = place.request.rule.walk(tree, picks)
-            planner.is_over(tree, verdict.path)
-            tree = yield Commit(tree, verdict)
-    finally:
-        planner.end()
+class Auto(Decoder):
+    """Plans, grows the tree, verifies, learns and commits."""
+
+    name = "auto"
+    cost = "as speculative, while that pays; host time for planning"
+    Options = PlannerOptions
+
+    def decode(self, context: RequestContext, options: PlannerOptions) -> Coroutine:
+        if not context.request.rule.traits.same_text:
+            raise UserError(
+                "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
+            )
+        planner = Planner(context, options)
+        tree = TokenTree(context.last_token)
+        try:
+            while True:
+                planner.begin()
+                if done := (yield from _native_rounds(tree, planner, context)):
+                    tree = yield from _commit(tree, done, planner, context.request.rule)
+                    continue
+                if not planner.is_plain:
+                    yield from _grow(tree, planner)
+                if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
+                    tree = tree.copy(nodes)
+                more = 0 if planner.asks else context.tokens_left if planner.is_plain else UNPLANNED
+                picks = yield Verify(tree, more)
+                verdict = context.request.rule.walk(tree, picks)
+                planner.end_round(tree, verdict.path)
+                tree = yield Commit(tree, verdict)
+        finally:
+            planner.end()
 
 
-def _carry_out(
-    tree: TokenTree, planner: PlannerAhead, place: RequestContext
+def _native_rounds(
+    tree: TokenTree, planner: Planner, context: RequestContext
 ) -> Generator[Any, Any, Sequence[Carried] | None]:
-    """Whole rounds in one call, where that can be done; else the copies of the round are in the tree."""
-    leaves_copies = place.carries is not None and planner.leaves_copies(place.carries)
-    if not leaves_copies:
-        yield from _copy(tree, planner)
-    plan = None if place.carries is None or planner.is_plain else planner.plan(tree)
+    """Ask for native rounds where they are available. Return None after adding the round's lookup nodes to the tree
+    where they are not."""
+    native_lookup = context.native_sources is not None and planner.is_lookup_native(context.native_sources)
+    if not native_lookup:
+        yield from _look_up(tree, planner)
+    plan = None if context.native_sources is None or planner.is_plain else planner.plan(tree)
     done: Sequence[Carried] | None = None
-    if plan is not None and (plan.drafts or place.requests > 1):
+    if plan is not None and (plan.drafts or context.requests > 1):
         done = yield CarryOut(tree, plan)
-    if leaves_copies and not done:
-        yield from _copy(tree, planner)
+    if native_lookup and not done:
+        yield from _look_up(tree, planner)
     return done
 
 
-def _commit(
-    tree: TokenTree, done: Sequence[Carried], planner: PlannerAhead, rule: Rule
-) -> Generator[Any, Any, TokenTree]:
-    """Rounds that were carried out, one after the other; the next round's root."""
+def _commit(tree: TokenTree, done: Sequence[Carried], planner: Planner, rule: Rule) -> Generator[Any, Any, TokenTree]:
+    """Commit native rounds one after the other; return the next round's root."""
     for number, carried in enumerate(done):
         if number:
-            planner.goes_on()
+            planner.begin_next_native()
         tree = carried.onto(tree, *planner.names)
-        planner.carried(carried)
+        planner.learn_native(carried)
         verdict = rule.walk(tree, carried.picks)
         if verdict.path != carried.path:
             raise RuntimeError(f"the kernels walked {carried.path} where the rule walks {verdict.path}")
-        planner.is_over(tree, verdict.path)
+        planner.end_round(tree, verdict.path)
         tree = yield Commit(tree, verdict)
     return tree
 
 
-def _copy(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
-    """What costs no model, where it pays."""
-    for copier in planner.copiers:
-        if copier.is_asked:
-            yield Draft(tree, copier.source)
-            planner.copied(tree, copier)
+def _look_up(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
+    """Let the sources that run no model propose, where they pay."""
+    for source in planner.lookups:
+        if source.is_asked:
+            yield Draft(tree, source.source)
+            planner.looked_up(tree, source)
 
 
 def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
-    """Layers of the models, while they pay."""
-    for grower in planner.growers:
-        while planner.pays(tree, grower):
-            if not (yield Draft(tree, grower.source)):
+    """Add layers of the draft models, while they pay."""
+    for source in planner.models:
+        while planner.pays(tree, source):
+            if not (yield Draft(tree, source.source)):
                 break
-            planner.grown(tree, grower)
+            planner.grown(tree, source)

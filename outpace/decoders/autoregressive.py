@@ -9,21 +9,22 @@ from dataclasses import dataclass
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Verify
-from outpace.decoders.base import Coroutine, RequestContext
-
-LOSSLESS = True
-COST = "one pass for each token"
-NEEDS = None
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
 
 
-@dataclass(frozen=True)
-class Options:
-    """None."""
+class Autoregressive(Decoder):
+    """Decodes without a drafter, in the same loop as the other methods."""
 
+    name = "autoregressive"
+    cost = "one pass for each token"
+    needs = None
 
-def decode(place: RequestContext, options: Options) -> Coroutine:
-    """The same loop as the others', without Draft."""
-    tree = TokenTree(place.last_token)
-    while True:
-        picks = yield Verify(tree, place.left)
-        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+    @dataclass(frozen=True)
+    class Options:
+        """None."""
+
+    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+        tree = TokenTree(context.last_token)
+        while True:
+            picks = yield Verify(tree, context.tokens_left)
+            tree = yield Commit(tree, context.request.rule.walk(tree, picks))

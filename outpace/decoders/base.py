@@ -1,62 +1,56 @@
-"""What a decoder sees of the engine: its own request, and nothing of the others."""
+"""The base class of decoders, and what a decoder sees of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
-from outpace.core.types import Ask, Request, Source
-from outpace.planning.cost_model import CostModel
+from outpace.core.types import Ask, Request
+from outpace.planning.context import PlanningContext
 
 Coroutine = Generator[Ask, Any, None]
+"""Yields Draft, Verify, Await, Commit or native rounds, and is sent the result of each."""
 
 
-def _to_nobody(message: Correction | DraftDirectives) -> None:
-    """There is no worker."""
+def _ignore(message: Correction | DraftDirectives) -> None:
+    """Drop a message to a worker that does not exist."""
 
 
-@dataclass
-class BatchRows:
-    """The rows of the pass that is being put together: of each request what it asks for in this round, or, until it
-    has chosen, what it had in the last pass. Who plans later knows what was planned before."""
-
-    rows: int = 0
-
-
-@dataclass(eq=False)
-class RequestContext:
-    """One running request as its decoder sees it. `budget` is the number of nodes that the load allows it in this
-    round, the root included."""
+@dataclass(eq=False, kw_only=True)
+class RequestContext(PlanningContext):
+    """One running request as its decoder sees it; nothing of other requests but their number and rows."""
 
     request: Request
-    committed: Sequence[int]  # the prompt, and what was written so far
-    costs: CostModel = field(repr=False)  # the engine's
-    sources: Sequence[Source] = ()  # of drafts in turn
-    budget: int = 1
-    requests: int = 1  # running at once, this one included
-    rows: int = 1  # of this request, see `BatchRows`
-    load: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)  # of all requests
-    left: int = 1  # tokens that may still be written
-    carries: Collection[str] | None = None  # whole rounds may be asked for, with copies by these sources; None: not
-    candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
-    correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
-    step_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average
-    order: Callable[[DraftDirectives], None] = field(default=_to_nobody, repr=False)  # tells it how to go on
-
-    @property
-    def rows_of_others(self) -> int:
-        """Rows that the pass has for other requests."""
-        return self.load.rows - self.rows
-
-    def asks_for(self, rows: int) -> None:
-        """It is known how many rows this request has in the pass."""
-        self.load.rows += rows - self.rows
-        self.rows = rows
+    candidates: CandidateCache = field(init=False, repr=False)  # only for decoders that need a worker
+    correct: Callable[[Correction], None] = field(default=_ignore, repr=False)  # sends the worker the new root
+    direct: Callable[[DraftDirectives], None] = field(
+        default=_ignore, repr=False
+    )  # sends the worker drafting directives
+    draft_seconds: Callable[[], float] = field(default=float, repr=False)  # mean duration of the worker's forwards
 
     @property
     def last_token(self) -> int:
         """The last committed token: the next tree's root."""
         return self.committed[-1]
+
+
+class Decoder:
+    """A way to write one answer. The engine makes an instance for each request and runs the coroutine `decode`.
+
+    A subclass is a method: the name of its file is the name of the method, and the docstring of that file is its help.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True  # with a rule that keeps the target's distribution
+    cost: ClassVar[str] = ""  # what a round costs, for the table of methods
+    needs: ClassVar[str | None] = "drafter"  # "drafter", "worker" (a drafter that runs in parallel), or None
+    rule: ClassVar[str | None] = None  # the rule where the user names none; None: it depends on the temperature
+    nodes: ClassVar[int | None] = None  # default for the engine's option `nodes`
+    Options: ClassVar[type[Any]]
+
+    def decode(self, context: RequestContext, options: Any) -> Coroutine:
+        """Write one answer, round by round, until the engine closes the coroutine."""
+        raise NotImplementedError

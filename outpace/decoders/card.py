@@ -14,51 +14,52 @@ from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, RequestContext
-
-LOSSLESS = True
-COST = "a pass, with the draft running beside it"
-NEEDS = "worker"
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
 
 
-@dataclass(frozen=True)
-class Options:
-    """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
+class Card(Decoder):
+    """Queries the cache, verifies what it finds, corrects the drafter. An empty query is plain decoding."""
 
-    To measure what a part contributes: `chain` true verifies one branch instead of the best tree; `secondary` false
-    does not look in the secondary cache B; `late` false drops nodes that arrived during the target's pass;
-    `correction` false drops all that was drafted before the new root was known; `lockstep`: draft forwards in each
-    target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never waits.
-    """
+    name = "card"
+    cost = "a pass, with the draft running in parallel"
+    needs = "worker"
 
-    just_in_time: int = 1
-    chain: bool = False
-    secondary: bool = True
-    late: bool = True
-    correction: bool = True
-    lockstep: int = 0
+    @dataclass(frozen=True)
+    class Options:
+        """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
 
-    def __post_init__(self) -> None:
-        check_whole("just_in_time", self.just_in_time, 0, 16)
-        check_whole("lockstep", self.lockstep, 0, 256)
+        To measure what a part contributes: `chain` true verifies one branch instead of the best tree; `secondary` false
+        does not look in the secondary cache B; `late` false drops nodes that arrived during the target's pass;
+        `correction` false drops everything that was drafted before the new root was known; `lockstep`: draft forwards in
+        each target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never waits.
+        """
 
+        just_in_time: int = 1
+        chain: bool = False
+        secondary: bool = True
+        late: bool = True
+        correction: bool = True
+        lockstep: int = 0
 
-def decode(place: RequestContext, options: Options) -> Coroutine:
-    """Query, verify, correct. An empty query is plain decoding."""
-    candidates = place.candidates
-    candidates.sight = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
-    in_step = DraftDirectives(layers=options.lockstep) if options.lockstep else None
-    while True:
-        if candidates.missed and options.just_in_time:
-            yield Await(options.just_in_time)
-        tree = candidates.query(place.budget)
-        if in_step:
-            place.order(in_step)
-        picks = yield Verify(tree)
-        if in_step:
-            yield Await(options.lockstep)
-        candidates.late(tree)
-        verdict = place.request.rule.walk(tree, picks)
-        hit, correction = candidates.correct(tree, verdict, len(picks))
-        place.correct(correction)
-        yield Commit(tree, verdict, hit)
+        def __post_init__(self) -> None:
+            check_whole("just_in_time", self.just_in_time, 0, 16)
+            check_whole("lockstep", self.lockstep, 0, 256)
+
+    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+        candidates = context.candidates
+        candidates.sight = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
+        in_step = DraftDirectives(layers=options.lockstep) if options.lockstep else None
+        while True:
+            if candidates.missed and options.just_in_time:
+                yield Await(options.just_in_time)
+            tree = candidates.query(context.budget)
+            if in_step:
+                context.direct(in_step)
+            picks = yield Verify(tree)
+            if in_step:
+                yield Await(options.lockstep)
+            candidates.late(tree)
+            verdict = context.request.rule.walk(tree, picks)
+            hit, correction = candidates.correct(tree, verdict, len(picks))
+            context.correct(correction)
+            yield Commit(tree, verdict, hit)

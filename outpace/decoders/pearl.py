@@ -2,9 +2,9 @@
 
 Parallel speculative decoding with adaptive draft length, arXiv:2408.11850.
 
-Pre-verify: after a rejection the target scores the root alone, and what it writes there judges the first token of the
-chain that is drafted meanwhile. Post-verify: it scores a chain, and its last row judges the first token of the next.
-A rejection drops all that was drafted behind it.
+Pre-verify: after a rejection the target scores the root alone, and the token it picks there judges the first token of
+the chain that is drafted meanwhile. Post-verify: it scores a chain, and its last row judges the first token of the
+next. A rejection drops everything that was drafted below it.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, RequestContext
-
-LOSSLESS = True
-COST = "a pass or draft_length draft steps, whichever takes longer"
-NEEDS = "worker"
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
 
 
-@dataclass(frozen=True)
-class Options:
-    """`draft_length`: tokens in a chain (gamma); best is the number that is drafted during one target pass."""
+class Pearl(Decoder):
+    """Pre-verifies after a rejection, else post-verifies; the drafter is at most one chain ahead."""
 
-    draft_length: int = 4
+    name = "pearl"
+    cost = "a pass or draft_length draft steps, whichever takes longer"
+    needs = "worker"
 
-    def __post_init__(self) -> None:
-        check_whole("draft_length", self.draft_length, 1, 256)
+    @dataclass(frozen=True)
+    class Options:
+        """`draft_length`: tokens in a chain (gamma); best is the number that is drafted during one target pass."""
 
+        draft_length: int = 4
 
-def decode(place: RequestContext, options: Options) -> Coroutine:
-    """Pre-verify after a rejection, else post-verify; the drafter is at most one chain ahead."""
-    candidates, gamma = place.candidates, options.draft_length
-    candidates.sight = VisibilityOptions(chain=True)
-    place.order(DraftDirectives(depth=gamma, width=1))
-    while True:
-        if not candidates.missed:
-            yield Await(depth=gamma - 1)
-        tree = candidates.query(1 if candidates.missed else min(gamma, place.budget))
-        picks = yield Verify(tree)
-        yield Await(depth=len(tree))
-        candidates.late(tree)
-        verdict = place.request.rule.walk(tree, picks)
-        hit, correction = candidates.correct(tree, verdict, len(picks))
-        place.correct(correction)
-        place.order(DraftDirectives(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
-        yield Commit(tree, verdict, hit)
+        def __post_init__(self) -> None:
+            check_whole("draft_length", self.draft_length, 1, 256)
+
+    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+        candidates, gamma = context.candidates, options.draft_length
+        candidates.sight = VisibilityOptions(chain=True)
+        context.direct(DraftDirectives(depth=gamma, width=1))
+        while True:
+            if not candidates.missed:
+                yield Await(depth=gamma - 1)
+            tree = candidates.query(1 if candidates.missed else min(gamma, context.budget))
+            picks = yield Verify(tree)
+            yield Await(depth=len(tree))
+            candidates.late(tree)
+            verdict = context.request.rule.walk(tree, picks)
+            hit, correction = candidates.correct(tree, verdict, len(picks))
+            context.correct(correction)
+            context.direct(DraftDirectives(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
+            yield Commit(tree, verdict, hit)

@@ -1,4 +1,4 @@
-"""Draft, then verify, in turn: a chain where the drafter's width is 1, otherwise the best nodes of its tree.
+"""Drafting and verification alternate: a chain where the drafter's width is 1, otherwise the best nodes of its tree.
 
 Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318; trees: SpecInfer, arXiv:2305.09781.
 """
@@ -11,56 +11,57 @@ from outpace.core.errors import check_range, check_whole, unknown
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
-from outpace.decoders.base import Coroutine, RequestContext
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
 
-LOSSLESS = True
-COST = "drafting and a pass, in turn"
-NEEDS = "drafter"
 LENGTHS = ("fixed", "heuristic", "confidence", "expected")
 
 
-@dataclass(frozen=True)
-class Options:
-    """`draft_length`: draft steps before the target verifies (gamma for a chain, the depth of a tree).
+class Speculative(Decoder):
+    """Drafts up to `draft_length` layers, then verifies the best nodes."""
 
-    `lengths`: fixed; heuristic: begins at `draft_length`, two more after a draft that was accepted whole, one less
-    after any other; confidence: stops early where the drafter's probability is below `confident`, a threshold that is
-    then adapted; expected: stops early where the chance that any token is rejected exceeds `doubt`.
-    """
+    name = "speculative"
+    cost = "drafting and a pass, one after the other"
 
-    draft_length: int = 4
-    lengths: str = "fixed"
-    confident: float = 0.4
-    doubt: float = 0.3
+    @dataclass(frozen=True)
+    class Options:
+        """`draft_length`: draft steps before the target verifies (gamma for a chain, the depth of a tree).
 
-    def __post_init__(self) -> None:
-        check_whole("draft_length", self.draft_length, 1, 256)
-        check_range("confident", self.confident, 0.0, 1.0)
-        check_range("doubt", self.doubt, 0.0, 1.0)
-        if self.lengths not in LENGTHS:
-            raise unknown("lengths", self.lengths, LENGTHS)
+        `lengths`: fixed; heuristic: begins at `draft_length`, two more after a fully accepted draft, one less after
+        any other; confidence: stops early where the drafter's probability is below `confident`, a threshold that is
+        then adapted; expected: stops early where the chance that any token is rejected exceeds `doubt`.
+        """
+
+        draft_length: int = 4
+        lengths: str = "fixed"
+        confident: float = 0.4
+        doubt: float = 0.3
+
+        def __post_init__(self) -> None:
+            check_whole("draft_length", self.draft_length, 1, 256)
+            check_range("confident", self.confident, 0.0, 1.0)
+            check_range("doubt", self.doubt, 0.0, 1.0)
+            if self.lengths not in LENGTHS:
+                raise unknown("lengths", self.lengths, LENGTHS)
+
+    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+        rule, lengths = context.request.rule, _lengths(options)
+        tree = TokenTree(context.last_token)
+        while True:
+            tree.most = context.budget
+            for _ in range(lengths.most if context.budget > 1 else 0):
+                known = len(tree)
+                if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):
+                    break
+            if rule.traits.q_at_leaves:
+                yield Draft(tree)
+            tree = tree.copy(best_nodes(tree, context.budget, rule.traits.q_at_leaves))
+            picks = yield Verify(tree)
+            verdict = rule.walk(tree, picks)
+            lengths.learn(tree, verdict.path)
+            tree = yield Commit(tree, verdict)
 
 
-def decode(place: RequestContext, options: Options) -> Coroutine:
-    """Grow, verify, commit."""
-    rule, lengths = place.request.rule, _lengths(options)
-    tree = TokenTree(place.last_token)
-    while True:
-        tree.max_nodes = place.budget
-        for _ in range(lengths.most if place.budget > 1 else 0):
-            known = len(tree)
-            if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):
-                break
-        if rule.traits.q_at_leaves:
-            yield Draft(tree)
-        tree = tree.copy(best_nodes(tree, place.budget, rule.traits.q_at_leaves))
-        picks = yield Verify(tree)
-        verdict = rule.walk(tree, picks)
-        lengths.learn(tree, verdict.path)
-        tree = yield Commit(tree, verdict)
-
-
-def _lengths(options: Options) -> Fixed:
+def _lengths(options: Speculative.Options) -> Fixed:
     if options.lengths == "confidence":
         return Confidence(options.draft_length, options.confident)
     if options.lengths == "expected":

@@ -55,6 +55,10 @@ class CompositeDrafter(Drafter):
         for part in self.parts:
             part.limit_threads(most)
 
+    @property
+    def num_captures(self) -> int:
+        return sum([part.num_captures for part in self.parts])
+
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """Return the sum over all parts."""
         return sum(part.stored_bytes(lengths) for part in self.parts)

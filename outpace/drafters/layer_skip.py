@@ -279,6 +279,10 @@ class LayerSkipDrafter(Drafter):
         self._choices = PickModels()
         self._choose(sublayers)
 
+    @property
+    def num_captures(self) -> int:
+        return self._grower.model.num_captures
+
     def weight_bytes(self, source: Source) -> int | None:
         """Estimate the bytes as if all sublayers had one size and nothing else had weights."""
         whole = self._target.weight_bytes

@@ -93,6 +93,10 @@ class ModelDrafter(Drafter):
         self._ahead = MultiStepExpander(model, self._choices, options)
         self.shares_work = self._ahead.takes_several
 
+    @property
+    def num_captures(self) -> int:
+        return self._grower.model.num_captures
+
     def weight_bytes(self, source: Source) -> int | None:
         """Return the draft model's weight bytes."""
         return self._grower.model.weight_bytes

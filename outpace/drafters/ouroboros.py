@@ -90,6 +90,10 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         self._pools = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
         self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
+    @property
+    def num_captures(self) -> int:
+        return self._grower.model.num_captures
+
     def weight_bytes(self, source: Source) -> int | None:
         """Return the draft model's weight bytes."""
         return self._grower.model.weight_bytes

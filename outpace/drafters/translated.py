@@ -63,6 +63,10 @@ class TranslatedDrafter(Drafter):
         self._model, self._target, self._draft = model, target, draft
         self._to_draft: dict[int, int] = {}  # shared tokens
 
+    @property
+    def num_captures(self) -> int:
+        return self._model.num_captures
+
     def weight_bytes(self, source: Source) -> int | None:
         """Return the draft model's weight bytes."""
         return self._model.weight_bytes

@@ -1,8 +1,8 @@
-"""What followed a prompt in an earlier text: a guess of its answer, which the drafter `prediction` copies.
+"""A cache of earlier texts: what followed a prompt there predicts its answer, and the drafter `prediction` copies it.
 
-Whoever asks again, regenerates an answer, or types on what was completed for him sends a prompt that an earlier text
-begins with, and the target writes the rest of that text again: greedily always, sampled with the same seed. So it is of
-rules alone whose text no draft changes.
+A prompt that an earlier text begins with is sent when a question is repeated, an answer regenerated, or a completion
+continued. The target then writes the rest of that text again: always if greedy, with the same seed if sampled. This
+holds only for rules whose text does not depend on drafts.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, NamedTuple
 from outpace.core.cache_salt import PerSalt
 from outpace.core.types import Request
 
-_TEXTS = 256  # of each reuse key
-_TOKENS = 131_072  # in all of them together
+_TEXTS = 256  # for each reuse key
+_TOKENS = 131_072  # in all texts of a reuse key together
 
 Way = tuple[Any, ...]
 
 
-class _Kept(NamedTuple):
-    """A text, four bytes a token, and how its tokens were picked."""
+class _CachedText(NamedTuple):
+    """A text, four bytes for each token, and how its tokens were picked."""
 
     way: Way
     text: bytes
 
 
 class AnswerCache:
-    """The texts that ended last, apart for each reuse key, in bounded memory."""
+    """The latest finished texts, separately for each reuse key, in bounded memory."""
 
     def __init__(self) -> None:
-        self._kept: PerSalt[list[_Kept]] = PerSalt(list)
+        self._kept: PerSalt[list[_CachedText]] = PerSalt(list)
 
     def find(self, request: Request) -> tuple[int, ...]:
-        """What stood behind this prompt in the latest text that begins with it and was picked in the same way."""
+        """Return what followed this prompt in the latest text that begins with it and was picked in the same way."""
         if not request.rule.traits.same_text:
             return ()
         prompt, way = _packed(request.prompt), _way(request)
@@ -43,12 +43,11 @@ class AnswerCache:
                 return tuple(array("i", kept.text[len(prompt) :]))
         return ()
 
-    def keep(self, request: Request, tokens: Sequence[int]) -> None:
-        """Remembers a text, prompt and answer, in place of those that it begins with; the oldest go where there are too
-        many."""
+    def store(self, request: Request, tokens: Sequence[int]) -> None:
+        """Store a text, prompt and answer, in place of texts that are its prefixes; drop the oldest beyond the limits."""
         if not (request.rule.traits.same_text and len(request.prompt) < len(tokens) <= _TOKENS):
             return
-        kept, new = self._kept.of(request.cache_salt), _Kept(_way(request), _packed(tokens))
+        kept, new = self._kept.of(request.cache_salt), _CachedText(_way(request), _packed(tokens))
         kept[:] = [one for one in kept if one.way != new.way or not new.text.startswith(one.text)]
         kept.append(new)
         held = sum(len(one.text) for one in kept)
@@ -61,6 +60,6 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 
 def _way(request: Request) -> Way:
-    """How tokens are picked, as far as it changes a text: greedily neither seed nor filters do."""
+    """Return how tokens are picked as far as it changes a text; if greedy, neither seed nor filters do."""
     noise = (request.sampling, request.seed, request.choice)
     return (type(request.rule), request.adjustments, *(() if request.sampling.is_greedy else noise))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from outpace.card.loop import check_concurrent
@@ -16,6 +15,7 @@ from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
+from outpace.decoders.base import Decoder
 from outpace.drafters import build_drafter, drafter_modules, drafter_names
 from outpace.engine.engine import Engine
 from outpace.engine.options import BURST, EngineOptions
@@ -85,7 +85,7 @@ class BuildOptions:
             drafter = drafter or default_drafter(method, draft is not None)
         rule = default_rule(decoder, self.rule)
         check_rule(rule, decoder, drafter)
-        nodes = PLANNED_NODES if method == PLANNED else getattr(decoder, "NODES", EngineOptions.nodes)
+        nodes = PLANNED_NODES if method == PLANNED else decoder.nodes or EngineOptions.nodes
         return replace(
             self,
             method=method,
@@ -171,12 +171,12 @@ def _judges(rule: Rule, sampling: Sampling) -> bool:
     return rule.traits.greedy if sampling.is_greedy else rule.traits.sampled
 
 
-def default_rule(decoder: ModuleType, rule: str) -> str:
+def default_rule(decoder: type[Decoder], rule: str) -> str:
     """Replace "auto" by the method's own rule if it has one."""
-    return getattr(decoder, "RULE", rule) if rule == "auto" else rule
+    return decoder.rule or rule if rule == "auto" else rule
 
 
-def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
+def check_rule(name: str, decoder: type[Decoder], drafter: str | None) -> None:
     """Raise UserError, naming the rules that fit, for a rule that does not fit the method or the drafter."""
     said = None if name == "auto" else _misfit(name, decoder, drafter)
     if said is not None:
@@ -184,7 +184,7 @@ def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
         raise UserError(f"{said}; the rules that fit are {', '.join(others)} and {last}")
 
 
-def _misfit(name: str, decoder: ModuleType, drafter: str | None) -> str | None:
+def _misfit(name: str, decoder: type[Decoder], drafter: str | None) -> str | None:
     """Return why a rule does not fit a method and its drafters, None if it does."""
     rule = _build_rule(name)
     is_drawn = rule.traits.siblings is not Siblings.PICKED
@@ -204,7 +204,7 @@ def _draws(drafter: str | None) -> bool:
     return drafter is not None and any(getattr(module, "DRAWS", False) for module in drafter_modules(drafter).values())
 
 
-def _structured_drafter(is_default: bool, rule: str, drafter: str | None, decoder: ModuleType) -> str | None:
+def _structured_drafter(is_default: bool, rule: str, drafter: str | None, decoder: type[Decoder]) -> str | None:
     """Return the drafter for structured answers, None if it is the usual one. Unless the user named a drafter, tokens
     that the grammar forces are proposed too."""
     structured = f"grammar+{drafter}"
@@ -218,7 +218,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     option that no part has, or that does not fit; no thread is started then."""
     decoder, settings, values = registry.find("decoders", options.method), options.engine_options, options.part_options
     _check_worker(options, decoder)
-    modules = {f"method {options.method}": decoder}
+    modules: dict[str, Any] = {f"method {options.method}": decoder}
     needs = NO_NEEDS
     if options.rule != "auto":
         modules[f"rule {options.rule}"] = registry.find("rules", options.rule)
@@ -255,7 +255,7 @@ def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:
     return BuildContext(model, target and target.model, tokenizer, target and target.tokenizer, others)
 
 
-def _check_worker(options: BuildOptions, decoder: ModuleType) -> None:
+def _check_worker(options: BuildOptions, decoder: type[Decoder]) -> None:
     if options.worker is not None and decoder.needs != "worker":
         fitting = [name for name in registry.names("decoders") if registry.find("decoders", name).needs == "worker"]
         instead = f"leave out worker {options.worker!r}, or choose method {' or '.join(fitting)}"

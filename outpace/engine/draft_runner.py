@@ -1,4 +1,7 @@
-"""The engine's side of drafting: drafters in turn or a worker beside the target; a fault in one costs speed only."""
+"""The engine's side of drafting: drafters that alternate with the target, and a worker that drafts in parallel with it.
+
+A drafter that raises is given up with one warning: a fault costs speed, never text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any, TypeVar
 
 from outpace.card.cache import CandidateCache
 from outpace.card.worker import DraftWorker
-from outpace.core import setups
 from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
@@ -21,26 +23,36 @@ T = TypeVar("T")
 
 
 class DraftRunner:
-    """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
+    """Runs the drafters of all sequences."""
 
     def __init__(
         self, drafters: Mapping[str, Drafter], worker: DraftWorker | None, costs: CostModel, clock: Callable[[], float]
     ) -> None:
-        """`drafters` by name, as requests ask for them; the first is for those that name none."""
+        """`drafters` by the names that requests choose them by; the first is the default."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
-        self._names = tuple(drafters)  # those too that were given up
+        self._names = tuple(drafters)  # including those that were given up
         self._warned: set[str | None] = set()
-        self.spent = 0.0  # seconds of growing and of waiting for a worker, since the last step began
+        self.spent = 0.0  # seconds of drafting and of waiting for a worker in this step
 
     @property
     def drafter(self) -> Drafter | None:
-        """The one for requests that name none."""
+        """The default drafter."""
         return self.drafters.get(self._names[0]) if self._names else None
 
-    def choose(self, run: TokenSequence, name: str | None) -> None:
-        """Notes by which drafter a request is to be drafted; UserError where there is none for its method."""
-        needs = run.decoder.needs
-        method = run.decoder.__name__.rpartition(".")[2]
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far by the models of all drafters."""
+        own = sum([drafter.num_captures for drafter in self.drafters.values()])
+        return own + (self.worker.num_captures if self.worker is not None else 0)
+
+    @property
+    def cores(self) -> int:
+        """Number of cores, of those that the target could use, that the worker's drafter uses now."""
+        return self.worker.cores if self.worker is not None and self.worker.is_working else 0
+
+    def choose(self, sequence: TokenSequence, name: str | None) -> None:
+        """Set the drafter of a sequence; UserError where there is none for its method."""
+        needs, method = sequence.decoder.needs, sequence.decoder.name
         if (needs == "worker" and self.worker is None) or (needs == "drafter" and not self._names):
             raise UserError(f"method {method} needs a drafter, this engine has none to run for it")
         if needs != "drafter":
@@ -48,177 +60,174 @@ class DraftRunner:
                 own = "has its worker's drafter" if needs == "worker" else "uses no drafter"
                 raise UserError(f"method {method} {own}, leave out drafter {name!r}")
             return
-        run.draft.name = self._names[0] if name is None else name
-        if run.draft.name not in self._names:
-            raise unknown("drafter of this engine", run.draft.name, self._names)
-        drafter = self._of(run)
-        run.draft.needs = drafter.needs if drafter is not None else NO_NEEDS
+        sequence.draft.name = self._names[0] if name is None else name
+        if sequence.draft.name not in self._names:
+            raise unknown("drafter of this engine", sequence.draft.name, self._names)
+        drafter = self._of(sequence)
+        sequence.draft.needs = drafter.needs if drafter is not None else NO_NEEDS
 
-    def open(self, run: TokenSequence) -> None:
-        """A request begins."""
-        if run.decoder.needs == "worker" and self.worker:
-            run.place.candidates = CandidateCache(run.place.last_token)
-            run.place.correct = partial(self.worker.correct, run.key)
-            run.place.order = partial(self.worker.order, run.key)
-            run.place.step_seconds = partial(getattr, self.worker, "turn_seconds")
-            self.worker.open(run.key, run.request, run.place.candidates)
-        elif (drafter := self._of(run)) is not None:
-            run.place.sources = drafter.sources_for(run.request)
-            run.draft.state = self.guarded(run.draft.name, drafter.open, run.request)
+    def open(self, sequence: TokenSequence) -> None:
+        """Start drafting for a sequence."""
+        context = sequence.context
+        if worker := self._worker_of(sequence):
+            context.candidates = CandidateCache(context.last_token)
+            context.correct = partial(worker.correct, sequence.key)
+            context.direct = partial(worker.order, sequence.key)
+            context.draft_seconds = partial(getattr, worker, "step_seconds")
+            worker.open(sequence.key, sequence.request, context.candidates)
+        elif (drafter := self._of(sequence)) is not None:
+            context.sources = drafter.sources_for(sequence.request)
+            sequence.draft.state = self.guarded(sequence.draft.name, drafter.open, sequence.request)
 
-    def pause(self, run: TokenSequence) -> None:
-        """A request gives its keys and values back until there is room for them."""
-        self.tell(run)
-        drafter = self._of(run)
-        if run.draft.state is not None and drafter is not None:
-            run.draft.state.base = None
-            self.guarded(run.draft.name, drafter.pause, run.draft.state)
-        if run.decoder.needs == "worker" and self.worker:
-            self.worker.pause(run.key)
+    def pause(self, sequence: TokenSequence) -> None:
+        """Release the keys and values of a sequence's draft."""
+        self.notify(sequence)
+        drafter = self._of(sequence)
+        if sequence.draft.state is not None and drafter is not None:
+            sequence.draft.state.base = None
+            self.guarded(sequence.draft.name, drafter.pause, sequence.draft.state)
+        if worker := self._worker_of(sequence):
+            worker.pause(sequence.key)
 
-    def resume(self, run: TokenSequence) -> None:
-        """It goes on."""
-        if run.decoder.needs == "worker" and self.worker:
-            self.worker.resume(run.key)
+    def resume(self, sequence: TokenSequence) -> None:
+        """Continue after a pause."""
+        if worker := self._worker_of(sequence):
+            worker.resume(sequence.key)
 
-    def close(self, run: TokenSequence) -> None:
-        """A request is over."""
-        self.tell(run)
-        drafter = self._of(run)
-        if run.draft.state is not None and drafter is not None:
-            self.guarded(run.draft.name, drafter.close, run.draft.state)
-        run.draft.state = None
-        if run.decoder.needs == "worker" and self.worker:
-            self.worker.forget(run.key)
-            run.history.stale += run.place.candidates.counts["dead parent"]
+    def close(self, sequence: TokenSequence) -> None:
+        """Stop drafting for a sequence."""
+        self.notify(sequence)
+        drafter = self._of(sequence)
+        if sequence.draft.state is not None and drafter is not None:
+            self.guarded(sequence.draft.name, drafter.close, sequence.draft.state)
+        sequence.draft.state = None
+        if worker := self._worker_of(sequence):
+            worker.forget(sequence.key)
+            sequence.history.stale += sequence.context.candidates.counts["dead parent"]
 
     def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
-        """The most bytes of keys and values that drafts hold in this process for these requests, whose texts have so
-        many tokens each. A drafter that was given up holds none."""
-        beside = [length for run, length in texts if run.decoder.needs == "worker"]
-        total = self.worker.stored_bytes(beside) if self.worker and beside else 0
+        """Return the most bytes of keys and values that drafts in this process may need for sequences with texts of
+        these lengths. A drafter that was given up holds none."""
+        lengths = [length for sequence, length in texts if sequence.decoder.needs == "worker"]
+        total = self.worker.stored_bytes(lengths) if self.worker and lengths else 0
         for name, drafter in list(self.drafters.items()):
-            lengths = [length for run, length in texts if run.draft.name == name]
+            lengths = [length for sequence, length in texts if sequence.draft.name == name]
             total += (self.guarded(name, drafter.stored_bytes, lengths) or 0) if lengths else 0
         return total
 
     def shut(self) -> None:
-        """Ends the worker and the drafters."""
+        """End the worker and the drafters."""
         if self.worker:
             self.worker.close()
         for name in list(self.drafters):
             self.guarded(name, self.drafters[name].end)
 
     def serve(self, running: Sequence[TokenSequence]) -> None:
-        """Answers Draft and Await until no coroutine asks for them; a drafter sees all its trees at once."""
+        """Answer Draft and Await until no decoder yields them; a drafter grows the trees of all its sequences at
+        once."""
         while True:
             asked: dict[tuple[str | None, Source | None], list[TokenSequence]] = {}
             waiting = []
-            for run in running:
-                if isinstance(run.ask, Draft):
-                    if run.draft.state is not None:
-                        run.draft.state.has_other_requests = len(running) > 1
-                    asked.setdefault((run.draft.name, run.ask.source), []).append(run)
-                elif isinstance(run.ask, Await):
-                    waiting.append(run)
+            for sequence in running:
+                if isinstance(sequence.ask, Draft):
+                    if sequence.draft.state is not None:
+                        sequence.draft.state.has_other_requests = len(running) > 1
+                    asked.setdefault((sequence.draft.name, sequence.ask.source), []).append(sequence)
+                elif isinstance(sequence.ask, Await):
+                    waiting.append(sequence)
             if not asked and not waiting:
                 return
             for name, source in sorted(asked, key=_order) if len(asked) > 1 else asked:
                 self._grow(asked[name, source], name, source)
-            for run in waiting:
+            for sequence in waiting:
                 began = self._clock()
-                if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
-                    self.worker.wait(run.place.candidates, *run.ask)
+                if self.worker and self.worker.failure is None and isinstance(sequence.ask, Await):
+                    self.worker.wait(sequence.context.candidates, *sequence.ask)
                 self.spent += self._clock() - began
-                run.advance(None)
+                sequence.advance(None)
 
-    @property
-    def cores(self) -> int:
-        """Of those that the target could use, how many the worker's drafter takes at the moment."""
-        return self.worker.cores if self.worker is not None and self.worker.is_working else 0
-
-    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
-        """The target's pass over `rows` rows, with the worker's drafter beside it."""
-        if self.worker is None:
-            return target_pass()
-        result = self.worker.beside(target_pass, rows)
-        if self.worker.failure is not None:
+    def check_worker(self) -> None:
+        """Warn once if the worker has failed."""
+        if self.worker is not None and self.worker.failure is not None:
             self._warn(None, self.worker.failure)
-        return result
 
-    def read(self, run: TokenSequence, seen: TargetFeedback | None) -> None:
-        """Tells a drafter that needs it of a chunk of the prompt, once: the text of a request that had to give its
-        session back is read again."""
-        drafter = self._of(run)
-        if seen is None or drafter is None or run.draft.state is None:
+    def add_prompt(self, sequence: TokenSequence, feedback: TargetFeedback | None) -> None:
+        """Give a drafter that needs it the target's output for a chunk of the prompt. Each token is given once, even if
+        the prompt is read again after a pause."""
+        drafter = self._of(sequence)
+        if feedback is None or drafter is None or sequence.draft.state is None:
             return
-        start, end = run.draft.told, len(run.request.prompt) - 1
-        mine = slice(max(start - seen.ids[0], 0), max(end - seen.ids[0], 0))
-        if some := seen.ids[mine]:
-            run.draft.told = some[-1] + 1
-            self.guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
+        start, end = sequence.draft.prompt_read, len(sequence.request.prompt) - 1
+        new = slice(max(start - feedback.ids[0], 0), max(end - feedback.ids[0], 0))
+        if some := feedback.ids[new]:
+            sequence.draft.prompt_read = some[-1] + 1
+            self.guarded(sequence.draft.name, drafter.read, sequence.draft.state, feedback.slice(new))
 
     def follow(
         self,
-        run: TokenSequence,
+        sequence: TokenSequence,
         tree: TokenTree,
         verdict: Verdict,
         tokens: Sequence[int],
-        seen: TargetFeedback | None = None,
+        feedback: TargetFeedback | None = None,
     ) -> TokenTree:
-        """The next round's root, behind the `tokens` that were written. The verdict is noted for the drafter in turn,
-        which is told when it is asked next; at once where it is shown what was `seen` in the pass."""
-        draft, root = run.draft, TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
+        """Return the next round's root after the committed `tokens`, and note the verdict for the drafter. The drafter
+        observes it when it drafts next, or at once if it needs the target's output."""
+        draft = sequence.draft
+        root = TokenTree(sequence.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
         if draft.state is None:
             return root
-        if self._of(run) is None:
+        if self._of(sequence) is None:
             draft.state = None  # of a drafter that was given up
             return root
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-        draft.untold.add(Observation([*map(tree.ids.__getitem__, path)], tokens, root, seen))
-        if seen is not None:
-            self.tell(run)
+        draft.pending.add(Observation([*map(tree.ids.__getitem__, path)], tokens, root, feedback))
+        if feedback is not None:
+            self.notify(sequence)
         return root
 
-    def tell(self, run: TokenSequence) -> None:
-        """Tells a drafter what was written since it was told last."""
-        if (drafter := self._of(run)) is not None and (seen := run.draft.untold.take()) is not None:
-            self.guarded(run.draft.name, drafter.observe, run.draft.state, seen)
+    def notify(self, sequence: TokenSequence) -> None:
+        """Let a drafter observe what was committed since it last did."""
+        if (drafter := self._of(sequence)) is not None and (seen := sequence.draft.pending.take()) is not None:
+            self.guarded(sequence.draft.name, drafter.observe, sequence.draft.state, seen)
 
-    def _of(self, run: TokenSequence) -> Drafter | None:
-        """A request's drafter in turn, unless it was given up."""
-        return None if run.draft.name is None else self.drafters.get(run.draft.name)
+    def _of(self, sequence: TokenSequence) -> Drafter | None:
+        """Return the drafter that alternates with the target for this sequence, unless it was given up."""
+        return None if sequence.draft.name is None else self.drafters.get(sequence.draft.name)
 
-    def _grow(self, runs: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
-        """One growth of all these requests' trees by a source of their drafter, which they are told."""
+    def _worker_of(self, sequence: TokenSequence) -> DraftWorker | None:
+        return self.worker if sequence.decoder.needs == "worker" else None
+
+    def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
+        """Grow the trees of these sequences once, by a source of their drafter or by all (None)."""
         added: list[int] | None = None
-        for run in runs:
-            self.tell(run)
-        drafter = self._of(runs[0])
+        for sequence in sequences:
+            self.notify(sequence)
+        drafter = self._of(sequences[0])
         if drafter is not None:
-            began, before = self._clock(), setups.count
+            began, captures = self._clock(), drafter.num_captures
             states, trees = [], []
-            for run in runs:
-                assert isinstance(run.ask, Draft)
+            for sequence in sequences:
+                assert isinstance(sequence.ask, Draft)
                 if drafter.needs.session:
-                    run.lend()
-                run.ask.tree.current_source = drafter.name if source is None else source.name
-                states.append(run.draft.state)
-                trees.append(run.ask.tree)
+                    sequence.lend_session()
+                sequence.ask.tree.planter = drafter.name if source is None else source.name
+                states.append(sequence.draft.state)
+                trees.append(sequence.ask.tree)
             added = self.guarded(name, drafter.grow_by, source, states, trees)
             seconds = self._clock() - began
             self.spent += seconds
-            if source is not None and setups.count > before:
-                self._costs.reads(source)  # this growth was no mere step
+            if source is not None and drafter.num_captures > captures:
+                self._costs.note_catch_up(source)  # a capture takes longer than a draft step
             share = drafter.amortized(seconds) if drafter.shares_work else seconds
-            self._costs.drafted(share, len(runs), source)
-            for run in runs:
-                run.draft.seconds += seconds
-        for run, count in zip(runs, added or [0] * len(runs), strict=True):
-            run.advance(count)
+            self._costs.record_draft(share, len(sequences), source)
+            for sequence in sequences:
+                sequence.draft.seconds += seconds
+        for sequence, count in zip(sequences, added or [0] * len(sequences), strict=True):
+            sequence.advance(count)
 
     def guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
-        """What a drafter answers; one that raises is given up, and decoding goes on plainly."""
+        """Call a drafter; if it raises, give it up and return None."""
         try:
             return call(*arguments)
         except Exception as failure:
@@ -235,6 +244,6 @@ class DraftRunner:
 
 
 def _order(asked: tuple[str | None, Source | None]) -> tuple[bool, bool]:
-    """What runs no model grows first: who asked for it may then share the model's forward with the others."""
+    """Sort sources without a model first: the sequences that asked them can then share a model's forward with others."""
     source = asked[1]
     return source is None, source is not None and source.runs_model

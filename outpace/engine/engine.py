@@ -1,27 +1,25 @@
-"""Continuous batching over coroutines: each step drafts for all requests at once and verifies the whole forest at once.
+"""Continuous batching over coroutines: each step drafts for all requests at once and verifies all trees in one pass.
 
-The engine knows tokens, not text. Requests join and leave between steps; a prompt travels in chunks with the other
-requests' trees; a coroutine that raises ends its own request only.
+The engine knows tokens, not text. Requests join and leave between steps; prompts are read in chunks, in the same passes
+that verify other requests' trees; a coroutine that raises ends its own request only.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from outpace.card.worker import DraftWorker
-from outpace.core import setups
 from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
-from outpace.decoders.base import BatchRows
+from outpace.decoders.base import Decoder
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import KVMemory
@@ -29,18 +27,39 @@ from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import TokenSequence, Watch, check_request, check_rule_needs, isolate
-from outpace.engine.target_runner import TargetRunner, VerifyOutput, note_logprobs
-from outpace.engine.timing import expect_steps, note_round
+from outpace.engine.sequence import State, TokenSequence, Watch, check_request, check_rule_needs, isolate
+from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
 from outpace.models.base import Model, Part, chain, check_needs
+from outpace.planning.context import BatchRows
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import FailedRow
 
 
-class Engine(AbstractContextManager["Engine"]):
-    """Owns the target, the drafters that work in turn, and the worker that drafts beside it.
+class Batch(NamedTuple):
+    """The content of one target pass: chunks of prompts, and trees to verify."""
 
-    `submit`, `step`, `sweep` and `close` are called by one thread at a time, `abort` by any.
+    chunks: list[tuple[TokenSequence, Part]]
+    trees: list[tuple[TokenSequence, TokenTree]]
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        return [sequence for sequence, _ in [*self.chunks, *self.trees]]
+
+
+class BatchOutput(NamedTuple):
+    """The output of a target pass, or of several plain ones: `passes` of them in `seconds`."""
+
+    prefilled: list[PrefillOutput]
+    verified: list[VerifyOutput]
+    passes: int
+    seconds: float
+    has_captured: bool  # a CUDA graph was captured, so that the time is not that of a usual pass
+
+
+class Engine(AbstractContextManager["Engine"]):
+    """Owns the target, the drafters that alternate with it, and the worker that drafts in parallel.
+
+    `submit`, `step`, `sweep` and `close` must not be called concurrently; `abort` may be called by any thread.
     """
 
     def __init__(
@@ -52,29 +71,28 @@ class Engine(AbstractContextManager["Engine"]):
         clock: Callable[[], float] = time.perf_counter,
         needs: Needs = NO_NEEDS,
     ) -> None:
-        """`drafters`: one, or several by the names that requests choose them by, the first for those that choose none.
-        `clock` gives the seconds that everything is timed by. `needs` are those of the rules that requests may have.
-        """
-        self.target = target
+        """`drafters`: one, or several by the names that requests choose them by, the first as default. `clock` returns
+        the seconds by which everything is timed. `needs` are those of the rules that requests may use."""
+        self.target = target if worker is None else worker.wrap_target(target)
         self._clock = clock
         self.options = options or EngineOptions()
         self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = DraftRunner(named, worker, self.costs, clock)
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
-        check_needs(target, self.needs)
-        self._passes = TargetRunner(target, self.needs.layers)
-        self._reading = PrefillCostModel(
-            learns=target.exact
-        )  # without exact mode a text's cuts may show in its near ties
-        most_kept = self.options.batch if self.options.reuse else 0
+        check_needs(self.target, self.needs)
+        self._runner = TargetRunner(self.target, self.needs.layers)
+        # Without exact mode the cuts of a prompt may show in near ties, so they must not depend on the clock.
+        self._prefill_costs = PrefillCostModel(learns=target.exact)
+        kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
-        self.memory = KVMemory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
-        self._recall = AnswerCache() if self.options.reuse else None
-        self._admission = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._recall)
-        self._carriers = NativeRounds(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
+        self.memory = KVMemory(self.target, drafts, self.options.nodes, self.options.kv_memory, kept)
+        self._answers = AnswerCache() if self.options.reuse else None
+        self._scheduler = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._answers)
+        burst = self.options.burst
+        self._native_rounds = NativeRounds(self.target, self._scheduler, self.drafting, self.costs, burst, clock)
         self._keys = itertools.count()
-        expect_steps(self.costs, target, named.values())
+        self.costs.expect_draft_steps(self.target, named.values())
         self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
@@ -82,217 +100,234 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def waiting(self) -> Sequence[TokenSequence]:
-        """Requests that wait for their turn or for memory, in the order in which they came."""
-        return self._admission.waiting
+        """Sequences that wait for a place in the batch or for memory, in order of arrival."""
+        return self._scheduler.waiting
 
     @property
     def running(self) -> Sequence[TokenSequence]:
-        """Requests that take part in a step, in the order in which they came."""
-        return self._admission.running
+        """Sequences that take part in a step, in order of arrival."""
+        return self._scheduler.running
 
     @property
     def worker(self) -> DraftWorker | None:
-        """What drafts beside the target."""
+        """The worker that drafts in parallel with the target."""
         return self.drafting.worker
 
     def close(self) -> None:
-        """Ends all requests and the worker."""
+        """End all requests and the worker."""
         self._is_closed = True
-        for run in [*self.running, *self.waiting]:
-            self.abort(run)
+        for sequence in [*self.running, *self.waiting]:
+            self.abort(sequence)
         self.sweep()
         self.drafting.shut()
 
     def submit(
         self,
         request: Request,
-        decoder: ModuleType,
+        decoder: type[Decoder],
         options: Any,
         watch: Watch | None = None,
         drafter: str | None = None,
     ) -> TokenSequence:
-        """Takes a request in, to be drafted by the `drafter` of this name; it runs as soon as there is room. UserError
-        where it can never run."""
+        """Queue a request, to be drafted by the drafter of this name. UserError if it can never run."""
         if self._is_closed:
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
         check_rule_needs(request, self.needs)
-        if self._recall is not None and not request.prediction and (recalled := self._recall.find(request)):
+        if self._answers is not None and not request.prediction and (recalled := self._answers.find(request)):
             request = replace(request, recalled=recalled)
-        run = TokenSequence(request, decoder, options, next(self._keys), self.costs, watch)
-        run.history.submitted = self._clock()
-        self.drafting.choose(run, drafter)
-        self.memory.check(run)
-        self._admission.waiting.append(run)
-        return run
+        sequence = TokenSequence(request, decoder(), options, next(self._keys), self.costs, watch)
+        sequence.history.submitted = self._clock()
+        self.drafting.choose(sequence, drafter)
+        self.memory.check(sequence)
+        self._scheduler.waiting.append(sequence)
+        return sequence
 
-    def abort(self, run: TokenSequence, reason: str = "abort") -> None:
-        """Ends a request; what it wrote stays. What it holds is given back by the next `step` or `sweep`."""
-        if run.finish_reason is None:
-            run.finish_reason = reason
+    def abort(self, sequence: TokenSequence, reason: str = "abort") -> None:
+        """End a request; its tokens stay. Its resources are released by the next `step` or `sweep`."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = reason
 
     def sweep(self) -> list[TokenSequence]:
-        """Lets the requests go that are over; gives those that had begun."""
-        return self._admission.sweep()
+        """Release finished requests; return those that had been started."""
+        return self._scheduler.sweep()
 
     def step(self) -> list[TokenSequence]:
-        """One round of all running requests; gives those that wrote tokens or ended."""
+        """Run one round of all running requests; return those that wrote tokens or ended."""
         start = self._clock()
-        self._admission.sweep()
-        joined = self._admission.join()
+        self._scheduler.sweep()
+        admitted = self._scheduler.admit()
         self.drafting.spent = 0.0
-        self._draft()
-        wrote = self._carriers.step(start) or self._judge(start)
-        failed = [run for run in joined if run.finish_reason is not None] if joined else joined
-        return list(dict.fromkeys([*wrote, *failed, *self._admission.sweep()]))
+        with self._failing(self.running):
+            self._resume_decoders()
+            self.drafting.serve(self.running)  # grows trees until every decoder wants to verify
+        wrote = self._native_rounds.step(start)
+        if not wrote:
+            drafting = self.drafting.spent  # without what comes after the pass: planning costs time as rows do
+            captures = self.num_captures
+            batch = self._build_batch()
+            with self._failing(batch.sequences):
+                if batch.sequences:
+                    output = self._verify(batch)
+                    self._add_chunks(batch, output)
+                    self._commit(batch, output, start)
+                    if self.num_captures == captures:
+                        self._record_costs(batch, output.passes, drafting, self._clock() - start)
+            wrote = [sequence for sequence, _ in batch.trees]
+        failed = [sequence for sequence in admitted if sequence.state is State.DONE]
+        return list(dict.fromkeys([*wrote, *failed, *self._scheduler.sweep()]))
 
-    def _judge(self, start: float) -> list[TokenSequence]:
-        """One pass over all trees and what is to be read of texts: those that wrote."""
-        drafting = self.drafting.spent  # planning is no part of it: it costs as rows do, a round that has them
-        before = setups.count
-        chunks, trees = self._parts()
+    @contextmanager
+    def _failing(self, sequences: Sequence[TokenSequence]) -> Iterator[None]:
+        """End these sequences if the block raises."""
         try:
-            passes = self._round(chunks, trees, start)
-            if setups.count == before:
-                note_round(self.costs, chunks, trees, drafting, self._clock() - start, passes)
+            yield
         except BaseException as error:
-            self._admission.fail([run for run, _ in [*chunks, *trees]], error)
-        return [run for run, _ in trees]
+            self._scheduler.fail(sequences, error)
 
-    def _draft(self) -> None:
-        """Lets every request begin its round, and grows trees until all ask for the target's judgement."""
-        try:
-            running, load = self._admission.running, BatchRows()
-            carries = self._carriers.may_carry(running)
-            for run in running:
-                self._allot(run, load, len(running))
-                run.place.carries = carries
-            for run in running:
-                run.begin_round()
-            self.drafting.serve(running)
-        except BaseException as error:  # a coroutine that was interrupted is over
-            self._admission.fail(self.running, error)
+    def _resume_decoders(self) -> None:
+        """Give each sequence its share of the batch, then start the next round of each decoder."""
+        running, batch = self._scheduler.running, BatchRows()
+        native_sources = self._native_rounds.lookup_sources(running)
+        for sequence in running:
+            context, most = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
+            context.budget = max(1, min(most, self.options.rows // len(running)))
+            context.requests, context.batch, context.native_sources = len(running), batch, native_sources
+            context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
+            batch.rows += context.rows
+        for sequence in running:
+            sequence.resume()
 
-    def _round(
-        self,
-        chunks: Sequence[tuple[TokenSequence, Part]],
-        trees: Sequence[tuple[TokenSequence, TokenTree]],
-        start: float,
-    ) -> int:
-        """One pass over prompts' chunks and requests' trees, and what follows from it for each; or as many passes as it
-        says, where all write plainly."""
-        if not chunks and not trees:
-            return 0
-        # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
-        self.target.limit_threads(leave=0 if chunks else self.drafting.cores)
-        began, before = self._clock(), setups.count
-        reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
-        passes = 1
-        if self.options.burst and (most := self._most_more(chunks, trees, self._clock() - began)):
-            passes += self._passes.go_on(trees, judged, most)
-        seconds = self._clock() - began
-        if chunks and setups.count == before:
-            spans = [Span(len(part.tokens), run.storage.session.length) for run, part in chunks]
-            self._reading.learn([*spans, *(Span(len(tree), len(run.committed)) for run, tree in trees)], seconds)
-        for (run, part), read in zip(chunks, reads, strict=True):
-            self.drafting.read(run, read.seen)
-            run.read(read.logits, part.tokens)
-            run.is_due = run.ask is None and not run.is_prefilling
-        asking = []
-        for (run, _), its in zip(trees, judged, strict=True):
-            run.storage.keep = ()
-            isolate(run, self._hand, run, its)
-            asking.append(run)
-        self.drafting.serve(asking)
-        for its in judged:
-            if its.logits is not None:
-                note_logprobs(asking, judged)
-                break
-        for run, its in zip(asking, judged, strict=True):
-            if isinstance(run.ask, Commit):
-                isolate(run, self._commit, run, its, passes, seconds, start)
-            elif run.ask is not None and not isinstance(run.ask, Verify):  # which asks for another pass
-                run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
-        return passes
-
-    def _most_more(
-        self,
-        chunks: Sequence[tuple[TokenSequence, Part]],
-        trees: Sequence[tuple[TokenSequence, TokenTree]],
-        seconds: float,
-    ) -> int:
-        """How many plain passes may follow this one, which took so long: within `burst`, where all write plainly and
-        nobody waits for a first token, or for every one."""
-        most = int(self.options.burst / seconds) - 1 if seconds else 0
-        for run, _ in trees:
-            if most < 1 or not isinstance(run.ask, Verify) or not run.ask.more:  # as in every round with drafts
-                return 0
-            if not run.history.first_token or not (run.picks_by_score and run.may_go_on()):
-                return 0
-            session = run.storage.session
-            most = min(most, run.ask.more, run.left - 1, session.slots - session.length - session.pending)
-        return 0 if chunks or self.worker is not None or self._admission.may_join else most
-
-    @staticmethod
-    def _hand(run: TokenSequence, judged: VerifyOutput) -> None:
-        """Hands a request its picks."""
-        if isinstance(judged.picks[0], FailedRow):
-            raise judged.picks[0].error
-        run.advance(judged.picks)
-
-    def _commit(self, run: TokenSequence, judged: VerifyOutput, passes: int, seconds: float, start: float) -> None:
-        """Carries out a request's verdict, of so many passes: of several where all of them were plain."""
-        ask, rows = run.ask, len(judged.picks)
-        assert isinstance(ask, Commit)
-        tree, verdict, _ = ask
-        tokens = run.commit(tree, verdict, len(verdict.path) - 1 if passes == 1 else 0)
-        path = verdict.path  # a late node has no keys yet
-        run.storage.keep = path if path[-1] < rows else [node for node in path if node < rows]
-        if passes > 1:
-            run.note_plain(len(tokens), passes, target_seconds=seconds, start=start, now=self._clock())
-        else:
-            run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
-        if run.finish_reason is None:
-            run.root = self.drafting.follow(run, tree, verdict, tokens, judged.seen)
-            run.is_due, run.ask = True, None
-
-    def _allot(self, run: TokenSequence, load: BatchRows, requests: int) -> None:
-        """Tells a request how much room there is for it beside the others, and counts it with the load."""
-        place, options = run.place, self.options
-        most = min(options.nodes, run.request.nodes or options.nodes)
-        place.budget = max(1, min(most, options.rows // requests))
-        place.requests, place.load, place.rows, place.left = requests, load, run.rows, run.left
-        load.rows += place.rows
-
-    def _parts(self) -> tuple[list[tuple[TokenSequence, Part]], list[tuple[TokenSequence, TokenTree]]]:
-        """Pieces of texts, and trees, that go through the pass, with slots for all of them."""
+    def _build_batch(self) -> Batch:
+        """Collect chunks of unread text and trees, and reserve slots for them, pausing requests where memory ends."""
         while True:
             chunks = self._chunks()
-            counts = {run: len(part.tokens) for run, part in chunks} if chunks else {}
+            counts = {sequence: len(part.tokens) for sequence, part in chunks} if chunks else {}
             trees, rows = [], []
-            for run in self._admission.running:
-                if run.finish_reason is None and isinstance(run.ask, Verify) and not run.is_prefilling:
-                    trees.append((run, run.ask.tree))
-                    rows.append((run, len(run.ask.tree)))
-                elif run in counts:
-                    rows.append((run, counts[run]))
-            if self._admission.fit(rows):
-                return chunks, trees
+            for sequence in self._scheduler.running:
+                if sequence.state is State.VERIFYING:
+                    assert isinstance(sequence.ask, Verify)
+                    trees.append((sequence, sequence.ask.tree))
+                    rows.append((sequence, len(sequence.ask.tree)))
+                elif sequence in counts:
+                    rows.append((sequence, counts[sequence]))
+            if self._scheduler.reserve(rows):
+                return Batch(chunks, trees)
 
     def _chunks(self) -> list[tuple[TokenSequence, Part]]:
-        """The next piece of each text that is not in yet, within the pass's room for prompts."""
-        running = [run for run in self._admission.running if run.finish_reason is None]
-        reading = [run for run in running if run.is_prefilling]
+        """Return the next piece of each unread text, within the pass's prefill budget."""
+        running = [sequence for sequence in self._scheduler.running if sequence.state is not State.DONE]
+        reading = [sequence for sequence in running if sequence.state is State.PREFILLING]
         if not reading:
             return []
-        is_awaited = any(not run.is_prefilling and not run.history.first_token for run in running)
-        unread = [Unread(run.unread, run.prefilled) for run in reading]
-        slope = self._reading.slope if len(running) > 1 else 0.0  # alone it keeps nobody waiting
+        is_awaited = any(s.state is not State.PREFILLING and not s.history.first_token for s in running)
+        unread = [Unread(sequence.unread, sequence.prefilled) for sequence in reading]
+        slope = self._prefill_costs.slope if len(running) > 1 else 0.0  # if it runs alone, no other request waits
         shares = split_prefill_budget(unread, self.options.chunk, slope, is_awaited)
         chunks = []
-        for run, share in zip(reading, shares, strict=True):
+        for sequence, share in zip(reading, shares, strict=True):
             if share:
-                tokens = run.committed[run.prefilled : run.prefilled + share]
-                wanted = range(len(tokens)) if run.reports_prompt else ()
-                chunks.append((run, chain(run.storage.session, tokens, wanted, run.storage.keep)))
+                tokens = sequence.committed[sequence.prefilled : sequence.prefilled + share]
+                wanted = range(len(tokens)) if sequence.owes_prompt_logprobs else ()
+                chunks.append((sequence, chain(sequence.kv.session, tokens, wanted, sequence.kv.keep)))
         return chunks
+
+    def _verify(self, batch: Batch) -> BatchOutput:
+        """Run the target over the batch, and further plain passes where all requests decode plainly."""
+        # Reading a prompt is far more work for the target than for the drafter: the target gets all cores for it.
+        self.target.limit_threads(leave=0 if batch.chunks else self.drafting.cores)
+        began, captures = self._clock(), self.num_captures
+        prefilled, verified = self._runner.run(batch.chunks, batch.trees)
+        self.drafting.check_worker()
+        passes = 1
+        if self.options.burst and (most := self._most_plain_passes(batch, self._clock() - began)):
+            passes += self._runner.run_plain(batch.trees, verified, most)
+        return BatchOutput(prefilled, verified, passes, self._clock() - began, self.num_captures > captures)
+
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far by the target and all draft models."""
+        return self.target.num_captures + self.drafting.num_captures
+
+    def _most_plain_passes(self, batch: Batch, seconds: float) -> int:
+        """Return how many plain passes may follow one that took `seconds`: as many as fit into `burst`, if all requests
+        decode plainly and none waits for admission, a first token, or every single token."""
+        most = int(self.options.burst / seconds) - 1 if seconds else 0
+        for sequence, _ in batch.trees:
+            if most < 1 or not isinstance(sequence.ask, Verify) or not sequence.ask.more:  # as in rounds with drafts
+                return 0
+            if not sequence.history.first_token or not (sequence.picks_by_score and sequence.allows_several_rounds):
+                return 0
+            session = sequence.kv.session
+            free = session.slots - session.length - session.pending
+            most = min(most, sequence.ask.more, sequence.tokens_left - 1, free)
+        return 0 if batch.chunks or self.worker is not None or self._scheduler.may_admit else most
+
+    def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
+        """Hand the output for prompts to the sequences and their drafters, and learn how long reading takes."""
+        if batch.chunks and not output.has_captured:
+            spans = [Span(len(part.tokens), sequence.kv.session.length) for sequence, part in batch.chunks]
+            spans += [Span(len(tree), len(sequence.committed)) for sequence, tree in batch.trees]
+            self._prefill_costs.learn(spans, output.seconds)
+        for (sequence, part), prefilled in zip(batch.chunks, output.prefilled, strict=True):
+            self.drafting.add_prompt(sequence, prefilled.feedback)
+            sequence.add_chunk(prefilled.logits, part.tokens)
+
+    def _commit(self, batch: Batch, output: BatchOutput, start: float) -> None:
+        """Send the decoders their picks, commit their verdicts, and feed these back to the drafters."""
+        sequences = [sequence for sequence, _ in batch.trees]
+        for sequence, verified in zip(sequences, output.verified, strict=True):
+            sequence.kv.keep = ()
+            isolate(sequence, self._send_picks, sequence, verified)
+        self.drafting.serve(sequences)
+        if any(verified.logits is not None for verified in output.verified):
+            record_logprobs(sequences, output.verified)
+        for sequence, verified in zip(sequences, output.verified, strict=True):
+            if isinstance(sequence.ask, Commit):
+                isolate(sequence, self._commit_one, sequence, verified, output, start)
+            elif sequence.ask is not None and not isinstance(sequence.ask, Verify):  # Verify: it wants another pass
+                sequence.fail(TypeError(f"a decoder answers picks with Commit, not {type(sequence.ask).__name__}"))
+
+    @staticmethod
+    def _send_picks(sequence: TokenSequence, verified: VerifyOutput) -> None:
+        if isinstance(verified.picks[0], FailedRow):
+            raise verified.picks[0].error
+        sequence.advance(verified.picks)
+
+    def _commit_one(self, sequence: TokenSequence, verified: VerifyOutput, output: BatchOutput, start: float) -> None:
+        """Commit a sequence's verdict on a pass, or on several plain ones, and let its drafter follow."""
+        ask, rows, passes, seconds = sequence.ask, len(verified.picks), output.passes, output.seconds
+        assert isinstance(ask, Commit)
+        tree, verdict, _ = ask
+        tokens = sequence.commit(tree, verdict, len(verdict.path) - 1 if passes == 1 else 0)
+        path = verdict.path
+        sequence.kv.keep = (
+            path if path[-1] < rows else [node for node in path if node < rows]
+        )  # a late node has no keys
+        if passes > 1:
+            sequence.record_plain_rounds(len(tokens), passes, seconds, start, self._clock())
+        else:
+            sequence.record_round(ask, rows, len(tokens), seconds, start, self._clock())
+        if sequence.state is not State.DONE:
+            sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
+
+    def _record_costs(self, batch: Batch, passes: int, drafting: float, seconds: float) -> None:
+        """Record the time of a step with trees alone or prompts alone. The first round of an answer, when caches are
+        cold, counts only if no other round was timed."""
+        if batch.chunks:
+            if not batch.trees:
+                self.costs.record_prefill(sum(len(part.tokens) for _, part in batch.chunks), seconds)
+            return
+        rows = tokens = 0
+        is_first = False
+        for sequence, _ in batch.trees:
+            steps = sequence.history.steps
+            if not steps or (sequence.ask is not None and sequence.state is not State.DONE):  # it wants another pass
+                return
+            rows, tokens = rows + steps[-1].verified_rows, tokens + steps[-1].emitted
+            is_first = is_first or len(steps) == 1
+        if is_first and self.costs.is_timed(rows, 1):
+            return
+        for number in range(passes):
+            requests = len(batch.trees)
+            self.costs.record_round(requests, rows, tokens, seconds / passes, drafting / passes, is_first=number == 0)

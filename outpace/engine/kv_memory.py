@@ -1,14 +1,14 @@
-"""The budget for keys and values: who gets a session, whose grows, and which finished texts are kept to start from.
+"""The memory budget for keys and values, and the prefix cache.
 
-Sessions grow by blocks as texts do, and what is there counts: an answer that may become long takes no more than it has
-written. A prompt counts whole from the start, so that its reading never has to stop, and its slots are made as it is
-read: new memory is filled with zeros, and those of a long prompt would keep everybody waiting at once. Drafts count
-with the most that they can hold for as long a text, so that they need not ask before they grow. Where the budget ends
-kept texts go first, then the engine pauses the request that came last.
+Sessions grow by blocks with their texts, and only what they hold counts: an answer that may become long takes no more
+than its tokens so far. A prompt counts in full from the start, so that reading it never has to stop; its slots are
+allocated as it is read, because new memory is filled with zeros and all slots of a long prompt at once would delay
+all requests. Drafts count with the most that they can hold for a text of that length, so that they can grow without asking.
+When the budget is used up, kept texts are dropped first; then the scheduler pauses the youngest sequence.
 
-A request that begins like a text that is there (a turn before it in the same chat, a common system prompt, another
-answer to its own prompt) starts from a copy of those keys and values instead of reading them again. In exact mode the
-copy is what reading would give, bit for bit.
+A request that begins like a text in memory (an earlier turn of a chat, a common system prompt, another answer to its
+own prompt) starts from a copy of those keys and values instead of reading them again. In exact mode the copy is bit for
+bit what reading would give.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from outpace.engine.prefix_index import HashedTokens, PrefixIndex
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Session
 
-_AHEAD = 64  # slots that each running request should still find when another one joins
-_WORTH_WAITING = 64  # tokens that another request is just reading: wait for them
-_SHORT = 8  # a text is short beside one of so many times its tokens
-_AT_ONCE = 512  # slots that a prompt finds when its reading begins; then twice as many each time
+_AHEAD = 64  # slots that every running sequence should still get when another one is admitted
+_WORTH_WAITING = 64  # tokens that another sequence is reading now: wait and copy them
+_SHORT = 8  # a kept text loses little if it loses at most 1/8 of what is shared
+_AT_ONCE = 512  # slots allocated when the reading of a prompt begins; then they double each time
 _GIB = 1 << 30
 
 Drafts = Callable[[Sequence[tuple[TokenSequence, int]]], int]
-"""The most bytes that drafts hold for requests whose texts have so many tokens each."""
+"""Returns the most bytes that drafts may hold for sequences with texts of these lengths."""
 
 
 @dataclass(eq=False)
-class _Kept:
-    """The session of a finished request, and the text whose keys and values it holds."""
+class _KeptText:
+    """The session of a finished sequence, and the text whose keys and values it holds."""
 
     text: HashedTokens
     session: Session
@@ -47,184 +47,194 @@ class _Kept:
         return self.text.tokens
 
 
-class _Followed(NamedTuple):
-    """A request that is reading `shared` tokens with which another begins, who found `start` of them elsewhere."""
+class _SharedRead(NamedTuple):
+    """A sequence that reads `shared` tokens with which another begins, of which `start` are in memory elsewhere."""
 
-    run: TokenSequence
+    sequence: TokenSequence
     shared: int
     start: int
 
 
 class KVMemory:
-    """Opens sessions and lets them grow within the budget. Of kept texts the longest unused goes first."""
+    """Opens sessions and grows them within the budget. Kept texts are dropped least recently used first."""
 
-    def __init__(self, target: Model, drafts: Drafts, room: int, budget: float | None, most_kept: int) -> None:
-        """`room`: pending nodes a session; `budget` in GiB, None for half of what is free."""
-        self._target, self._drafts, self._room, self._most_kept = target, drafts, room, most_kept
+    def __init__(self, target: Model, drafts: Drafts, room: int, budget: float | None, max_kept: int) -> None:
+        """`room`: pending nodes of a session; `budget` in GiB, None for half of the free memory."""
+        self._target, self._drafts, self._room, self._max_kept = target, drafts, room, max_kept
         self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptText] = []
         self._open: list[TokenSequence] = []
-        self._stored: PrefixIndex[TokenSequence | _Kept] = (
+        self._stored: PrefixIndex[TokenSequence | _KeptText] = (
             PrefixIndex()
-        )  # running ones as far as the last search saw them
-        self._reading: PrefixIndex[TokenSequence] = PrefixIndex()  # whole texts that are being read
-        self._followed: WeakKeyDictionary[TokenSequence, _Followed] = WeakKeyDictionary()
+        )  # running ones up to the length that the last search saw
+        self._reading: PrefixIndex[TokenSequence] = PrefixIndex()  # all tokens of the texts that are being read
+        self._followed: WeakKeyDictionary[TokenSequence, _SharedRead] = WeakKeyDictionary()
 
     @property
     def used(self) -> int:
-        """Bytes that running requests, their drafts and kept texts take."""
+        """Bytes used by running sequences, their drafts and kept texts."""
         return self._bytes(self._slots(), (kept.session.slots for kept in self._kept))
 
-    def check(self, run: TokenSequence) -> None:
-        """UserError where a request could not run even alone."""
-        most = [(run, self._most(run))]
+    def check(self, sequence: TokenSequence) -> None:
+        """Raise UserError for a request that could not sequence even alone."""
+        most = [(sequence, self._most(sequence))]
         needed, drafts = self._bytes(most), self._drafts(most)
         if needed > self.budget:
             with_drafts = f", {drafts / _GIB:.2f} of them for drafts" if drafts else ""
             raise UserError(
-                f"prompt and answer of {self._capacity(run)} tokens need {needed / _GIB:.2f} GiB of keys and values"
+                f"prompt and answer of {self._capacity(sequence)} tokens need {needed / _GIB:.2f} GiB of keys and values"
                 f"{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
             )
 
-    def has_room(self, run: TokenSequence) -> bool:
-        """Whether a waiting request's text fits beside the others, and all of them may write on for a while."""
+    def has_room(self, sequence: TokenSequence) -> bool:
+        """Return whether a waiting sequence fits in with the others and all of them can grow for a while."""
         if not self._open:
             return True
-        ahead = [(run, self._slots_for(run, len(run.committed) + _AHEAD))]
+        ahead = [(sequence, self._slots_for(sequence, len(sequence.committed) + _AHEAD))]
         for other, slots in self._slots():
-            ahead.append((other, other.storage.session.slots_after(slots + _AHEAD, least=True)))
+            ahead.append((other, other.kv.session.slots_after(slots + _AHEAD, least=True)))
         return self._bytes(ahead) <= self.budget
 
-    def should_wait(self, run: TokenSequence) -> bool:
-        """Whether another request is just reading much of what this one would have to read."""
-        if not self._may_reuse(run):
+    def should_wait(self, sequence: TokenSequence) -> bool:
+        """Return whether another sequence is now reading much of what this one would have to read."""
+        if not self._may_reuse(sequence):
             return False
-        followed = self._followed.get(run)
-        if followed is None or not self._is_reading(followed.run):
-            followed = self._follow(run)
+        followed = self._followed.get(sequence)
+        if followed is None or not self._is_reading(followed.sequence):
+            followed = self._follow(sequence)
         if followed is None:
             return False
-        there = max(followed.start, min(followed.shared, followed.run.prefilled))
+        there = max(followed.start, min(followed.shared, followed.sequence.prefilled))
         return followed.shared - there >= _WORTH_WAITING
 
-    def open(self, run: TokenSequence) -> None:
-        """Gives a request for which there is room its session, with what is known of its text."""
-        self._followed.pop(run, None)
-        holder, length = self._best_start(run)
-        session, slots = self._target.open(self._capacity(run), self._room), self._slots_for(run, len(run.committed))
-        if isinstance(holder, _Kept) and self._is_replaced(holder, length, run, session.slots_after(slots, least=True)):
+    def open(self, sequence: TokenSequence) -> None:
+        """Open the session of a sequence that fits in, with the prefix of its text that is in memory."""
+        self._followed.pop(sequence, None)
+        holder, length = self._best_start(sequence)
+        session, slots = (
+            self._target.open(self._capacity(sequence), self._room),
+            self._slots_for(sequence, len(sequence.committed)),
+        )
+        if isinstance(holder, _KeptText) and self._is_replaced(
+            holder, length, sequence, session.slots_after(slots, least=True)
+        ):
             self._drop(holder)
             holder.session.truncate(length)
             holder.session.trim()
             holder.session.capacity = session.capacity
             session, holder = holder.session, None
-        self._reserve(run, session, min(slots, max(length, _AT_ONCE)), slots, holder)
+        self._reserve(sequence, session, min(slots, max(length, _AT_ONCE)), slots, holder)
         if holder is not None:
             self._copy(holder, session, length)
-        run.storage.session = session
-        self._open.append(run)
-        if run.is_prefilling:
-            self._reading.hold(run, len(run.committed))
+        sequence.kv.session = session
+        self._open.append(sequence)
+        if sequence.unread > 0:
+            self._reading.hold(sequence, len(sequence.committed))
 
-    def fit(self, run: TokenSequence, rows: int) -> bool:
-        """Makes slots for a request's rows of the next pass; False: another one has to go first."""
-        session, tokens = run.storage.session, run.prefilled + rows
-        if tokens + run.draft.needs.session <= session.slots:
+    def fit(self, sequence: TokenSequence, rows: int) -> bool:
+        """Reserve slots for a sequence's rows in the next pass; return False if another one must be paused first."""
+        session, tokens = sequence.kv.session, sequence.prefilled + rows
+        if tokens + sequence.draft.needs.session <= session.slots:
             return True
-        if (slots := self._slots_for(run, tokens)) <= session.slots:
+        if (slots := self._slots_for(sequence, tokens)) <= session.slots:
             return True
-        promised = self._promised(run)
-        return self._reserve(run, session, max(slots, min(2 * session.slots, promised)), promised)
+        promised = self._promised(sequence)
+        return self._reserve(sequence, session, max(slots, min(2 * session.slots, promised)), promised)
 
-    def release(self, run: TokenSequence) -> None:
-        """Takes a running request's keys and values away: they are read again when it is opened the next time."""
-        self._open.remove(run)
-        self._stored.drop(run)
-        self._reading.drop(run)
-        run.storage.release()
+    def release(self, sequence: TokenSequence) -> None:
+        """Release a running sequence's keys and values; they are read again when it is opened the next time."""
+        self._open.remove(sequence)
+        self._stored.drop(sequence)
+        self._reading.drop(sequence)
+        sequence.kv.release()
 
-    def close(self, run: TokenSequence) -> None:
-        """Takes a finished request's session back, to be kept if what it holds is known."""
-        if run not in self._open:
+    def close(self, sequence: TokenSequence) -> None:
+        """Take back a finished sequence's session, and keep it if its content is known."""
+        if sequence not in self._open:
             return
-        session, keep = run.storage.session, run.storage.keep
-        self.release(run)
-        if not self._most_kept or run.storage.is_broken:
+        session, keep = sequence.kv.session, sequence.kv.keep
+        self.release(sequence)
+        if not self._max_kept or sequence.kv.is_broken:
             return
-        session.keep(keep[: len(run.committed) - session.length])  # not what a stop or the limit cut off
+        session.keep(keep[: len(sequence.committed) - session.length])  # without what a stop or the limit cut off
         session.trim()
-        kept = _Kept(run.text.upto(session.length), session)
+        kept = _KeptText(sequence.text.upto(session.length), session)
         self._kept.append(kept)
         self._stored.hold(kept, session.length)
-        for oldest in self._kept[: -self._most_kept]:
+        for oldest in self._kept[: -self._max_kept]:
             self._drop(oldest)
 
-    def _follow(self, run: TokenSequence) -> _Followed | None:
-        """Finds who reads most of what this request begins with."""
-        self._followed.pop(run, None)
+    def _follow(self, sequence: TokenSequence) -> _SharedRead | None:
+        """Find the sequence that reads most of what this one begins with."""
+        self._followed.pop(sequence, None)
         for other in self._open:
             self._is_reading(other)
-        most = len(run.committed) - 1
-        found = [(run.text.common(other.text, most), other) for other in self._reading.nearest(run.text, most)]
+        most = len(sequence.committed) - 1
+        found = [
+            (sequence.text.common(other.text, most), other) for other in self._reading.nearest(sequence.text, most)
+        ]
         if not found:
             return None
         shared, other = max(found, key=lambda each: each[0])
-        self._followed[run] = followed = _Followed(other, shared, self._best_start(run)[1])
+        self._followed[sequence] = followed = _SharedRead(other, shared, self._best_start(sequence)[1])
         return followed
 
-    def _is_reading(self, run: TokenSequence) -> bool:
-        if run in self._reading and not run.is_prefilling:
-            self._reading.drop(run)
-        return run in self._reading
+    def _is_reading(self, sequence: TokenSequence) -> bool:
+        if sequence in self._reading and sequence.unread <= 0:
+            self._reading.drop(sequence)
+        return sequence in self._reading
 
-    def _best_start(self, run: TokenSequence) -> tuple[TokenSequence | _Kept | None, int]:
-        """Who holds the longest beginning of a request's text, and how many tokens of it."""
-        best: tuple[TokenSequence | _Kept | None, int] = (None, 0)
-        if self._may_reuse(run):
+    def _best_start(self, sequence: TokenSequence) -> tuple[TokenSequence | _KeptText | None, int]:
+        """Return the holder of the longest prefix of a sequence's text, and its length."""
+        best: tuple[TokenSequence | _KeptText | None, int] = (None, 0)
+        if self._may_reuse(sequence):
             for other in self._open:
                 self._stored.hold(other, other.prefilled)
-            most = len(run.committed) - 1
-            for holder in self._stored.nearest(run.text, most):
-                held = holder.session.length if isinstance(holder, _Kept) else holder.prefilled
-                length = run.text.common(holder.text, min(most, held))
-                if (length, isinstance(holder, _Kept)) > (best[1], isinstance(best[0], _Kept)):
+            most = len(sequence.committed) - 1
+            for holder in self._stored.nearest(sequence.text, most):
+                held = holder.session.length if isinstance(holder, _KeptText) else holder.prefilled
+                length = sequence.text.common(holder.text, min(most, held))
+                if (length, isinstance(holder, _KeptText)) > (best[1], isinstance(best[0], _KeptText)):
                     best = (holder, length)
         return best
 
-    def _is_replaced(self, kept: _Kept, length: int, run: TokenSequence, slots: int) -> bool:
-        """Whether a request takes over the kept session that it begins like, in place of a new one of so many slots:
-        little of that is lost, or both together are too much. Little is nothing, what stands behind all of the
-        request's own text too, and what is short beside that which both share."""
+    def _is_replaced(self, kept: _KeptText, length: int, sequence: TokenSequence, slots: int) -> bool:
+        """Return whether a sequence takes over the kept session with its prefix instead of copying it to a new one of
+        `slots` slots: because both do not fit, or because little is lost. Little means nothing, only a continuation of
+        the sequence's own text, or less than 1/8 of the shared prefix."""
         lost = len(kept.text.tokens) - length
-        if not lost or _SHORT * lost <= length or kept.text.tokens[: length + 1] == run.committed:
+        if not lost or _SHORT * lost <= length or kept.text.tokens[: length + 1] == sequence.committed:
             return True
-        return self._bytes([*self._slots(), (run, slots)], [kept.session.slots]) > self.budget
+        return self._bytes([*self._slots(), (sequence, slots)], [kept.session.slots]) > self.budget
 
-    def _copy(self, holder: TokenSequence | _Kept, session: Session, length: int) -> None:
-        if isinstance(holder, _Kept):
-            self._kept.remove(holder)  # the last used stands last
+    def _copy(self, holder: TokenSequence | _KeptText, session: Session, length: int) -> None:
+        if isinstance(holder, _KeptText):
+            self._kept.remove(holder)  # keeps the order of last use
             self._kept.append(holder)
         else:
-            holder.storage.settle()
-        session.start_from(holder.session if isinstance(holder, _Kept) else holder.storage.session, length)
+            holder.kv.settle()
+        session.start_from(holder.session if isinstance(holder, _KeptText) else holder.kv.session, length)
 
-    def _may_reuse(self, run: TokenSequence) -> bool:
-        """A request that reports on its prompt, or whose drafter is told of it, has to read it."""
-        return self._most_kept > 0 and not run.must_read
+    def _may_reuse(self, sequence: TokenSequence) -> bool:
+        """Return whether it may start from a copy. It may not if its log-probabilities or drafter need the whole prompt."""
+        return self._max_kept > 0 and not sequence.must_read_prompt
 
     def _reserve(
         self,
-        run: TokenSequence,
+        sequence: TokenSequence,
         session: Session,
         slots: int,
         promised: int,
-        spared: TokenSequence | _Kept | None = None,
+        spared: TokenSequence | _KeptText | None = None,
     ) -> bool:
-        """Makes slots for a request, and lets kept texts go for all that it is promised but the one that is spared;
-        False: they are too many."""
-        others = [pair for pair in self._slots() if pair[0] is not run]
+        """Reserve slots for a sequence, dropping kept texts except `spared` for all that it is promised; return False if
+        the budget does not suffice."""
+        others = [pair for pair in self._slots() if pair[0] is not sequence]
         for least in (False, True):
-            needed = [*others, (run, max(session.slots_after(slots, least), session.slots_after(promised, least=True)))]
+            needed = [
+                *others,
+                (sequence, max(session.slots_after(slots, least), session.slots_after(promised, least=True))),
+            ]
             if self._bytes(needed) <= self.budget:
                 break
         else:
@@ -233,42 +243,44 @@ class KVMemory:
         session.reserve(slots, least)
         return True
 
-    def _make_room(self, needed: Sequence[tuple[TokenSequence, int]], spared: TokenSequence | _Kept | None) -> None:
-        """Lets kept texts go, the longest unused first, until the others have room for what these requests need."""
+    def _make_room(self, needed: Sequence[tuple[TokenSequence, int]], spared: TokenSequence | _KeptText | None) -> None:
+        """Drop kept texts, least recently used first, until the rest fits in with what these sequences need."""
         for kept in [kept for kept in self._kept if kept is not spared]:
             if self._bytes(needed, (other.session.slots for other in self._kept)) <= self.budget:
                 return
             self._drop(kept)
 
     def _slots(self) -> list[tuple[TokenSequence, int]]:
-        """Those of the running requests' sessions, and those that their prompts are still to get."""
-        return [(run, run.storage.session.slots_after(self._promised(run), least=True)) for run in self._open]
+        """Return the slots of each running sequence, including those its prompt will still need."""
+        return [
+            (sequence, sequence.kv.session.slots_after(self._promised(sequence), least=True)) for sequence in self._open
+        ]
 
-    def _promised(self, run: TokenSequence) -> int:
-        """Slots that a request needs for what it still has to read."""
-        return self._slots_for(run, len(run.committed)) if run.is_prefilling else 0
+    def _promised(self, sequence: TokenSequence) -> int:
+        """Return the slots that a sequence needs for the text it still has to read; 0 if it has read all."""
+        return self._slots_for(sequence, len(sequence.committed)) if (sequence.unread > 0) else 0
 
     def _bytes(self, texts: Sequence[tuple[TokenSequence, int]], kept: Iterable[int] = ()) -> int:
-        """What requests take whose sessions have so many slots, their drafts included, and kept texts that have."""
+        """Return the bytes of sequences with these slots, of their drafts, and of kept texts with these slots."""
         return self._target.stored_bytes([*(slots for _, slots in texts), *kept]) + self._drafts(texts)
 
-    def _slots_for(self, run: TokenSequence, tokens: int) -> int:
-        """Slots for so many tokens of a request's, and for what its drafter may hang behind them."""
-        return min(tokens + run.draft.needs.session, self._most(run))
+    def _slots_for(self, sequence: TokenSequence, tokens: int) -> int:
+        """Return the slots for `tokens` tokens of a sequence and for the nodes that its drafter may add to them."""
+        return min(tokens + sequence.draft.needs.session, self._most(sequence))
 
-    def _most(self, run: TokenSequence) -> int:
-        return self._capacity(run) + self._room
+    def _most(self, sequence: TokenSequence) -> int:
+        return self._capacity(sequence) + self._room
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, kept: _KeptText) -> None:
         self._kept.remove(kept)
         self._stored.drop(kept)
 
-    def _capacity(self, run: TokenSequence) -> int:
-        return min(len(run.request.prompt) + run.request.max_tokens, self._target.max_positions)
+    def _capacity(self, sequence: TokenSequence) -> int:
+        return min(len(sequence.request.prompt) + sequence.request.max_tokens, self._target.max_positions)
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Memory that is free for use where the model is."""
+    """Return the free memory of the device in bytes."""
     if str(device).startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()

@@ -1,4 +1,4 @@
-"""How much an engine may do at once, and the memory that it may take."""
+"""Limits of the engine: sizes of batches and memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from outpace.core.errors import check_range, check_whole
 
-BURST = 0.016  # seconds of rounds in one step: less than a picture of a screen stands
+BURST = 0.016  # seconds of rounds in one step: less than one frame of a screen at 60 Hz
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
-    tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
-    what is free); `reuse`: a prompt that begins like a text that is there does not read that again, and what
-    followed all of it there is told to drafters; `burst`: seconds of rounds that one step may take, plain ones or whole
-    ones by the kernels, so that the host's work is done for all of them together."""
+    """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together;
+    `chunk`: prompt tokens in a pass; `batch`: requests running at once, others wait; `kv_memory`: GiB for keys and
+    values (None: half of the free memory); `reuse`: start prompts from the keys and values of a text with the same
+    prefix, and let drafters copy what followed the whole prompt there; `burst`: seconds that several rounds in one step
+    may take, plain or native ones, so that the host's work is done once for all of them."""
 
     nodes: int = 8
     rows: int = 64

@@ -1,4 +1,4 @@
-"""Who waits and who runs: requests join in the order in which they came, pause where memory ends, and go when over."""
+"""The scheduler: admits requests in order of arrival, preempts them when memory ends, and releases finished ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outpace.engine.sequence import TokenSequence
 
 
 class Scheduler:
-    """`waiting` and `running` are in the order in which the requests came; those that are paused wait, too.
+    """Keeps `waiting` (paused sequences included) and `running` in order of arrival.
 
-    The oldest request is never paused while another one runs, so it comes to its end, and then the next is the oldest.
+    The oldest sequence is never paused while another runs, so it finishes, and then the next is the oldest.
     """
 
     def __init__(
@@ -24,106 +24,106 @@ class Scheduler:
         drafting: DraftRunner,
         batch: int,
         clock: Callable[[], float],
-        recall: AnswerCache | None,
+        answers: AnswerCache | None,
     ) -> None:
-        """`batch` requests run at once; `load_state_dict` keeps the texts of those that are over."""
+        """`batch` sequences run at once; `answers` stores the texts of finished ones."""
         self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
-        self._recall = recall
+        self._answers = answers
         self.waiting: deque[TokenSequence] = deque()
         self.running: list[TokenSequence] = []
 
     @property
-    def may_join(self) -> bool:
-        """Whether somebody waits for whom there is a place."""
+    def may_admit(self) -> bool:
+        """Whether a sequence waits and the batch has a free place."""
         return bool(self.waiting) and len(self.running) < self._batch
 
-    def join(self) -> list[TokenSequence]:
-        """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
+    def admit(self) -> list[TokenSequence]:
+        """Start waiting sequences in order of arrival while there is memory; return those that were tried."""
         tried: list[TokenSequence] = []
-        for run in list(self.waiting) if self.waiting else ():
-            if len(self.running) >= self._batch or not self._memory.has_room(run):
+        for sequence in list(self.waiting) if self.waiting else ():
+            if len(self.running) >= self._batch or not self._memory.has_room(sequence):
                 break
-            if self._memory.should_wait(run):
+            if self._memory.should_wait(sequence):
                 continue
-            self.waiting.remove(run)
-            tried.append(run)
+            self.waiting.remove(sequence)
+            tried.append(sequence)
             try:
-                self._memory.open(run)
-                self._begin(run)
+                self._memory.open(sequence)
+                self._start(sequence)
             except BaseException as error:
-                if run not in self.running:
-                    self._end(run)
-                self.fail([run], error)
+                if sequence not in self.running:
+                    self._end(sequence)
+                self.fail([sequence], error)
         return tried
 
-    def fit(self, rows: Iterable[tuple[TokenSequence, int]]) -> bool:
-        """Makes slots for so many rows of each request, which come oldest first. False: memory ended, the youngest
-        request was paused, and what is left is to be asked again."""
-        for run, count in rows:
+    def reserve(self, rows: Iterable[tuple[TokenSequence, int]]) -> bool:
+        """Reserve slots for the rows of each sequence, oldest first. Return False if memory ended, after pausing the
+        youngest sequence: the caller must build its batch again."""
+        for sequence, count in rows:
             try:
-                if not self._memory.fit(run, count):
+                if not self._memory.fit(sequence, count):
                     self._pause(self.running[-1])
                     return False
             except BaseException as error:
-                self.fail([run], error)
+                self.fail([sequence], error)
                 return False
         return True
 
     def sweep(self) -> list[TokenSequence]:
-        """Lets the requests go that are over; gives those that had begun."""
-        over = [run for run in [*self.running, *self.waiting] if run.finish_reason is not None]
-        if not over:
-            return over
-        begun = [run for run in over if run in self.running or run.coroutine]
-        self.waiting = deque(run for run in self.waiting if run.finish_reason is None)
-        self.running = [run for run in self.running if run.finish_reason is None]
-        for run in begun:
-            self._end(run)
-        return begun
+        """Release finished sequences; return those that had been started."""
+        done = [sequence for sequence in [*self.running, *self.waiting] if sequence.finish_reason is not None]
+        if not done:
+            return done
+        started = [sequence for sequence in done if sequence in self.running or sequence.coroutine]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
+        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        for sequence in started:
+            self._end(sequence)
+        return started
 
-    def fail(self, runs: Sequence[TokenSequence], error: BaseException) -> None:
-        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
-        for run in runs:
-            run.storage.is_broken = True
-            if run.finish_reason is None:
-                run.error = error if isinstance(error, Exception) else None
-                run.finish_reason = "error" if run.error else "abort"
-        if not isinstance(error, Exception):  # an interrupt is the caller's
+    def fail(self, sequences: Sequence[TokenSequence], error: BaseException) -> None:
+        """End these sequences after a round was interrupted, because the content of their sessions is unknown. Each
+        keeps its tokens. An interrupt is raised again."""
+        for sequence in sequences:
+            sequence.kv.is_broken = True
+            if sequence.finish_reason is None:
+                sequence.error = error if isinstance(error, Exception) else None
+                sequence.finish_reason = "error" if sequence.error else "abort"
+        if not isinstance(error, Exception):
             self.sweep()
             raise error
 
-    def _begin(self, run: TokenSequence) -> None:
-        """A request that has a session runs, or goes on after a pause."""
-        insort(self.running, run, key=_age)
-        if run.coroutine is None:
-            run.history.began, run.history.reused = self._clock(), run.prefilled
-            self._drafting.open(run)
-            run.coroutine = run.decoder.decode(run.place, run.options)
+    def _start(self, sequence: TokenSequence) -> None:
+        """Start a sequence that has got a session, or continue it after a pause."""
+        insort(self.running, sequence, key=_age)
+        if sequence.coroutine is None:
+            sequence.history.began, sequence.history.reused = self._clock(), sequence.prefilled
+            self._drafting.open(sequence)
+            sequence.coroutine = sequence.decoder.decode(sequence.context, sequence.options)
         else:
-            self._drafting.resume(run)
-        run.is_due = run.ask is None and not run.is_prefilling
+            self._drafting.resume(sequence)
 
-    def _end(self, run: TokenSequence) -> None:
-        if run.coroutine:
-            run.coroutine.close()
-        run.coroutine = run.ask = None  # with the last tree, and the q rows in it
-        self._drafting.close(run)
-        self._memory.close(run)
-        if self._recall is not None:
-            self._recall.keep(run.request, run.committed)
+    def _end(self, sequence: TokenSequence) -> None:
+        if sequence.coroutine:
+            sequence.coroutine.close()
+        sequence.coroutine = sequence.ask = None  # releases the last tree and its q rows
+        self._drafting.close(sequence)
+        self._memory.close(sequence)
+        if self._answers is not None:
+            self._answers.store(sequence.request, sequence.committed)
 
-    def _pause(self, run: TokenSequence) -> None:
-        """Takes a request's keys and values away, its draft's too, until there is room for them. All else stays as it
-        is: what it has is read again as a prompt is, then it asks for what it asks for now."""
-        self._drafting.pause(run)
-        self.running.remove(run)
-        self._memory.release(run)
-        if run.reports_prompt:
-            run.history.prompt_logprobs.clear()
-        run.history.pauses += 1
-        insort(self.waiting, run, key=_age)
+    def _pause(self, sequence: TokenSequence) -> None:
+        """Preempt a sequence: release its keys and values and its draft's until there is memory for them. Everything
+        else stays: its text is read again like a prompt, and then what its decoder waits for now is done."""
+        self._drafting.pause(sequence)
+        self.running.remove(sequence)
+        self._memory.release(sequence)
+        if sequence.owes_prompt_logprobs:
+            sequence.history.prompt_logprobs.clear()
+        sequence.history.pauses += 1
+        insort(self.waiting, sequence, key=_age)
 
 
-def _age(run: TokenSequence) -> int:
-    """Requests in the order in which they came."""
-    return run.key
+def _age(sequence: TokenSequence) -> int:
+    """Sort key for the order of arrival."""
+    return sequence.key

@@ -1,11 +1,11 @@
-"""One request on its way through the engine, and what its verdicts write."""
+"""One request on its way through the engine: its state, its tokens, and the record of its rounds."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from enum import Enum
 from typing import Any, NamedTuple
 
 from outpace.core.alignment import Alignment
@@ -31,38 +31,66 @@ from outpace.core.types import (
     Verify,
     tree_rows,
 )
-from outpace.decoders.base import Coroutine, RequestContext
+from outpace.decoders.base import Coroutine, Decoder, RequestContext
 from outpace.engine.prefix_index import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import native_noise
 
+Watch = Callable[[Sequence[int], int], int | None]
+"""Called with the tokens of a round and how many of them were drafted; may return after how many the text ends."""
+
+TARGET, UNKNOWN = "target", "draft"  # sources of tokens: the target itself, and a drafter without a name
+
+
+class State(Enum):
+    """What a sequence waits for."""
+
+    WAITING = "admission: it has no session, because it is new or was paused"
+    PREFILLING = "passes that read its text"
+    DRAFTING = "its decoder's next request, or drafts"
+    VERIFYING = "the target's pass over its tree"
+    DONE = "nothing: it has ended"
+
 
 @dataclass(eq=False)
 class KVState:
-    """A request's keys and values: the session that holds them, only while it runs, and what is known of it."""
+    """The session that holds a sequence's keys and values while it runs, and what is known of it."""
 
     session: Session = field(init=False)
     keep: Sequence[int] = ()  # pending nodes of the session that were accepted
-    is_broken: bool = False  # a round broke off: what the session holds is unknown
+    is_broken: bool = False  # a round was interrupted: the content of the session is unknown
+
+    @property
+    def is_open(self) -> bool:
+        return hasattr(self, "session")
 
     def settle(self) -> None:
-        """Commits the accepted nodes to the session now, where the next pass would do it."""
+        """Commit the accepted nodes now instead of with the next pass."""
         if self.keep:
             self.session.keep(self.keep)
             self.keep = ()
 
     def release(self) -> None:
-        """Lets go of them: a request that is over may be held for long, its keys and values may not."""
+        """Drop the session: a finished sequence may be referenced for long, its keys and values must not be."""
         del self.session
         self.keep = ()
 
 
-TARGET, UNKNOWN = "target", "draft"  # who wrote a token: the target itself, or a drafter that does not tell its name
+@dataclass(eq=False)
+class DraftLink:
+    """A sequence's side of its drafter, for decoders that draft and verify alternately."""
+
+    name: str | None = None  # of the drafter
+    needs: Needs = NO_NEEDS  # of the drafter
+    prompt_read: int = 0  # prompt tokens whose target output a drafter with such needs was given
+    state: DraftState | None = None
+    pending: PendingObservations = field(default_factory=PendingObservations)
+    seconds: float = 0.0  # spent on drafting in this round
 
 
 class RoundRecord(NamedTuple):
-    """What a round verified: a tree, who planted its nodes, and the path that was accepted."""
+    """What one round verified: a tree, the sources of its nodes, and the path that was accepted."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -72,29 +100,25 @@ class RoundRecord(NamedTuple):
 
 @dataclass(eq=False)
 class History:
-    """What became of a request: a Step a round, records of tokens, and seconds on the engine's clock."""
+    """The record of a sequence: statistics of each round, records of tokens, and times on the engine's clock."""
 
     submitted: float = 0.0
-    began: float = 0.0  # when it left the queue, 0 before
-    reused: int = 0  # tokens of the prompt whose keys and values were there
-    first_token: float = 0.0  # when the first round ended, 0 before
-    ended: float = 0.0  # when the last one did
-    stale: int = 0  # candidates of a worker that came after the text had gone another way
-    pauses: int = 0  # how often its keys and values were taken away for want of memory
+    began: float = 0.0  # when it left the queue; 0 before
+    reused: int = 0  # prompt tokens whose keys and values were copied
+    first_token: float = 0.0  # when the first round ended; 0 before
+    ended: float = 0.0  # when the last round ended
+    stale: int = 0  # a worker's candidates that arrived after the text had diverged from them
+    pauses: int = 0  # how often it was preempted for want of memory
     steps: list[RoundStats] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
-    drafted: Counter[str] = field(default_factory=Counter)  # tokens that were judged, by who proposed them
-    rounds: list[RoundRecord] = field(default_factory=list)  # where they are asked for
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
+    drafted: Counter[str] = field(default_factory=Counter)  # verified draft tokens by source
+    rounds: list[RoundRecord] = field(default_factory=list)  # if requested
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first
 
 
-Watch = Callable[[Sequence[int], int], int | None]
-"""Told the tokens of a round and how many of them were drafted; may say after how many of them the text ends."""
-
-
-class Report(NamedTuple):
-    """Tokens that a verdict writes, and of each the node behind which it stands with that node's row."""
+class EmittedRows(NamedTuple):
+    """Tokens that a verdict emits, with the node that each follows and that node's row."""
 
     nodes: list[int]
     rows: list[Row]
@@ -102,200 +126,200 @@ class Report(NamedTuple):
 
 
 @dataclass(eq=False)
-class Drafted:
-    """A request's side of a drafter that works in turn, which the engine knows by `name`."""
-
-    name: str | None = None
-    needs: Needs = NO_NEEDS  # the drafter's
-    told: int = 0  # tokens of the prompt that a drafter with such needs was told of
-    state: DraftState | None = None
-    untold: PendingObservations = field(default_factory=PendingObservations)
-    seconds: float = 0.0  # of the round under way
-
-
-@dataclass(eq=False)
 class TokenSequence:
-    """One request on its way. `finish_reason` is None until it is over.
-    `place` is all that its decoder sees; `coroutine` is None until it runs and when it is over.
-    """
+    """One request with its tokens. `context` is what its decoder sees; `coroutine` is None until it first runs and
+    after it has ended."""
 
     request: Request
-    decoder: ModuleType
+    decoder: Decoder
     options: Any
     key: int
     costs: CostModel = field(repr=False)
     watch: Watch | None = None
-    committed: list[int] = field(init=False)  # the prompt, and what was written so far
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    committed: list[int] = field(init=False)  # the prompt and the tokens written so far
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None until it has ended
     error: Exception | None = None
-    place: RequestContext = field(init=False, repr=False)
+    context: RequestContext = field(init=False, repr=False)
     history: History = field(default_factory=History, repr=False)
-    draft: Drafted = field(default_factory=Drafted, repr=False)
-    text: HashedTokens = field(init=False, repr=False)  # what is committed, as it is compared with others
-    storage: KVState = field(default_factory=KVState, repr=False)
-    ask: Ask | None = None
+    draft: DraftLink = field(default_factory=DraftLink, repr=False)
+    text: HashedTokens = field(init=False, repr=False)  # the committed tokens, for comparison with other texts
+    kv: KVState = field(default_factory=KVState, repr=False)
+    ask: Ask | None = None  # what the coroutine waits for; None: to be resumed with the next round's `root`
     coroutine: Coroutine | None = None
-    root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
-    is_due: bool = False  # the coroutine waits for its next round, or for its first
-    alignment: Alignment = field(init=False, repr=False)  # with what the caller predicted
-    noise: Noise | None = field(init=False, repr=False)  # by which adjusted scores are picked; None: by others
-    picks_by_score: bool = field(init=False, repr=False)  # each row's best token is picked
+    root: TokenTree | None = None  # the tree of the next round
+    alignment: Alignment = field(init=False, repr=False)  # with the caller's prediction
+    noise: Noise | None = field(init=False, repr=False)  # with which tokens are picked natively; None: they are not
+    picks_by_score: bool = field(init=False, repr=False)  # each row picks its best token
 
     def __post_init__(self) -> None:
         self.alignment = Alignment(self.request.prediction)
         self.noise = native_noise(self.request)
         self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
         self.committed = list(self.request.prompt)
-        self.place = RequestContext(self.request, self.committed, self.costs)
+        self.context = RequestContext(request=self.request, committed=self.committed, costs=self.costs)
         self.text = HashedTokens(self.committed, self.request.cache_salt)
         self.text.hashes(len(self.committed))
 
     @property
+    def state(self) -> State:
+        """What it waits for, derived from what it has."""
+        if self.finish_reason is not None:
+            return State.DONE
+        if not self.kv.is_open:
+            return State.WAITING
+        if self.unread > 0:
+            return State.PREFILLING
+        return State.VERIFYING if isinstance(self.ask, Verify) else State.DRAFTING
+
+    @property
     def tokens(self) -> list[int]:
-        """What was written so far."""
+        """The tokens written so far."""
         return self.committed[len(self.request.prompt) :]
 
     @property
-    def rows(self) -> int:
-        """That the last pass had of this request."""
+    def last_rows(self) -> int:
+        """Number of its rows in its last pass."""
         return self.history.steps[-1].verified_rows if self.history.steps else 1
 
     @property
     def prefilled(self) -> int:
-        """Tokens whose keys and values are there, those of accepted nodes included."""
-        return self.storage.session.length + len(self.storage.keep)
+        """Number of tokens whose keys and values are there, including accepted nodes."""
+        return self.kv.session.length + len(self.kv.keep)
 
     @property
     def unread(self) -> int:
-        """Tokens that are not read yet: of the prompt, or, after a pause, of all that is written. The last one is the
-        next tree's root."""
-        return len(self.committed) - 1 - self.storage.session.length - len(self.storage.keep)
+        """Number of tokens to read: of the prompt or, after a pause, of everything written. The last token is not
+        counted, it is the next tree's root."""
+        return len(self.committed) - 1 - self.kv.session.length - len(self.kv.keep)
 
     @property
-    def must_read(self) -> bool:
-        """Whether all of its prompt goes through a pass, what is known of it too."""
-        return self.reports_prompt or self.tells_prompt
+    def tokens_left(self) -> int:
+        """Number of tokens that may still be written."""
+        prompt = len(self.request.prompt)
+        return min(self.request.max_tokens, self.kv.session.capacity - prompt) - (len(self.committed) - prompt)
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether its drafter is still to be told of the prompt."""
-        return self.draft.needs.prompt and self.draft.told < len(self.request.prompt) - 1
+    def must_read_prompt(self) -> bool:
+        """Whether the whole prompt must go through a pass, even what could be copied."""
+        return self.owes_prompt_logprobs or self.owes_prompt_feedback
 
     @property
-    def is_bare(self) -> bool:
-        """Whether nothing but picked tokens is asked of a pass."""
+    def owes_prompt_feedback(self) -> bool:
+        """Whether its drafter still needs the target's output for prompt tokens."""
+        return self.draft.needs.prompt and self.draft.prompt_read < len(self.request.prompt) - 1
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing."""
+        wanted = self.request.logprobs is not None and self.request.logprobs.prompt
+        return wanted and len(self.history.prompt_logprobs) < len(self.request.prompt) - 1
+
+    @property
+    def needs_only_tokens(self) -> bool:
+        """Whether nothing but picked tokens is needed from a pass."""
         needs = self.draft.needs
         return self.request.logprobs is None and not (needs.top or needs.layers)
 
-    def may_go_on(self) -> bool:
-        """The same of a round, so that several may be one."""
-        return self.is_bare and not (self.request.rounds or self.request.prediction)
+    @property
+    def allows_several_rounds(self) -> bool:
+        """Whether several rounds may be run before the engine sees the first."""
+        return self.needs_only_tokens and not (self.request.rounds or self.request.prediction)
 
-    def lend(self) -> None:
-        """Lets the drafter use the target's session: what was accepted is committed first, the rest dropped."""
+    def lend_session(self) -> None:
+        """Let the drafter use the target's session, after committing the accepted nodes and dropping all others."""
         if self.draft.state is not None:
-            self.storage.settle()
-            self.draft.state.base = self.storage.session
+            self.kv.settle()
+            self.draft.state.base = self.kv.session
 
-    @property
-    def is_prefilling(self) -> bool:
-        return len(self.committed) - 1 > self.storage.session.length + len(self.storage.keep)
-
-    @property
-    def reports_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are still to come."""
-        asked = self.request.logprobs is not None and self.request.logprobs.prompt
-        return asked and len(self.history.prompt_logprobs) < len(self.request.prompt) - 1
-
-    @property
-    def left(self) -> int:
-        """Tokens that may still be written."""
-        prompt = len(self.request.prompt)
-        return min(self.request.max_tokens, self.storage.session.capacity - prompt) - (len(self.committed) - prompt)
-
-    def begin_round(self) -> None:
-        """Wakes a coroutine whose last round is over: by now what that cost is known, and who else runs."""
-        if self.is_due:
-            self.is_due, root, self.root = False, self.root, None
+    def resume(self) -> None:
+        """Start the next round of the coroutine if its last one is over, when the cost of that and the other requests
+        of this step are known."""
+        if self.ask is None and self.state is State.DRAFTING:
+            root, self.root = self.root, None
             self.advance(root)
 
     def advance(self, answer: Any) -> None:
-        """Sends the coroutine its answer and notes what it asks for next."""
+        """Send the coroutine an answer and store what it yields."""
         assert self.coroutine is not None
         try:
             self.ask = self.coroutine.send(answer)
         except Exception as error:
             self.fail(error)
         if isinstance(self.ask, Verify):
-            self.place.asks_for(len(self.ask.tree))
+            self.context.set_rows(len(self.ask.tree))
+
+    def end_round(self, root: TokenTree) -> None:
+        """Let the coroutine wait for the next round, which begins with this tree."""
+        self.root, self.ask = root, None
 
     def fail(self, error: Exception) -> None:
-        """Ends this request, unless it is over; what it wrote stays."""
+        """End with an error, unless it has ended before; the tokens written stay."""
         self.ask = None
         if self.finish_reason is None:
             self.error, self.finish_reason = error, "error"
 
-    def read(self, rows: Scores, tokens: Sequence[int]) -> None:
-        """A chunk of the text is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""
-        start = self.storage.session.length
-        self.storage.keep = range(len(tokens))
-        if len(rows) and self.request.logprobs is not None and self.reports_prompt:
+    def add_chunk(self, rows: Scores, tokens: Sequence[int]) -> None:
+        """Note that a chunk of the text was read. `rows` [tokens, vocab] are needed for log-probabilities only."""
+        start = self.kv.session.length
+        self.kv.keep = range(len(tokens))
+        if len(rows) and self.request.logprobs is not None and self.owes_prompt_logprobs:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
             self.history.prompt_logprobs += token_logprobs(
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)
             )
 
     def commit(self, tree: TokenTree, verdict: Verdict, drafted: int) -> list[int]:
-        """Writes the verdict's tokens, `drafted` of them drafts, up to a stop token, the watcher's end, the limit."""
-        tokens, left, is_over = _tokens_of(tree, verdict), (stop := self.left), False
-        for place, token in enumerate(tokens):
+        """Append the verdict's tokens, the first `drafted` of them drafts, up to a stop token, the end that `watch`
+        chooses, or the limit. Return the tokens appended."""
+        tokens, left, is_complete = _tokens_of(tree, verdict), (stop := self.tokens_left), False
+        for index, token in enumerate(tokens):
             if token in self.request.stop_ids:
-                stop = place
+                stop = index
                 break
         tokens = tokens[: min(stop + 1, left)]
         if self.request.constraint is not None:
-            tokens, is_over = self._constrained(tokens, self.request.constraint)
+            tokens, is_complete = self._constrained(tokens, self.request.constraint)
         end = self.watch(tokens, min(drafted, len(tokens))) if self.watch else None
         if end is not None:
             tokens = tokens[:end]
         self.committed += tokens
         del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
-        if end is not None or stop < left or is_over:
+        if end is not None or stop < left or is_complete:
             self.finish_reason = "stop"
         elif len(tokens) == left:
             self.finish_reason = "length"
         return tokens
 
     def _constrained(self, tokens: list[int], constraint: Constraint) -> tuple[list[int], bool]:
-        """The tokens up to where the request's constraint says that the text is complete, and whether it is; UserError
-        for a token that it refuses: nothing else that was asked for left one to write."""
+        """Return the tokens up to where the constraint is satisfied, and whether it is. UserError for a token that it
+        forbids: the other options left none that it allows."""
         count = constraint.allowed(self.committed, tokens)
-        is_over = constraint.is_over(self.committed, tokens[:count])
-        if count < len(tokens) and not is_over:
+        is_complete = constraint.is_over(self.committed, tokens[:count])
+        if count < len(tokens) and not is_complete:
             raise UserError(
                 f"no token may follow the first {len(self.tokens) + count}: what the grammar allows there, the other"
                 " options (bad_words, logit_bias, min_tokens) or the model's own scores forbid"
             )
-        return tokens[:count], is_over
+        return tokens[:count], is_complete
 
-    def report(self, count: int) -> Report:
-        """What its verdict, on a tree of which so many nodes were judged, writes and by which rows; `commit` cuts the
+    def emitted_rows(self, num_rows: int) -> EmittedRows:
+        """Return what its verdict emits, on a tree whose first `num_rows` nodes were verified; `commit` cuts the
         log-probabilities with the tokens."""
         assert isinstance(self.ask, Commit)
         tree, verdict, _ = self.ask
         rows, tokens = tree_rows(self.request, self.committed, tree), _tokens_of(tree, verdict)
-        nodes = [node for node in verdict.path if node < count][: len(tokens)]
-        return Report(nodes, [rows[node] for node in nodes], tokens)
+        nodes = [node for node in verdict.path if node < num_rows][: len(tokens)]
+        return EmittedRows(nodes, [rows[node] for node in nodes], tokens)
 
-    def note_step(
+    def record_round(
         self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float
     ) -> None:
-        """Adds the Step of the round from `start` to `now`; `rows` nodes of the tree were judged, a late one may have
-        been accepted beside."""
+        """Add the statistics of the round from `start` to `now`, which verified the first `rows` nodes of the tree; a
+        late node may have been accepted after them."""
         tree, verdict, hit = commit
         path, sources, history = verdict.path, tree.sources, self.history
         length = longest = len(path) - 1
-        accepted = min(length, emitted)  # not what a stop or the limit cut off
+        accepted = min(length, emitted)  # a stop or the limit may have cut off some
         drafted = 0
         if len(tree) > 1:
             deep, roles = depths(tree.parents), tree.roles
@@ -303,7 +327,7 @@ class TokenSequence:
             for node in judged:
                 if roles[node] is not Role.PROBE:
                     drafted, longest = drafted + 1, max(longest, deep[node])
-                    history.drafted[sources[node] or UNKNOWN] += 1  # a Counter's own way takes longer for so few
+                    history.drafted[sources[node] or UNKNOWN] += 1  # Counter.update is slower for so few
             for node in path[1 : accepted + 1]:
                 history.sources.append(sources[node] or UNKNOWN)
         history.sources += [TARGET] * (emitted - accepted)
@@ -315,11 +339,12 @@ class TokenSequence:
         history.ended, history.first_token = now, history.first_token or now
         if self.request.rounds:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)
-            planted = tuple(tree.tokens[:rows]), tuple(tree.parents[:rows]), tuple(sources[:rows])
-            history.rounds.append(RoundRecord(*planted, walked))
+            nodes = tuple(tree.tokens[:rows]), tuple(tree.parents[:rows]), tuple(sources[:rows])
+            history.rounds.append(RoundRecord(*nodes, walked))
 
-    def note_plain(self, emitted: int, passes: int, target_seconds: float, start: float, now: float) -> None:
-        """Adds the Steps of so many plain rounds in one: each has its share of the time, and wrote one token."""
+    def record_plain_rounds(self, emitted: int, passes: int, target_seconds: float, start: float, now: float) -> None:
+        """Add the statistics of several plain rounds that were run as one: each emitted one token in its share of the
+        time."""
         history = self.history
         times = (self.draft.seconds / passes, target_seconds / passes, (now - start) / passes)
         self.draft.seconds = 0.0
@@ -330,8 +355,8 @@ class TokenSequence:
     def _predicted(
         self, tree: TokenTree, rows: int, path: Sequence[int], accepted: int, emitted: int
     ) -> tuple[int, int]:
-        """Of the tokens that the caller predicted to stand here: how many were judged, how many accepted. Follows what
-        was written."""
+        """Return how many tokens of the caller's prediction were verified and how many accepted, and align the
+        prediction with the emitted tokens."""
         nodes = self.alignment.nodes(tree)
         written = nodes.intersection(path[1 : accepted + 1])
         self.alignment.follow(self.committed[len(self.committed) - emitted :])
@@ -339,35 +364,35 @@ class TokenSequence:
 
 
 def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
-    """What a verdict writes."""
+    """Return the tokens that a verdict emits."""
     tokens = [tree.tokens[node] for node in verdict.path[1:]] if len(verdict.path) > 1 else []
     if verdict.next_token is not None:
         tokens.append(verdict.next_token)
     return tokens
 
 
-def isolate(run: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
-    """A fault in a request's rule, its options or who watches it ends this request alone."""
+def isolate(sequence: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
+    """Call a function; an exception in a request's rule, options or `watch` ends this request alone."""
     try:
         call(*arguments)
     except Exception as error:
-        run.storage.is_broken = True
-        run.fail(error)
+        sequence.kv.is_broken = True
+        sequence.fail(error)
 
 
 def check_rule_needs(request: Request, needs: Needs) -> None:
-    """UserError for a rule whose hidden states an engine's passes do not show."""
+    """Raise UserError for a rule that needs hidden states which the engine does not compute."""
     missing = [layer for layer in request.rule.traits.hidden_layers if layer not in needs.layers]
     if missing:
         name = type(request.rule).__name__
         raise UserError(
-            f"the rule {name} needs hidden states after layers {missing}, which this engine does not show: give them"
-            " to the engine as its needs"
+            f"the rule {name} needs hidden states after layers {missing}, which this engine does not compute: pass"
+            " them to the engine as its needs"
         )
 
 
 def check_request(request: Request, target: Model) -> None:
-    """UserError for a request that can never run on this target."""
+    """Raise UserError for a request that can never run on this target."""
     if not request.prompt:
         raise UserError("the prompt has no tokens, at least one is needed")
     most = target.max_positions

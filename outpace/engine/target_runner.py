@@ -1,12 +1,11 @@
-"""One pass of the target over prompts' chunks and requests' trees, and what each request gets of it.
+"""The target's passes over chunks of prompts and token trees, and the output for each sequence.
 
-Who needs more of the target than its scores is told in the same pass; where nobody does, the target is asked for scores
-alone.
+Hidden states and full logits are computed only if some sequence of the pass needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,212 +21,208 @@ from outpace.rules.base import FailedRow, reduce_isolated
 
 _ONE = range(1)
 
-Beside = Callable[[Callable[[], tuple[TargetOutput, list[Any]]], int], tuple[TargetOutput, list[Any]]]
-
 
 class PrefillOutput(NamedTuple):
-    """What a pass says of a chunk of a prompt."""
+    """The output of a pass for one chunk of a prompt."""
 
-    logits: Scores  # [rows, vocab]; rows where they are reported or needed
-    seen: TargetFeedback | None
+    logits: Scores  # [rows, vocab]; only rows that are reported or needed
+    feedback: TargetFeedback | None  # for the drafter
 
 
 class VerifyOutput(NamedTuple):
-    """One tree after the pass: the rule's reduced rows and, where their scores are reported, the whole pass's, of which
-    the tree's begin at `first`."""
+    """The output of a pass for one tree. `logits`, if the request needs log-probabilities, are those of the whole pass;
+    the tree's rows begin at `first`."""
 
-    picks: list[Any]
+    picks: list[Any]  # the rule's reduced rows
     logits: Scores | None  # [rows of the pass, vocab]
-    seen: TargetFeedback | None
+    feedback: TargetFeedback | None  # for the drafter
     first: int
 
 
-class _Share(NamedTuple):
-    """Where a part's rows lie in the pass."""
+class _PartRows(NamedTuple):
+    """The rows of one part in the output of a pass."""
 
-    wanted: slice
-    shown: slice
+    logit_rows: slice
+    hidden_rows: slice
 
 
 class _Forest:
-    """The parts of a pass, and where the rows of each lie."""
+    """The parts of a pass with the rows of each."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.shares: list[_Share] = []
-        self.rows = self.wanted = self.shown = 0
+        self.part_rows: list[_PartRows] = []
+        self.num_logit_rows = self.num_hidden_rows = 0
 
     def add(self, part: Part) -> None:
-        """One more part."""
-        wanted, shown = self.wanted, self.shown
-        self.rows += len(part.tokens)
-        self.wanted += len(part.wanted)
-        self.shown += len(part.shown)
+        logits, hidden = self.num_logit_rows, self.num_hidden_rows
+        self.num_logit_rows += len(part.wanted)
+        self.num_hidden_rows += len(part.shown)
         self.parts.append(part)
-        self.shares.append(_Share(slice(wanted, self.wanted), slice(shown, self.shown)))
+        self.part_rows.append(_PartRows(slice(logits, self.num_logit_rows), slice(hidden, self.num_hidden_rows)))
 
 
 class TargetRunner:
-    """The target's passes. `layers` are those whose hidden states anybody may need."""
+    """Runs the target. `layers` are those whose hidden states some sequence may need."""
 
     def __init__(self, target: Model, layers: Sequence[int]) -> None:
         self._target, self._layers = target, layers
-        self._tells_best = False  # the last pass told each row's best token, which is what its rule picks
+        self._picks_best = False  # whether the last pass returned best tokens that are the rules' picks
 
     def run(
-        self,
-        chunks: Sequence[tuple[TokenSequence, Part]],
-        trees: Sequence[tuple[TokenSequence, TokenTree]],
-        beside: Beside,
+        self, chunks: Sequence[tuple[TokenSequence, Part]], trees: Sequence[tuple[TokenSequence, TokenTree]]
     ) -> tuple[list[PrefillOutput], list[VerifyOutput]]:
-        """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
+        """Run one forward over all chunks and trees, and reduce the trees' rows by the rules."""
         forest = _Forest()
-        for run, part in chunks:
-            forest.add(_of_prompt(run, part))
-        before = forest.wanted
+        for sequence, part in chunks:
+            forest.add(_chunk_part(sequence, part))
+        before = forest.num_logit_rows
         by_score = not before
-        for run, _ in trees:
-            by_score = by_score and run.picks_by_score
-        for run, tree in trees:
-            forest.add(_of_tree(run, tree, int(by_score)))
-        shares = forest.shares
-
-        def target_pass() -> tuple[TargetOutput, list[Any]]:
-            scored = self._score(forest)
-            if not forest.wanted:
-                _wait_for(self._target.device)  # nobody reads a score: the pass would seem to take no time
-            picks = [tokens[0] for tokens, _ in scored.best if tokens] if by_score else []
-            self._tells_best = bool(picks)
-            if len(picks) < forest.wanted - before:
-                picks = self._reduced(trees, shares[len(chunks) :], scored, before)
-            return scored, picks
-
-        scored, picks = beside(target_pass, forest.rows)
-        reads, judged = [], []
-        for (run, part), share in zip(chunks, shares, strict=False):
-            reads.append(self._read(run, part, scored, share))
-        for (run, tree), share in zip(trees, shares[len(chunks) :], strict=True):
-            mine = slice(share.wanted.start - before, share.wanted.stop - before)
-            logits = scored.logits if run.request.logprobs else None
-            needs, seen = run.draft.needs, None
+        for sequence, _ in trees:
+            by_score = by_score and sequence.picks_by_score
+        for sequence, tree in trees:
+            forest.add(_tree_part(sequence, tree, int(by_score)))
+        tree_part_rows = forest.part_rows[len(chunks) :]
+        output = self._score(forest)
+        if not forest.num_logit_rows:
+            _synchronize(self._target.device)  # no score is read: the pass would seem to take no time
+        picks = [tokens[0] for tokens, _ in output.best if tokens] if by_score else []
+        self._picks_best = bool(picks)
+        if len(picks) < forest.num_logit_rows - before:
+            picks = self._reduce(trees, tree_part_rows, output, before)
+        prefilled, verified = [], []
+        for (sequence, part), rows in zip(chunks, forest.part_rows, strict=False):
+            prefilled.append(self._prefill_output(sequence, part, output, rows))
+        for (sequence, tree), rows in zip(trees, tree_part_rows, strict=True):
+            own = slice(rows.logit_rows.start - before, rows.logit_rows.stop - before)
+            logits = output.logits if sequence.request.logprobs else None
+            needs, feedback = sequence.draft.needs, None
             if needs.top or needs.layers:
-                seen = self._seen(needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
-            judged.append(VerifyOutput(picks[mine], logits, seen, share.wanted.start))
-        return reads, judged
+                feedback = self._feedback(needs, tree.ids[: own.stop - own.start], tree.tokens, output, rows)
+            verified.append(VerifyOutput(picks[own], logits, feedback, rows.logit_rows.start))
+        return prefilled, verified
 
-    def go_on(self, trees: Sequence[tuple[TokenSequence, TokenTree]], judged: Sequence[VerifyOutput], most: int) -> int:
-        """After a pass over roots alone, so many passes at most of plain decoding: each adds below every tree's last
-        node the token that was picked there, and the pick that follows. None comes behind a stop token, or a row that
-        its rule could not reduce, where a tree may end on a node without a pick. How many passes there were."""
-        for count in range(most if self._tells_best else 0):
-            for (run, _), its in zip(trees, judged, strict=True):
-                if its.picks[-1] in run.request.stop_ids:
+    def run_plain(
+        self, trees: Sequence[tuple[TokenSequence, TokenTree]], verified: Sequence[VerifyOutput], most: int
+    ) -> int:
+        """Run up to `most` passes of plain decoding after a pass over roots alone; return how many were run.
+
+        Each adds the token that was picked at every tree's last node below it, and the pick that follows. The passes
+        end after a stop token, or a row that its rule could not reduce, where a tree may end on a node without a pick.
+        """
+        for count in range(most if self._picks_best else 0):
+            for (sequence, _), output in zip(trees, verified, strict=True):
+                if output.picks[-1] in sequence.request.stop_ids:
                     return count
             parts = []
-            for (run, tree), its in zip(trees, judged, strict=True):
+            for (sequence, tree), output in zip(trees, verified, strict=True):
                 last = len(tree) - 1
-                tree.chain(last, its.picks[-1:], (0.0,))
-                parts.append(Part(run.storage.session, its.picks[-1:], (last,), _ONE, best=1))
-            held = self._target.score_held(parts)
-            for row, (run, tree) in enumerate(trees):
-                best = held.best[row][0]
-                pick = best[0] if best else self._pick(run, tree, held.wide()[row : row + 1])
+                tree.chain(last, output.picks[-1:], (0.0,))
+                parts.append(Part(sequence.kv.session, output.picks[-1:], (last,), _ONE, best=1))
+            sparse = self._target.score_held(parts)
+            for row, (sequence, tree) in enumerate(trees):
+                best = sparse.best[row][0]
+                pick = best[0] if best else self._pick(sequence, tree, sparse.wide()[row : row + 1])
                 if isinstance(pick, FailedRow):
                     return count + 1
-                judged[row].picks.append(pick)
-        return most if self._tells_best else 0
+                verified[row].picks.append(pick)
+        return most if self._picks_best else 0
 
-    def _pick(self, run: TokenSequence, tree: TokenTree, scores: Scores) -> Any:
-        """What the rule picks behind a tree's last node. scores [1, vocab]"""
-        return reduce_isolated(scores, tree_rows(run.request, run.committed, tree)[-1:])[0]
+    def _pick(self, sequence: TokenSequence, tree: TokenTree, scores: Scores) -> Any:
+        """Return what the rule picks after a tree's last node. scores [1, vocab]"""
+        return reduce_isolated(scores, tree_rows(sequence.request, sequence.committed, tree)[-1:])[0]
 
     def _score(self, forest: _Forest) -> TargetOutput:
-        if forest.shown:
+        if forest.num_hidden_rows:
             return self._target.score_hidden(forest.parts, self._layers)
-        held = self._target.score_held(forest.parts)
-        return TargetOutput(held.values if held.ids is None else held.wide(), None, held.best)
+        sparse = self._target.score_held(forest.parts)
+        return TargetOutput(sparse.values if sparse.ids is None else sparse.wide(), None, sparse.best)
 
-    def _reduced(
+    def _reduce(
         self,
         trees: Sequence[tuple[TokenSequence, TokenTree]],
-        shares: Sequence[_Share],
-        scored: TargetOutput,
+        part_rows: Sequence[_PartRows],
+        output: TargetOutput,
         before: int,
     ) -> list[Any]:
-        """The rules' first half; the rows of a rule that needs hidden states have theirs."""
+        """Reduce the trees' rows by their rules; a rule that needs hidden states gets those of its rows."""
         rows: list[Row] = []
-        for (run, tree), share in zip(trees, shares, strict=True):
-            mine, hidden = tree_rows(run.request, run.committed, tree), scored.hidden
+        for (sequence, tree), its_rows in zip(trees, part_rows, strict=True):
+            own, hidden = tree_rows(sequence.request, sequence.committed, tree), output.hidden
             if hidden is not None:
-                own = pick_layers(hidden[:, share.shown], self._layers, run.request.rule.traits.hidden_layers)
-                if own is not None:
-                    mine = [row._replace(hidden=own[:, node]) for node, row in enumerate(mine)]
-            rows += mine
-        return reduce_isolated(scored.logits[before:] if before else scored.logits, rows)
+                layers = sequence.request.rule.traits.hidden_layers
+                needed = pick_layers(hidden[:, its_rows.hidden_rows], self._layers, layers)
+                if needed is not None:
+                    own = [row._replace(hidden=needed[:, node]) for node, row in enumerate(own)]
+            rows += own
+        return reduce_isolated(output.logits[before:] if before else output.logits, rows)
 
-    def _read(self, run: TokenSequence, part: Part, scored: TargetOutput, share: _Share) -> PrefillOutput:
-        needs, logits = run.draft.needs, scored.logits[share.wanted]
-        if not run.tells_prompt:
+    def _prefill_output(
+        self, sequence: TokenSequence, part: Part, output: TargetOutput, rows: _PartRows
+    ) -> PrefillOutput:
+        needs, logits = sequence.draft.needs, output.logits[rows.logit_rows]
+        if not sequence.owes_prompt_feedback:
             return PrefillOutput(logits, None)
-        start = run.storage.session.length
-        seen = self._seen(needs, range(start, start + len(part.tokens)), part.tokens, scored, share)
-        return PrefillOutput(logits, seen or TargetFeedback(range(start, start + len(part.tokens)), part.tokens))
+        start = sequence.kv.session.length
+        positions = range(start, start + len(part.tokens))
+        feedback = self._feedback(needs, positions, part.tokens, output, rows)
+        return PrefillOutput(logits, feedback or TargetFeedback(positions, part.tokens))
 
-    def _seen(
-        self, needs: Needs, ids: Sequence[int], tokens: Sequence[int], scored: TargetOutput, share: _Share
+    def _feedback(
+        self, needs: Needs, ids: Sequence[int], tokens: Sequence[int], output: TargetOutput, rows: _PartRows
     ) -> TargetFeedback | None:
-        """What a drafter is told of these nodes; None where it needs nothing."""
+        """Return the output that a drafter needs of these nodes; None if it needs none."""
         if not (needs.top or needs.layers):
             return None
-        top = best_tokens(scored.logits[share.wanted], needs.top) if needs.top else None
-        hidden = None if scored.hidden is None else scored.hidden[:, share.shown]
+        top = best_tokens(output.logits[rows.logit_rows], needs.top) if needs.top else None
+        hidden = None if output.hidden is None else output.hidden[:, rows.hidden_rows]
         return TargetFeedback(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
 
 
-def note_logprobs(runs: Sequence[TokenSequence], judged: Sequence[VerifyOutput]) -> None:
-    """Records the log-probabilities of what these requests' verdicts write, where they are asked for. Those of equal
-    options go together, so that a device is waited for once."""
+def record_logprobs(sequences: Sequence[TokenSequence], verified: Sequence[VerifyOutput]) -> None:
+    """Record the log-probabilities of the tokens that these sequences' verdicts emit, where they are requested. Those
+    with equal options are computed together, so that a device is waited for once."""
     groups: dict[LogprobsOptions, list[tuple[TokenSequence, VerifyOutput]]] = {}
-    for run, its in zip(runs, judged, strict=True):
-        if run.request.logprobs is not None and isinstance(run.ask, Commit):
-            groups.setdefault(run.request.logprobs, []).append((run, its))
-    for options, some in groups.items():
+    for sequence, output in zip(sequences, verified, strict=True):
+        if sequence.request.logprobs is not None and isinstance(sequence.ask, Commit):
+            groups.setdefault(sequence.request.logprobs, []).append((sequence, output))
+    for options, group in groups.items():
         try:
-            _note(some, options)
-        except Exception:  # one request's constraint, for instance: it must not spoil the others
-            for run, its in some:
-                isolate(run, _note, [(run, its)], options)
+            _record(group, options)
+        except Exception:  # for instance of one request's constraint: it must not affect the others
+            for sequence, output in group:
+                isolate(sequence, _record, [(sequence, output)], options)
 
 
-def _note(some: Sequence[tuple[TokenSequence, VerifyOutput]], options: LogprobsOptions) -> None:
-    """All of these, or none."""
-    reports = [run.report(len(its.picks)) for run, its in some]
-    places = [its.first + node for (_, its), report in zip(some, reports, strict=True) for node in report.nodes]
-    rows = [row for report in reports for row in report.rows]
-    tokens = [token for report in reports for token in report.tokens]
-    logits = some[0][1].logits
+def _record(group: Sequence[tuple[TokenSequence, VerifyOutput]], options: LogprobsOptions) -> None:
+    """Record the log-probabilities of all of these sequences, or of none if it raises."""
+    emitted = [sequence.emitted_rows(len(output.picks)) for sequence, output in group]
+    places = [output.first + node for (_, output), its in zip(group, emitted, strict=True) for node in its.nodes]
+    rows = [row for its in emitted for row in its.rows]
+    tokens = [token for its in emitted for token in its.tokens]
+    logits = group[0][1].logits
     assert logits is not None
     records = iter(token_logprobs(select_rows(logits, places), rows, tokens, options))
-    for (run, _), report in zip(some, reports, strict=True):
-        run.history.logprobs += islice(records, len(report.tokens))
+    for (sequence, _), its in zip(group, emitted, strict=True):
+        sequence.history.logprobs += islice(records, len(its.tokens))
 
 
-def _wait_for(device: Any) -> None:
-    """Until a GPU has done what it was given."""
+def _synchronize(device: Any) -> None:
+    """Wait until a GPU has finished its work."""
     if str(device).startswith("cuda"):
         torch.cuda.current_stream(device).synchronize()
 
 
-def _of_prompt(run: TokenSequence, part: Part) -> Part:
-    """A chunk, with the rows that the request's drafter needs of it."""
-    needs = run.draft.needs
-    if not run.tells_prompt:
+def _chunk_part(sequence: TokenSequence, part: Part) -> Part:
+    """Return the part of a chunk, with the rows that the sequence's drafter needs."""
+    needs = sequence.draft.needs
+    if not sequence.owes_prompt_feedback:
         return part
     every = range(len(part.tokens))
     return part._replace(wanted=every if needs.top else part.wanted, shown=every if needs.layers else ())
 
 
-def _of_tree(run: TokenSequence, tree: TokenTree, best: int) -> Part:
-    every, storage = range(len(tree)), run.storage
-    shown = every if run.draft.needs.layers or run.request.rule.traits.hidden_layers else ()
-    return Part(storage.session, tuple(tree.tokens), tuple(tree.parents), every, storage.keep, shown, best=best)
+def _tree_part(sequence: TokenSequence, tree: TokenTree, best: int) -> Part:
+    every, kv = range(len(tree)), sequence.kv
+    shown = every if sequence.draft.needs.layers or sequence.request.rule.traits.hidden_layers else ()
+    return Part(kv.session, tuple(tree.tokens), tuple(tree.parents), every, kv.keep, shown, best=best)

@@ -233,6 +233,11 @@ class Model(SupportsMultiStep, Pairs):
         return sum(map(self.session_bytes, slots))
 
     @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far, as CUDA graphs for instance: a call that captures takes longer."""
+        return 0
+
+    @property
     def weight_bytes(self) -> int | None:
         """Bytes of weights that one pass reads; None for a model that does not tell."""
         return None

@@ -1,4 +1,4 @@
-"""How likely the target is to walk to the nodes of a round's tree: a drafter's word, trusted as far as it came true."""
+"""The acceptance model: how likely the target is to accept the nodes of a round's tree."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
 
-_ON = 0.97  # of the chance that a copy goes on
-_TOGETHER = 3  # rounds
+_CONTINUES = 0.97  # factor for each token of a source that calibrates its own chances
+_BATCH = 3  # rounds that are learnt together
 
 
 class AcceptanceModel:
-    """Those of one request's nodes, round by round.
+    """Calibrates one request's predicted chances, round by round.
 
-    A node's chance is at most its parent's, trusted as far as those of its source came true; who fits chances to each
-    length is taken at its word, but for a doubt at each token: a rate is a mean of texts that go on and of places where
-    they end, and a long branch stands or falls with which it is.
+    A node's chance is at most its parent's. The drafter's prediction is multiplied by the source's trust, the ratio of
+    accepted tokens to predicted ones. A source that calibrates its own chances for each length is taken at its word
+    except for a small doubt at each token: its rate is a mean of texts that continue and of places where they end, and
+    a long branch is accepted or rejected as a whole.
     """
 
     def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:
         self._costs = costs
-        self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
+        self._trust = {one.name: costs.initial_trust(one.name) for one in sources if not one.is_fitted}
         self._values = [1.0]
-        self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._trust_by, _TOGETHER)
+        self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
 
     def begin(self) -> None:
-        """A round begins, with a tree that is a root."""
+        """Begin a round, whose tree is only a root."""
         self._values = [1.0]
 
     def trust(self, source: Source) -> float:
-        """How far this source's chances are trusted."""
+        """Return the factor by which this source's chances are multiplied."""
         return self._trust[source.name].value if source.name in self._trust else 1.0
 
     def of(self, tree: TokenTree) -> list[float]:
-        """By node."""
+        """Return the chance of each node."""
         values, trusts, sources, parents, scores = self._values, self._trust, tree.sources, tree.parents, tree.scores
         for node in range(len(values), len(scores)):
             trust, parent = trusts.get(sources[node]), parents[node]
             above, score = values[parent], scores[node]
-            own = exp(score) * trust.value if trust is not None else above * exp(score - scores[parent]) * _ON
+            own = exp(score) * trust.value if trust is not None else above * exp(score - scores[parent]) * _CONTINUES
             values.append(own if own < above else above)
         return values
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """The target has judged the tree and walked this path."""
+        """Add a verified tree and the path that the target accepted."""
         self._judged.add(((tree, path),))
 
     def work_in(self) -> None:
-        """What was judged counts from now on."""
+        """Learn from all verified trees that were added."""
         self._judged.work_in()
 
-    def _trust_by(self, judged: tuple[TokenTree, Sequence[int]]) -> None:
-        """By each source's nodes that were walked, beside what they promised."""
+    def _learn_round(self, judged: tuple[TokenTree, Sequence[int]]) -> None:
+        """Compare each source's accepted nodes with the sum of their predicted chances."""
         tree, path = judged
         promised, walked, sources, trusts = dict[str, float](), dict[str, int](), tree.sources, self._trust
         for node in range(1, len(sources)):
-            if sources[node] in trusts and tree.roles[node] is not Role.PROBE:  # that promises nothing in this round
+            if sources[node] in trusts and tree.roles[node] is not Role.PROBE:  # a probe predicts nothing for a round
                 promised[sources[node]] = promised.get(sources[node], 0.0) + exp(tree.scores[node])
         for node in path[1:]:
             walked[sources[node]] = walked.get(sources[node], 0) + 1

@@ -1,4 +1,4 @@
-"""The latest times of what is told apart by a whole number, as rows or requests are, and their medians."""
+"""Running statistics that follow a machine which other programs use too."""
 
 from __future__ import annotations
 
@@ -6,106 +6,108 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from statistics import median_low
 
-KEPT = 9  # times of one number; their median counts
-TRIED = 2  # so many times make a median
-_RENEWED = 4  # times after which a median of many is taken anew
+WINDOW = 9  # samples kept for each key; their median counts
+MIN_SAMPLES = 2  # a key with fewer samples has no median
+_REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
+FADE = 0.95  # weight of the past, for each new sample
 
 
 class RollingMedian:
-    """Seconds by number. A median is taken when it is asked for: anew when its times have changed, and where they are
-    as many as are kept, when some of them have."""
+    """Rolling medians of recent timings, keyed by an integer (rows or requests).
+
+    Medians are computed when they are read: after every new sample until a key's window is full, then after every
+    fourth.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
+        self._samples: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
-        self._changed: set[int] = set()  # numbers whose medians are to be taken anew
-        self._since: dict[int, int] = {}  # by number that has as many times as are kept: how many its median lacks
+        self._stale: set[int] = set()  # keys whose median must be computed again
+        self._since: dict[int, int] = {}  # by key with a full window: samples that its median does not include
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers that have a time."""
-        return iter(self._times)
+        """The keys that have a sample."""
+        return iter(self._samples)
 
-    def learn(self, number: int, seconds: float) -> None:
-        """It took so long once more."""
-        times = self._times.get(number)
-        if times is None:
-            times = self._times[number] = deque(maxlen=KEPT)
-        since = self._since.get(number, 0) + 1 if len(times) == KEPT else _RENEWED
-        times.append(seconds)
-        if since >= _RENEWED:
-            self._changed.add(number)
+    def learn(self, key: int, seconds: float) -> None:
+        """Record another timing."""
+        samples = self._samples.get(key)
+        if samples is None:
+            samples = self._samples[key] = deque(maxlen=WINDOW)
+        since = self._since.get(key, 0) + 1 if len(samples) == WINDOW else _REFRESH_EVERY
+        samples.append(seconds)
+        if since >= _REFRESH_EVERY:
+            self._stale.add(key)
             since = 0
-        self._since[number] = since
+        self._since[key] = since
 
-    def expect(self, number: int, seconds: float) -> None:
-        """What it took is known from elsewhere: as much as two fresh times, so that it is soon overruled."""
-        self._times[number] = deque([seconds] * TRIED, maxlen=KEPT)
-        self._changed.add(number)
+    def expect(self, key: int, seconds: float) -> None:
+        """Set a prior that weighs as much as two fresh samples, so that measurements soon replace it."""
+        self._samples[key] = deque([seconds] * MIN_SAMPLES, maxlen=WINDOW)
+        self._stale.add(key)
 
-    def forget(self, number: int) -> None:
-        """Its times do not hold any more."""
-        del self._times[number]
-        self._medians.pop(number, None)
-        self._changed.discard(number)
+    def forget(self, key: int) -> None:
+        """Drop the samples of a key."""
+        del self._samples[key]
+        self._medians.pop(key, None)
+        self._stale.discard(key)
 
-    def count(self, number: int) -> int:
-        """Times that are kept of a number."""
-        return len(self._times.get(number, ()))
+    def count(self, key: int) -> int:
+        """Number of samples kept for a key."""
+        return len(self._samples.get(key, ()))
 
     @property
     def medians(self) -> Mapping[int, float]:
-        """Of the numbers that have `TRIED` times."""
-        while self._changed:
-            times = self._times[number := self._changed.pop()]
-            if len(times) >= TRIED:
-                self._medians[number] = median_low(times)
+        """Medians of the keys with at least `MIN_SAMPLES` samples."""
+        while self._stale:
+            samples = self._samples[key := self._stale.pop()]
+            if len(samples) >= MIN_SAMPLES:
+                self._medians[key] = median_low(samples)
         return self._medians
 
     @property
-    def least(self) -> Mapping[int, float]:
-        """Each number's shortest time."""
-        return {number: min(times) for number, times in self._times.items()}
-
-
-FADE = 0.95  # of the past's weight, a round
+    def minima(self) -> Mapping[int, float]:
+        """The shortest timing of each key."""
+        return {key: min(samples) for key, samples in self._samples.items()}
 
 
 class DecayedMean:
-    """A running ratio of two sums, which starts from a prior worth `weight`."""
+    """A ratio of two exponentially decayed sums that starts from a prior of the given weight."""
 
     def __init__(self, prior: float, weight: float, fade: float = FADE) -> None:
-        self._above, self._below, self._fade = prior * weight, weight, fade
+        self._numerator, self._denominator, self._fade = prior * weight, weight, fade
         self.value = prior if weight else 0.0
 
-    def learn(self, above: float, below: float = 1.0) -> None:
-        self._above = self._above * self._fade + above
-        self._below = self._below * self._fade + below
-        self.value = self._above / self._below if self._below else 0.0
+    def learn(self, numerator: float, denominator: float = 1.0) -> None:
+        """Add one sample to both sums."""
+        self._numerator = self._numerator * self._fade + numerator
+        self._denominator = self._denominator * self._fade + denominator
+        self.value = self._numerator / self._denominator if self._denominator else 0.0
 
 
 class ExplorationBudget:
-    """Says what is due for another trial; to ask changes nothing.
+    """Decides when options that did not pay are tried again.
 
-    A trial may cost a `share` of the time since the thing was last tried, half as much after each trial that did not
-    pay.
+    A trial may cost a fixed `share` of the time since the option was last tried; each trial in a row that did not pay
+    halves the share.
     """
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._seconds = 0.0  # of rounds so far
-        self._tried: dict[Hashable, float] = {}  # when, in these seconds
-        self._failures: dict[Hashable, int] = {}  # since it last paid
+        self._seconds = 0.0  # duration of all rounds so far
+        self._tried_at: dict[Hashable, float] = {}  # on that time scale
+        self._failures: dict[Hashable, int] = {}  # trials since the option last paid
 
-    def elapsed(self, seconds: float) -> None:
-        """A round took so long."""
+    def advance(self, seconds: float) -> None:
+        """Add the duration of a round."""
         self._seconds += seconds
 
-    def is_due(self, what: Hashable, cost: float) -> bool:
-        """Whether a trial of this kind, which costs so many seconds, is affordable by now."""
-        idle = self._seconds - self._tried.get(what, 0.0)
-        return cost < self._share / 2 ** self._failures.get(what, 0) * idle
+    def is_due(self, option: Hashable, cost: float) -> bool:
+        """Return whether a trial that takes `cost` seconds is affordable by now."""
+        idle = self._seconds - self._tried_at.get(option, 0.0)
+        return cost < self._share / 2 ** self._failures.get(option, 0) * idle
 
-    def tried(self, what: Hashable, has_paid: bool) -> None:
-        """It was tried, or chosen because it pays."""
-        self._tried[what] = self._seconds
-        self._failures[what] = 0 if has_paid else min(self._failures.get(what, 0) + 1, 10)
+    def record_trial(self, option: Hashable, has_paid: bool) -> None:
+        """Note that the option was used in this round, as a trial or because it pays."""
+        self._tried_at[option] = self._seconds
+        self._failures[option] = 0 if has_paid else min(self._failures.get(option, 0) + 1, 10)

@@ -1,7 +1,9 @@
-"""The choices of the planner (auto.py) for one request, round by round: who is asked, how many layers are grown, and
-how many rows are verified.
+"""The planner of method auto: chooses for one request, round by round, which sources draft, how many layers are grown
+and how many rows are verified.
 
-Rounds that the models carry out by themselves go by the same choices: `_ahead.py` tells them beforehand.
+Native rounds (core/carried.py) follow the same choices: `plan` states them in advance, for as many rounds as end within
+some milliseconds. The chances of nodes, which depend on the text, are evaluated natively in each round; prices, yields
+and trust are those of the moment in which the first of the rounds begins.
 """
 
 from __future__ import annotations
@@ -14,24 +16,24 @@ from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
-from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import AcceptanceModel
-from outpace.planning.cost_model import GROWS, CostModel
+from outpace.planning.context import PlanningContext
+from outpace.planning.cost_model import YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, RepetitionDetector
 
-LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
-_BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
-_DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
-_PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
-_CROWDED, _LOOKS = 0.35, 64  # tokens that a row may cost; rounds
-UNPLANNED = 7  # plain rounds that may follow one in which nobody was asked
-_HOPE = 0.4  # what a model must promise below the root, for that to be tried in a new text
-_UNPAID = 0.25  # of what a row must bring: a node that is less likely than that is not even planted
-_UNKNOWN = 2  # layers at most before the draft's time is known, and the price
+LITTLE = 0.5  # if lookups promise more than this below the root, the yield of a model's layer is not representative
+_BEAM = 4  # leaves that one layer is assumed to expand, and extra rows by which the price of a row is estimated
+_DOUBT = 1.1  # factor on prices: what is chosen because it looks best is a little worse than it looks
+_PLAIN = 24  # first rounds of an answer that may be plain until one was timed: none is during another's prefill
+_CROWDED, _PROBE_EVERY = 0.35, 64  # price of a row in tokens above which a batch is crowded; rounds between its probes
+UNPLANNED = 7  # plain rounds that may follow a round in which no source was asked
+_HOPE = 0.4  # chance that a model must promise below the root before it is tried on a new text
+_UNPAID = 0.25  # nodes are not attached if their chance is below this fraction of a row's price
+_UNKNOWN = 2  # most layers before the time of a draft step and the price are known
 
 
 @dataclass(frozen=True)
-class Options:
+class PlannerOptions:
     """`deepest`: the most draft layers in a round; `trials`: the share of time for trying again what did not pay."""
 
     deepest: int = 16
@@ -42,298 +44,301 @@ class Options:
         check_range("trials", self.trials, 0.0, 1.0)
 
 
-class Planner:
-    """The choices of one request, by the engine's costs and what this request's drafts were worth so far."""
+def record_forward(costs: CostModel, source: Source, forward: Forward, requests: int) -> None:
+    """Record the time of a draft forward of a native round, while `requests` requests run."""
+    if not forward.is_step:
+        costs.note_catch_up(source)
+    costs.record_draft(forward.seconds, forward.requests, source)
+    costs.record_step(source, requests)
 
-    def __init__(self, place: RequestContext, options: Options) -> None:
-        self._place, self._options = place, options
-        self._costs: CostModel = place.costs
-        self._chances = AcceptanceModel(self._costs, place.sources)  # of this round's nodes
-        copiers = [source for source in place.sources if not source.runs_model]
-        self.copiers = [LookupSource(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
-        self._repeats = RepetitionDetector(place.committed)
-        self.growers = [ModelSource(source, options.deepest, place) for source in place.sources if source.runs_model]
+
+class Planner:
+    """Plans the rounds of one request by the engine's cost model and by what the request's drafts were worth so far."""
+
+    def __init__(self, context: PlanningContext, options: PlannerOptions) -> None:
+        self._context, self._options = context, options
+        self._costs: CostModel = context.costs
+        self._acceptance = AcceptanceModel(self._costs, context.sources)
+        lookups = [source for source in context.sources if not source.runs_model]
+        self.lookups = [
+            LookupSource(one, self._costs.initial_lookup_gain(one.name, context.requests)) for one in lookups
+        ]
+        self._repetitions = RepetitionDetector(context.committed)
+        self.models = [ModelSource(one, options.deepest, context) for one in context.sources if one.runs_model]
         self._worth = 0.0  # of this round's tree
-        self._copied = 0.0  # the chance that the walk comes to a copy in it
+        self._lookup_chance = 0.0  # that the walk reaches a lookup node of this round's tree
         self._price = 0.0  # tokens that a second is worth in this round
         self._row = 0.0  # tokens that one of a few more rows is worth in it
-        self._seconds = 0.0  # of rounds so far
+        self._seconds = 0.0  # duration of the request's rounds, each counted as a plain one
         self._plain = 0.0  # seconds of a plain round
         self._at_leaves = 1.0
         self._rounds = 0
-        self._is_look = False  # this round asks in a crowd, whatever pays or not
-        self.is_plain = False  # this round writes plainly in any case
-        self.asks = False  # somebody for drafts in this round
+        self._is_probe = False  # this round drafts in a crowded batch, whether it pays or not
+        self.is_plain = False  # this round decodes plainly in any case
+        self.asks = False  # this round asks some source
 
     def begin(self) -> None:
-        """A round begins: the prices that hold in it. It is plain where that has no price yet, and where so many write
-        at once that one more row costs a good part of a token: what may still be gained is not worth the host's time,
-        but for who copies."""
-        requests = self._place.requests
+        """Begin a round: read the prices and choose the lookup sources. The round is plain as long as plain rounds have
+        no time, and in a batch so crowded that one more row costs a good part of a token: what may be gained there is
+        not worth the host's time, except for lookups."""
+        requests = self._context.requests
         prices = self._costs.prices(requests)
         self._price, self._plain = _DOUBT * prices.second, prices.plain
         is_crowded = requests > 1 and self._price * prices.row > _CROWDED
-        self._is_look = is_crowded and self._costs.is_turn(_LOOKS)
-        gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
+        self._is_probe = is_crowded and self._costs.is_periodic(_PROBE_EVERY)
+        gains = self._is_probe or not is_crowded or any(map(self._gains, self.lookups))
         is_new = self._rounds < _PLAIN and not prices.is_known
-        self.is_plain = self._place.budget < 2 or is_new or self._costs.is_stale(requests) or not gains
+        self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests) or not gains
         self._rounds, self.asks = self._rounds + 1, False
-        for copier in self.copiers:
-            copier.is_asked = False
+        for source in self.lookups:
+            source.is_asked = False
         if self.is_plain:
             return
-        self._worth = self._copied = 0.0
-        self._row = self._price * self._costs.more(self._place.rows_of_others + 1, _BEAM)[-1] / _BEAM
-        self._chances.begin()
-        for grower in self.growers:
-            grower.layers, grower.is_trial = 0, False
-        for copier in self.copiers:
-            copier.is_asked = self._gains(copier) or self._is_look or copier.is_due(self._repeats)
-            self.asks = self.asks or copier.is_asked
+        self._worth = self._lookup_chance = 0.0
+        self._row = self._price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
+        self._acceptance.begin()
+        for model in self.models:
+            model.layers, model.is_trial = 0, False
+        for source in self.lookups:
+            source.is_asked = self._gains(source) or self._is_probe or source.is_due(self._repetitions)
+            self.asks = self.asks or source.is_asked
 
-    def _gains(self, copier: LookupSource) -> bool:
-        """Whether a source that runs no model gives more than it takes of the host's time."""
-        return copier.gain.value > self._price * self._costs.draft(copier.source)
+    def _gains(self, lookup: LookupSource) -> bool:
+        """Return whether a lookup source gives more than the host's time for it costs."""
+        return lookup.gain.value > self._price * self._costs.draft_seconds(lookup.source)
 
-    def copied(self, tree: TokenTree, copier: LookupSource) -> None:
-        """The source has added what it has."""
-        self._copied = sum(map(self._chances.of(tree).__getitem__, tree.children(0)))
+    def looked_up(self, tree: TokenTree, lookup: LookupSource) -> None:
+        """Note that the lookup source has added its nodes."""
+        self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
 
-    def pays(self, tree: TokenTree, grower: ModelSource) -> bool:
-        """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
-        requests = self._place.requests
-        cost = self._price * self._costs.draft(grower.source, requests)
-        if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
+    def pays(self, tree: TokenTree, model: ModelSource) -> bool:
+        """Return whether another layer of the draft model brings more than it costs, or is due for a trial."""
+        requests = self._context.requests
+        cost = self._price * self._costs.draft_seconds(model.source, requests)
+        if model.is_trial or model.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
-        if not grower.has_read and not grower.is_worth_reading():
+        if not model.has_read and not model.is_worth_reading():
             return False
-        self._at_leaves = self._reach(tree, grower)
-        if self._brings(grower, self._at_leaves, cost):
-            return self._asks(tree, grower)
-        grower.is_trial = self._is_due(grower)
-        return grower.is_trial and self._asks(tree, grower)
+        self._at_leaves = self._reach(tree, model)
+        if self._brings(model, self._at_leaves, cost):
+            return self._ask(tree, model)
+        model.is_trial = self._is_due(model)
+        return model.is_trial and self._ask(tree, model)
 
-    def _brings(self, grower: ModelSource, at_leaves: float, cost: float) -> bool:
-        """Whether a layer below leaves with this chance brings more than its cost; or is grown to see what it gives in
-        this text, whatever it gave in others."""
-        if grower.growth.value * at_leaves > cost:
+    def _brings(self, model: ModelSource, at_leaves: float, cost: float) -> bool:
+        """Return whether a layer below leaves with this chance brings more than its cost, or is grown to see what it
+        gives for this text, whatever it gave for others."""
+        if model.layer_yield.value * at_leaves > cost:
             return True
-        return self._chances.trust(grower.source) * (1.0 - self._copied) > _HOPE and grower.explores()
+        return self._acceptance.trust(model.source) * (1.0 - self._lookup_chance) > _HOPE and model.explores()
 
-    def _asks(self, tree: TokenTree, grower: ModelSource) -> bool:
-        """A layer is asked for, which is no mere step where text is read that was written without the draft."""
-        if not grower.layers:
-            tree.min_score = self._least(self._chances.trust(grower.source))
-            if not grower.is_following:
-                self._costs.reads(grower.source)
+    def _ask(self, tree: TokenTree, model: ModelSource) -> bool:
+        """Prepare the request for a layer, which takes longer if the model must first read text."""
+        if not model.layers:
+            tree.least = self._min_score(self._acceptance.trust(model.source))
+            if not model.is_following:
+                self._costs.note_catch_up(model.source)
         self.asks = True
         return True
 
-    def _least(self, trust: float) -> float:
-        """The path score below which a node is not even planted."""
+    def _min_score(self, trust: float) -> float:
+        """The path score below which a node is not attached."""
         return log(_UNPAID * self._row / trust) if self._row > 0.0 < trust else -inf
 
-    def grown(self, tree: TokenTree, grower: ModelSource) -> None:
-        """The model has added a layer."""
-        grower.has_read = True
-        # Beside copies a layer adds what they leave to add, which says nothing of other rounds.
-        if self._copied <= LITTLE:
-            chances, before = sorted(self._chances.of(tree)[1:], reverse=True), self._worth
-            rows, self._worth = self._best(chances[: self._place.budget - 1])
-            most = self._costs.most_more(self._place.rows_of_others)
-            is_cut = len(chances) >= rows > most  # by what is known, not by what pays
+    def grown(self, tree: TokenTree, model: ModelSource) -> None:
+        """Learn from a layer that the model has added."""
+        model.has_read = True
+        # After lookups a layer adds what they leave to add, which says nothing about other rounds.
+        if self._lookup_chance <= LITTLE:
+            chances, before = sorted(self._acceptance.of(tree)[1:], reverse=True), self._worth
+            rows, self._worth = self._best(chances[: self._context.budget - 1])
+            most = self._costs.max_extra_rows(self._context.rows_of_others)
+            is_cut = len(chances) >= rows > most  # by the limit on untimed rows, not by what pays
             if not is_cut:
-                grower.gave(self._worth - before, self._at_leaves)
-        self._costs.stepped(grower.source, self._place.requests)
-        if grower.is_trial and not grower.layers:
-            grower.trial_cost = self._costs.latest_draft
-        grower.layers += 1
+                model.gave(self._worth - before, self._at_leaves)
+        self._costs.record_step(model.source, self._context.requests)
+        if model.is_trial and not model.layers:
+            model.trial_cost = self._costs.last_draft_seconds
+        model.layers += 1
 
-    def _is_due(self, grower: ModelSource) -> bool:
-        """Whether a layer that does not pay is tried again."""
-        cost = self._costs.draft(grower.source, self._place.requests)
-        if not grower.layers:
-            cost = max(grower.trial_cost, 3 * cost) + grower.reading
-        is_told = not grower.layers or self._copied <= LITTLE  # beside copies a deeper layer says nothing
-        failures = max(grower.failures, self._costs.failures(grower.source, self._place.requests))
-        share = self._options.trials / 2 ** (0 if grower.layers else failures)
-        idle = self._seconds - grower.grown[grower.layers] if grower.layers else self._costs.idle(grower.source)
-        return is_told and cost * self._place.requests < share * idle
+    def _is_due(self, model: ModelSource) -> bool:
+        """Return whether a layer that does not pay is tried again."""
+        cost = self._costs.draft_seconds(model.source, self._context.requests)
+        if not model.layers:
+            cost = max(model.trial_cost, 3 * cost) + model.prefill_seconds
+        is_representative = not model.layers or self._lookup_chance <= LITTLE
+        failures = max(model.failures, self._costs.failed_trials(model.source, self._context.requests))
+        share = self._options.trials / 2 ** (0 if model.layers else failures)
+        if model.layers:
+            idle = self._seconds - model.grown_at[model.layers]
+        else:
+            idle = self._costs.seconds_idle(model.source)
+        return is_representative and cost * self._context.requests < share * idle
 
     def chosen(self, tree: TokenTree) -> list[int]:
-        """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
-        Now and then fewer than pay, to know what so few cost."""
-        chances = self._chances.of(tree)
-        order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._place.budget - 1]
+        """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
+        and then fewer than pay, to time so few rows."""
+        chances = self._acceptance.of(tree)
+        order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._context.budget - 1]
         return sorted([0, *order[: self._count([*map(chances.__getitem__, order)]) - 1]])
 
     def _count(self, chances: Sequence[float]) -> int:
-        """How many rows are verified, the root's included, of nodes with these falling chances."""
-        for grower in self.growers:
-            if grower.tries:
+        """Return how many rows to verify, the root's included, of nodes with these falling chances."""
+        for model in self.models:
+            if model.is_first_layer_trial:
                 return 2
-        others = self._place.rows_of_others
+        others = self._context.rows_of_others
         best, _ = self._best(chances)
         fewer = (best + 1) // 2
-        return fewer if best > 1 and self._costs.is_worth_trying(others + fewer) else best
+        return fewer if best > 1 and self._costs.should_probe(others + fewer) else best
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
-        """How many rows pay, the root's included, and what they bring above their price."""
-        return self._costs.best(chances, self._place.rows_of_others, self._price)
+        """Return how many rows pay, the root's included, and what they bring above their price."""
+        return self._costs.best_rows(chances, self._context.rows_of_others, self._price)
 
-    def is_over(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """A round is, or several plain ones are: the target has judged the tree and walked this path."""
+    def end_round(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """End a round, or several plain ones, after the target has accepted this path of the tree."""
         if self.asks:
             self.learn(tree, path)
         else:
-            self.wrote(len(path))
+            self.end_plain_rounds(len(path))
 
-    def wrote(self, rounds: int) -> None:
-        """So many plain rounds are over, in which nobody was asked."""
+    def end_plain_rounds(self, rounds: int) -> None:
+        """Count plain rounds in which no source was asked."""
         self._seconds += self._plain * rounds
-        for grower in self.growers:
-            grower.is_following = False
-        for copier in self.copiers:
-            copier.skipped(rounds - 1)
+        for model in self.models:
+            model.is_following = False
+        for source in self.lookups:
+            source.skip(rounds - 1)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """The target has judged the tree and walked this path."""
+        """Learn from a round with drafts, of whose tree the target accepted this path."""
         self._seconds += self._plain
-        for grower in self.growers:
-            grower.is_following = grower.layers > 0
-            grower.grown[: grower.layers] = [self._seconds] * grower.layers
-            if grower.layers:
-                grower.failures = grower.failures + 1 if grower.tries else 0
-                if self._place.requests > 1:
-                    self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
-                grower.judged(self._price)
-        self._chances.learn(tree, path)
-        for copier in self.copiers:
-            if copier.is_asked:
-                self._learn_copies(copier, tree, path)
+        for model in self.models:
+            model.is_following = model.layers > 0
+            model.grown_at[: model.layers] = [self._seconds] * model.layers
+            if model.layers:
+                is_trial = model.is_first_layer_trial
+                model.failures = model.failures + 1 if is_trial else 0
+                if self._context.requests > 1:
+                    self._costs.record_trial(model.source, self._context.requests, pays=not is_trial)
+                model.end_round(self._price)
+        self._acceptance.learn(tree, path)
+        for source in self.lookups:
+            if source.is_asked:
+                self._learn_lookup(source, tree, path)
 
     def end(self) -> None:
-        """The request is over."""
-        self._chances.work_in()
+        """End the request."""
+        self._acceptance.work_in()
 
-    def _learn_copies(self, copier: LookupSource, tree: TokenTree, path: Sequence[int]) -> None:
-        """What a source without a model gave, and what its rows cost."""
-        name, gain, count = copier.source.name, 0.0, len(tree) - 1
+    def _learn_lookup(self, lookup: LookupSource, tree: TokenTree, path: Sequence[int]) -> None:
+        """Learn how many tokens a lookup source added to this round, minus the price of its rows."""
+        name, gain, count = lookup.source.name, 0.0, len(tree) - 1
         if rows := tree.sources.count(name):
-            seconds = self._costs.more(self._place.rows_of_others + 1, count)[-1] / count
+            seconds = self._costs.extra_seconds(self._context.rows_of_others + 1, count)[-1] / count
             gain = [*map(tree.sources.__getitem__, path)].count(name) - self._price * seconds * rows
-        copier.gain.learn(gain)
-        copier.asked(self._gains(copier), self._repeats)
-        self._costs.copies(name, self._place.requests).learn(gain)
+        lookup.gain.learn(gain)
+        lookup.asked(self._gains(lookup), self._repetitions)
+        self._costs.lookup_gain(name, self._context.requests).learn(gain)
 
-    def _reach(self, tree: TokenTree, grower: ModelSource) -> float:
-        """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
-        first of all beside the copies below the root; of each what is above the price of a row there, for four unlikely
-        leaves give less than one that is as likely as all of them."""
-        chances, least = self._chances.of(tree), self._row / GROWS
+    def _reach(self, tree: TokenTree, model: ModelSource) -> float:
+        """Return the chance that the walk reaches the parents of the model's next layer: the likeliest leaves and, for
+        the first layer, the root where no lookup node continues it. Each counts with its excess over the price of a row
+        there, because four unlikely leaves give less than one that is as likely as all of them."""
+        chances, least = self._acceptance.of(tree), self._row / YIELD
         leaves = sorted(map(chances.__getitem__, tree.leaves()), reverse=True)[:_BEAM]
-        if not grower.layers:
-            beside = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
-            leaves.append(self._chances.trust(grower.source) * beside)
+        if not model.layers:
+            remaining = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
+            leaves.append(self._acceptance.trust(model.source) * remaining)
         reach = 0.0
         for chance in leaves:
             reach += max(0.0, chance - least)
         return reach
 
-
-def note_forward(costs: CostModel, source: Source, forward: Forward, requests: int) -> None:
-    """What a forward took that was carried out, while so many requests write."""
-    if not forward.is_step:
-        costs.reads(source)
-    costs.drafted(forward.seconds, forward.requests, source)
-    costs.stepped(source, requests)
-
-
-class PlannerAhead(Planner):
-    """Plans rounds step by step, or some of them at once."""
+    # Native rounds.
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the source that runs a model, and of the one that copies in rounds that are carried out."""
-        return self.growers[0].source.name, self.copiers[0].source.name if self.copiers else ""
+        """Names of the source that runs a model and of the one that looks up in native rounds."""
+        return self.models[0].source.name, self.lookups[0].source.name if self.lookups else ""
 
-    def leaves_copies(self, names: Collection[str]) -> bool:
-        """Whether all copies are those of one source, which has one of these names."""
-        return len(self.copiers) == 1 and self.copiers[0].source.name in names
+    def is_lookup_native(self, names: Collection[str]) -> bool:
+        """Return whether there is one lookup source and it has one of these names."""
+        return len(self.lookups) == 1 and self.lookups[0].source.name in names
 
     def plan(self, tree: TokenTree) -> Plan | None:
-        """What rounds go by that are carried out without being asked about, none of them plain in any case; None where
-        there is not one model to ask. Copies that are left to whoever carries them out are made in every round."""
-        if len(self.growers) != 1:
+        """Return the plan of the next native rounds, none of which is plain in any case; None if there is not exactly
+        one model. Lookups that are made natively are made in every round."""
+        if len(self.models) != 1:
             return None
-        (grower,), place, costs = self.growers, self._place, self._costs
-        reads = grower.has_read or grower.is_worth_reading()
-        if not self.asks and not (reads and self._first_layer_pays(tree, grower)):
+        (model,), context, costs = self.models, self._context, self._costs
+        reads = model.has_read or model.is_worth_reading()
+        if not self.asks and not (reads and self._first_layer_pays(tree, model)):
             return resting(UNPLANNED + 1)
-        leaves_copies = place.carries is not None and self.leaves_copies(place.carries)
-        rounds = place.left
-        for copier in self.copiers:
-            if not copier.is_asked:
-                rounds = min(rounds, copier.rests)
-            elif not leaves_copies or not self._gains(copier):
+        native_lookup = context.native_sources is not None and self.is_lookup_native(context.native_sources)
+        rounds = context.tokens_left
+        for source in self.lookups:
+            if not source.is_asked:
+                rounds = min(rounds, source.rounds_to_wait)
+            elif not native_lookup or not self._gains(source):
                 rounds = 1
-        trust = self._chances.trust(grower.source)
+        trust = self._acceptance.trust(model.source)
         return Plan(
             rounds=rounds,
-            follows=grower.is_following,
+            follows=model.is_following,
             deepest=self._options.deepest if reads else 0,
-            explores=grower.explored,
+            explores=model.rounds_to_explore,
             price=self._price,
-            cost=self._price * costs.draft(grower.source, place.requests),
+            cost=self._price * costs.draft_seconds(model.source, context.requests),
             trust=trust,
-            row=self._row / GROWS,
-            least=self._least(trust),
-            copied=self._copied,
-            growth=grower.growths,
-            due=self._due_layers(grower),
-            chances=self._chances.of(tree),
-            times=costs.pass_times(place.requests * place.budget + 1),
-            most=place.budget,
-            copies=leaves_copies and self.copiers[0].is_asked,
+            row=self._row / YIELD,
+            least=self._min_score(trust),
+            copied=self._lookup_chance,
+            growth=model.layer_yields,
+            due=self._due_layers(model),
+            chances=self._acceptance.of(tree),
+            times=costs.pass_times(context.requests * context.budget + 1),
+            most=context.budget,
+            copies=native_lookup and self.lookups[0].is_asked,
         )
 
-    def _first_layer_pays(self, tree: TokenTree, grower: ModelSource) -> bool:
-        """Whether a layer would be grown."""
-        cost = self._price * self._costs.draft(grower.source, self._place.requests)
-        return self._brings(grower, self._reach(tree, grower), cost) or self._is_due(grower)
+    def _first_layer_pays(self, tree: TokenTree, model: ModelSource) -> bool:
+        cost = self._price * self._costs.draft_seconds(model.source, self._context.requests)
+        return self._brings(model, self._reach(tree, model), cost) or self._is_due(model)
 
-    def carried(self, carried: Carried) -> None:
-        """A round was carried out by the plan."""
-        (grower,), costs = self.growers, self._costs
+    def _due_layers(self, model: ModelSource) -> list[bool]:
+        """Return for each layer whether it is due for a trial, as of now, before any is grown."""
+        cost, share = self._costs.draft_seconds(model.source, self._context.requests), self._options.trials
+        bound = cost * self._context.requests
+        deeper = [bound < share * (self._seconds - last) for last in model.grown_at[1:]]
+        return [self._is_due(model), *deeper]
+
+    def learn_native(self, carried: Carried) -> None:
+        """Learn from the drafting of a native round."""
+        (model,), costs = self.models, self._costs
         if carried.planted:
-            costs.drafted(carried.copy_seconds, self._place.requests, self.copiers[0].source)
+            costs.record_draft(carried.copy_seconds, self._context.requests, self.lookups[0].source)
         for layer, forward in zip(carried.layers, carried.forwards, strict=False):
-            note_forward(costs, grower.source, forward, self._place.requests)
+            record_forward(costs, model.source, forward, self._context.requests)
             if layer.counts:
-                grower.gave(layer.worth, layer.at_leaves)
-            grower.has_read = True
-            grower.layers += 1
-        if carried.is_trial and grower.layers == 1:
-            grower.trial_cost = costs.latest_draft
-        grower.is_trial = carried.is_trial
+                model.gave(layer.worth, layer.at_leaves)
+            model.has_read = True
+            model.layers += 1
+        if carried.is_trial and model.layers == 1:
+            model.trial_cost = costs.last_draft_seconds
+        model.is_trial = carried.is_trial
         if carried.is_fewer:
-            costs.tries()
-        self.asks = self.asks or grower.layers > 0
+            costs.note_probe()
+        self.asks = self.asks or model.layers > 0
 
-    def goes_on(self) -> None:
-        """One more round goes by the same plan."""
+    def begin_next_native(self) -> None:
+        """Begin another native round of the same plan."""
         self._rounds, self.asks = self._rounds + 1, False
-        for grower in self.growers:
-            grower.layers, grower.is_trial = 0, False
-        for copier in self.copiers:
-            if copier.is_asked:
+        for model in self.models:
+            model.layers, model.is_trial = 0, False
+        for source in self.lookups:
+            if source.is_asked:
                 self.asks = True
             else:
-                copier.skipped(1)
-
-    def _due_layers(self, grower: ModelSource) -> list[bool]:
-        """Whether each layer is due for a trial, as it stands before any is grown."""
-        cost, share = self._costs.draft(grower.source, self._place.requests), self._options.trials
-        bound = cost * self._place.requests
-        deeper = [bound < share * (self._seconds - last) for last in grower.grown[1:]]
-        return [self._is_due(grower), *deeper]
+                source.skip(1)

@@ -1,4 +1,4 @@
-"""What the planner learnt about a pair of models on a machine, kept in the user's cache folder from run to run."""
+"""Profiles: what the cost model learnt about a pair of models on a machine, stored in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import Any
 from outpace.core import machine
 from outpace.core.lazy import lazy_sha256, num_threads
 from outpace.core.types import Drafter
-from outpace.engine.engine import Engine
 from outpace.models.files.cache_folder import cache_folder
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
+from outpace.planning.cost_model import CostModel
 
-VERSION = 5  # of the values' meaning too: another one's profile has another name, and stays unread
-FEWEST = 50  # rounds to go by
+VERSION = 5  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
+FEWEST = 50  # rounds that make a profile worth storing
 FIELDS: dict[str, Any] = {
     "rounds": dict,
     "draft": dict,
@@ -34,7 +34,7 @@ FIELDS: dict[str, Any] = {
 
 
 def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
-    """What a profile is about: all that speeds and acceptance depend on and that can be told beforehand."""
+    """Return the identity of a profile: everything known in advance on which speeds and acceptance depend."""
     others = {"others": [_model(other) for other in draft.others]} if draft and draft.others else {}
     return {
         "version": VERSION,
@@ -48,18 +48,18 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
 
 
 def path_of(about: Mapping[str, Any], cache: Path | None = None) -> Path:
-    """Where the profile of this subject lies."""
+    """Return the path of the profile with this identity."""
     name = lazy_sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return (cache or cache_folder()) / "profiles" / f"{name}.json"
 
 
 def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] | None:
-    """What is known, or None. A profile that is torn, or of another subject, is ignored with a warning."""
+    """Return the stored profile or None. A damaged profile, or one of another identity, is ignored with a warning."""
     path = path_of(about, cache)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["about"] != json.loads(json.dumps(about)):
-            raise ValueError("it is about another pair or machine")
+            raise ValueError("it describes another pair or machine")
         return _checked(found["learnt"])
     except FileNotFoundError:
         return None
@@ -69,7 +69,7 @@ def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] 
 
 
 def write(about: Mapping[str, Any], learnt: Mapping[str, Any], cache: Path | None = None) -> Path | None:
-    """Keeps what was learnt, whole or not at all; None where the folder cannot be written."""
+    """Store a profile atomically; return None where the folder cannot be written."""
     path = path_of(about, cache)
     text = json.dumps({"about": about, "learnt": learnt}, indent=1)
     try:
@@ -83,13 +83,13 @@ def write(about: Mapping[str, Any], learnt: Mapping[str, Any], cache: Path | Non
             with suppress(OSError):
                 os.unlink(name)
             raise
-    except OSError:  # a full or read-only disk costs the next run its memory, and this one nothing
+    except OSError:  # a full or read-only disk must not end this run
         return None
     return path
 
 
 class Profile:
-    """One pair's profile while an engine runs for it."""
+    """The profile of a pair of models while an engine runs them."""
 
     def __init__(self, about: Mapping[str, Any], cache: Path | None = None) -> None:
         self._about, self._cache = about, cache
@@ -97,38 +97,38 @@ class Profile:
 
     @property
     def method(self) -> str | None:
-        """The method that tuning found best, if it was tuned."""
+        """The method that tuning found best, or None if the pair was not tuned."""
         return self._known["method"] if self._known else None
 
-    def begin(self, engine: Engine) -> bool:
-        """Tells an engine and its drafters what is known; whether anything is."""
+    def load(self, costs: CostModel, drafters: Iterable[Drafter]) -> bool:
+        """Load what is stored into the cost model and the drafters; return whether anything was."""
         if self._known is None:
             return False
-        engine.costs.load_state_dict(self._known)
-        for drafter in engine.drafting.drafters.values():
+        costs.load_state_dict(self._known)
+        for drafter in drafters:
             kept = self._known["drafters"].get(_kind(drafter))
             if kept is not None:
                 drafter.load_state_dict(kept)
         return True
 
-    def keep(self, engine: Engine, tuned: str | None = None) -> Path | None:
-        """Keeps what an engine learnt, if that is enough to go by. `tuned`: the method that was found best."""
-        if engine.costs.seen < FEWEST:
+    def save(self, costs: CostModel, drafters: Iterable[Drafter], tuned: str | None = None) -> Path | None:
+        """Store what was learnt if there were enough rounds. `tuned`: the method that was found best."""
+        if costs.num_rounds < FEWEST:
             return None
-        learnt = engine.costs.state_dict() | {"method": tuned or self.method, "drafters": {}}
-        for drafter in engine.drafting.drafters.values():
+        learnt = costs.state_dict() | {"method": tuned or self.method, "drafters": {}}
+        for drafter in drafters:
             if (kept := drafter.state_dict()) is not None:
                 learnt["drafters"][_kind(drafter)] = kept
         return write(self._about, learnt, self._cache)
 
 
 def _kind(drafter: Drafter) -> str:
-    """The drafters by name: what is remembered of one arrangement of them is no use to another."""
+    """Return the names of the drafter's parts: the state of one combination does not fit another."""
     return "+".join(source.name for source in drafter.sources)
 
 
 def _model(loaded: Loaded) -> dict[str, Any]:
-    """A model by its name, its size, and what computes it."""
+    """Return a model's name, sizes and runtime."""
     model, config = loaded.model, loaded.config
     sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
     held, usual = getattr(model, "kv_dtype", AUTO), getattr(model, "usual_kv", "float32")
@@ -137,7 +137,7 @@ def _model(loaded: Loaded) -> dict[str, Any]:
 
 
 def _checked(learnt: Any) -> dict[str, Any]:
-    """The same, if it is of the right shape; ValueError for anything else."""
+    """Return the profile if it is well-formed; ValueError otherwise."""
     if not isinstance(learnt, dict) or set(learnt) != set(FIELDS):
         raise ValueError("its fields are not those of this version")
     for name, kind in FIELDS.items():

@@ -1,32 +1,32 @@
-"""What a planner knows of the sources of one request's drafts."""
+"""What a planner knows about the sources of one request's drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from outpace.core.types import Source
-from outpace.decoders.base import RequestContext
+from outpace.planning.context import PlanningContext
 from outpace.planning.cost_model import LAYERS
 from outpace.planning.estimators import DecayedMean
 
-_SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source that gains nothing is asked again: at first, and at last
-_REPEATED, _KNOWN = 4, 8192  # tokens that stood before are a repetition; tokens of the text in which they are sought
-_EXPLORED = 3  # rounds at the beginning of an answer that tell what a model is worth in its text
-_SAVED = 0.15  # of plain decoding's time, that a model is held to save where its reading of the text is weighed
+_SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source without gain is asked again: at first, and at most
+_REPEATED, _KNOWN = 4, 8192  # tokens that make a repetition; trailing tokens of the text that are searched for it
+_EXPLORED = 3  # rounds at the beginning of an answer that find out what a model is worth for its text
+_SAVED = 0.15  # fraction of plain decoding's time that a model is assumed to save, weighed against reading the text
 
 
 class RepetitionDetector:
-    """Whether a text repeats itself, which costs less than asking those who copy."""
+    """Detects whether a text repeats itself, which is cheaper than asking the lookup sources."""
 
     def __init__(self, text: Sequence[int]) -> None:
-        """`text` grows; it is read when this is asked for, and not before."""
+        """`text` may grow; it is read when `follow` is called."""
         self._text = text
-        self._read = -1  # so much of it
-        self._seen: set[int] = set()  # hashes
-        self._run = 0  # tokens in a row that ended what stood before
+        self._read = -1  # tokens read so far
+        self._seen: set[int] = set()  # hashes of 4-grams
+        self._run = 0  # consecutive tokens that ended a known 4-gram
 
     def follow(self) -> int:
-        """So many of the last tokens stood before, about; 0: fewer than are a repetition."""
+        """Return roughly how many of the last tokens occurred before; 0 if they are too few for a repetition."""
         text = self._text
         start = max(len(text) - _KNOWN, 0) if self._read < 0 else self._read
         for end in range(max(start + 1, _REPEATED), len(text) + 1):
@@ -38,125 +38,125 @@ class RepetitionDetector:
 
 
 class LookupSource:
-    """A source that runs no model, and what this request had of it.
+    """A source that runs no model, and what it gave this request.
 
-    While it gains nothing it is asked ever more seldom; and as soon as the text repeats itself, by more than it did
-    when that was in vain.
+    While it gains nothing it is asked less and less often, but at once when the text repeats itself for longer than it
+    did when asking was in vain.
     """
 
     def __init__(self, source: Source, gain: DecayedMean) -> None:
         self.source = source
-        self.gain = gain  # tokens that it gives a round in which it is asked, less what its rows cost
+        self.gain = gain  # tokens that it adds to a round that asks it, minus the price of its rows
         self.is_asked = False  # in this round
         self._skipped = 0  # rounds since it was asked
         self._wait = _SKIPS  # rounds until it is asked again
-        self._enough = _REPEATED  # tokens that must have stood before
+        self._min_repetition = _REPEATED  # repeated tokens that make it worth asking
 
-    def is_due(self, repeats: RepetitionDetector) -> bool:
-        """Whether it is asked although it gains nothing."""
+    def is_due(self, repetitions: RepetitionDetector) -> bool:
+        """Count a round and return whether to ask the source although it gains nothing."""
         self._skipped += 1
-        return self._skipped >= self._wait or repeats.follow() >= self._enough
+        return self._skipped >= self._wait or repetitions.follow() >= self._min_repetition
 
     @property
-    def rests(self) -> int:
-        """Rounds until it is asked again, if nothing repeats."""
+    def rounds_to_wait(self) -> int:
+        """Rounds until it is asked again if nothing repeats."""
         return max(self._wait - self._skipped, 1)
 
-    def skipped(self, rounds: int) -> None:
-        """So many more rounds are over in which it was not asked."""
+    def skip(self, rounds: int) -> None:
+        """Count further rounds in which it was not asked."""
         self._skipped += rounds
 
-    def asked(self, gains: bool, repeats: RepetitionDetector) -> None:
-        """It was asked, and it does gain, or does not."""
+    def asked(self, gains: bool, repetitions: RepetitionDetector) -> None:
+        """Adapt the waiting time after a round in which it was asked."""
         if gains:
-            self._wait, self._enough = _SKIPS, _REPEATED
+            self._wait, self._min_repetition = _SKIPS, _REPEATED
         elif self._skipped >= self._wait:
             self._wait = min(2 * self._wait, _MOST_SKIPS)
         elif self._skipped:
-            self._enough = 2 * max(repeats.follow(), _REPEATED)
+            self._min_repetition = 2 * max(repetitions.follow(), _REPEATED)
         self._skipped = 0
 
 
 class ModelSource:
-    """A source that runs a model, and how its layers did for this request.
+    """A source that runs a model, and what its layers gave this request.
 
-    A request that writes alone finds out in its first rounds what the model gives in its text, whatever that gave in
-    others: where these rounds cost less than the model is held to save, as often as it did.
+    A request that runs alone explores in its first rounds what the model gives for its text, whatever it gave for
+    others, as long as these rounds cost less than the model is expected to save.
     """
 
-    def __init__(self, source: Source, deepest: int, place: RequestContext) -> None:
+    def __init__(self, source: Source, deepest: int, context: PlanningContext) -> None:
         self.source = source
-        self.layers = 0  # that it grew in this round
-        self.is_trial = False  # the last of them does not pay, as far as is known
-        self.grown = [0.0] * deepest  # by layer: when it was grown last, in seconds of rounds
+        self.layers = 0  # grown in this round
+        self.is_trial = False  # whether the last of them does not pay as far as is known
+        self.grown_at = [0.0] * deepest  # by layer: when it was last grown, in seconds of rounds
         self.failures = 0  # trials since a layer last paid
-        self.trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
-        self.is_following = False  # it has read all but what was written in the last round
+        self.trial_cost = 0.0  # seconds of the last trial, which also reads the text written since the one before
+        self.is_following = False  # it has read everything except the tokens of the last round
         self.has_read = False  # the prompt
-        self._place, self._costs = place, place.costs
-        self._growth: dict[int, DecayedMean] = {}  # by layer: what this request had of it
-        self._rounds = 0  # in which it grew
+        self._context, self._costs = context, context.costs
+        self._yields: dict[int, DecayedMean] = {}  # by layer, of this request
+        self._rounds = 0  # in which it drafted
 
     @property
-    def tries(self) -> bool:
-        """Whether its first layer is a trial."""
+    def is_first_layer_trial(self) -> bool:
+        """Whether its first layer in this round is a trial."""
         return self.is_trial and self.layers == 1
 
     @property
-    def growth(self) -> DecayedMean:
-        """Of the chance at the leaves, what the next layer puts below them: in this request, which begins with what it
-        was in others; in company the same for all."""
-        return self._growth_of(self.layers)
+    def layer_yield(self) -> DecayedMean:
+        """Yield of the next layer: this request's own if it runs alone, else that of all requests."""
+        return self._yield_of(self.layers)
 
     @property
-    def growths(self) -> list[float]:
-        """The same of each layer from the first on; the last holds for all deeper ones."""
-        known = max(LAYERS, max(self._growth, default=0) + 1)
-        return [self._growth_of(layer).value for layer in range(known)]
+    def layer_yields(self) -> list[float]:
+        """Yields of the layers from the first; the last value holds for all deeper layers."""
+        known = max(LAYERS, max(self._yields, default=0) + 1)
+        return [self._yield_of(layer).value for layer in range(known)]
 
     @property
-    def explored(self) -> int:
-        """Rounds to come whose first layer is grown to see what it gives in this text."""
+    def rounds_to_explore(self) -> int:
+        """Remaining rounds whose first layer is grown only to see what it gives for this text."""
         return _EXPLORED - self._rounds if self.explores() else 0
 
-    def _growth_of(self, layer: int) -> DecayedMean:
-        if self._place.requests > 1:
-            return self._costs.growth(self.source, layer, self._place.requests)
-        if layer not in self._growth:
-            self._growth[layer] = self._costs.growth_of_one(self.source, layer)
-        return self._growth[layer]
+    def _yield_of(self, layer: int) -> DecayedMean:
+        if self._context.requests > 1:
+            return self._costs.layer_yield(self.source, layer, self._context.requests)
+        if layer not in self._yields:
+            self._yields[layer] = self._costs.initial_layer_yield(self.source, layer)
+        return self._yields[layer]
 
     def gave(self, worth: float, at_leaves: float) -> None:
-        """So much the next layer has put below leaves with this chance."""
-        self._costs.growth(self.source, self.layers, self._place.requests).learn(worth, at_leaves)
-        if self._place.requests == 1:
-            self.growth.learn(worth, at_leaves)
+        """Learn that the next layer added `worth` below leaves with the chance `at_leaves`."""
+        self._costs.layer_yield(self.source, self.layers, self._context.requests).learn(worth, at_leaves)
+        if self._context.requests == 1:
+            self.layer_yield.learn(worth, at_leaves)
 
     @property
-    def reading(self) -> float:
-        """Seconds that it takes to read the text, if it has not."""
-        return 0.0 if self.has_read else self._costs.reading(self.source, len(self._place.committed))
+    def prefill_seconds(self) -> float:
+        """Seconds that the model needs to read the text, 0 if it has."""
+        return 0.0 if self.has_read else self._costs.draft_prefill_seconds(self.source, len(self._context.committed))
 
     def is_worth_reading(self) -> bool:
-        """Whether what may still be written is long enough for reading all that stands before it."""
-        return self.reading <= self._may_save
+        """Return whether the rest of the answer may be long enough to repay reading the text."""
+        return self.prefill_seconds <= self._may_save
 
     @property
     def _may_save(self) -> float:
-        """Seconds that it is held to save in what may still be written."""
-        place = self._place
-        return _SAVED * place.left * self._costs.target(place.requests) / place.requests
+        """Seconds that the model is assumed to save in the rest of the answer."""
+        context = self._context
+        return _SAVED * context.tokens_left * self._costs.pass_seconds(context.requests) / context.requests
 
     def explores(self) -> bool:
-        """Whether the first layer is grown to see what it gives in this text."""
-        if self.layers or self._rounds >= _EXPLORED or self._place.requests > 1:
+        """Return whether to grow the first layer only to see what it gives for this text."""
+        if self.layers or self._rounds >= _EXPLORED or self._context.requests > 1:
             return False
-        cost = _EXPLORED * 2 * self._costs.draft(self.source) + self.reading  # a step, and about as much for its rows
-        return cost < self._costs.found(self.source).value * self._may_save
+        step = self._costs.draft_seconds(self.source)
+        cost = _EXPLORED * 2 * step + self.prefill_seconds  # its rows cost about as much as the step
+        return cost < self._costs.payoff_rate(self.source).value * self._may_save
 
-    def judged(self, price: float) -> None:
-        """A round in which it grew is over; the last of those that explore says to other requests what was found."""
+    def end_round(self, price: float) -> None:
+        """Count a round in which it drafted; the last one of the exploration updates the source's payoff rate."""
         self._rounds += 1
-        if self._rounds == _EXPLORED and 0 in self._growth:
-            pays = self._growth[0].value > price * self._costs.draft(self.source)
-            self._costs.found(self.source).learn(float(pays))
+        if self._rounds == _EXPLORED and 0 in self._yields:
+            pays = self._yields[0].value > price * self._costs.draft_seconds(self.source)
+            self._costs.payoff_rate(self.source).learn(float(pays))

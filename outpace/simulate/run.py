@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outpace.card.inline import ClockedDrafter, InlineWorker, SequentialWorker, SimulatedClock
+from outpace.card.inline import ClockedDrafter, ClockedModel, InlineWorker, SimulatedClock
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.drafting import BuildContext
@@ -236,12 +236,15 @@ def run_setup(
     draft = ReplayDraft(scripts, costs.draft)
     clock = _Clock(draft.seconds, costs.target, shared=devices == 1)
     drafter, worker = _parts(setup, draft, clock)
+    target: Any = ReplayTarget(scripts)
+    if worker is None:
+        target = ClockedModel(target, clock.run_target)
     values = dict(setup.options) | ({} if draft_length is None else {"draft_length": draft_length})
     asked = scripts.scripts if some is None else some
     rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
     steps: list[RoundStats] = []
     spent: dict[str, list[float]] = {}  # by task: seconds and tokens of each answer
-    with Engine(ReplayTarget(scripts), drafter, worker, rows, lambda: clock.now) as engine:
+    with Engine(target, drafter, worker, rows, lambda: clock.now) as engine:
         for script in asked:
             began = clock.now
             steps += _answer(engine, script, setup, registry.build_options(setup.decoder, values), clock)
@@ -270,14 +273,14 @@ class _Clock(SimulatedClock):
         self.target_seconds = lambda rows: 0.0 if self.is_reading else cost(rows)
 
 
-def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, DraftWorker]:
+def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, DraftWorker | None]:
     """The drafter in turn, if one is needed, and what moves the clock."""
     if setup.decoder.needs is None:
-        return None, SequentialWorker(clock)
+        return None, None
     drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
     if setup.decoder.needs == "worker":
         return None, InlineWorker(drafter, clock)
-    return ClockedDrafter(drafter, clock), SequentialWorker(clock)
+    return ClockedDrafter(drafter, clock), None
 
 
 def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _Clock) -> list[RoundStats]:

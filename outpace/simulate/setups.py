@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import ModuleType
 from typing import Any
 
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.decoders.base import Decoder
 
 PLAIN, ALL = "autoregressive", "all"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
@@ -56,8 +56,9 @@ class Setup:
         return self.drafter in LIVE
 
     @property
-    def decoder(self) -> ModuleType:
-        return registry.find("decoders", self.method)
+    def decoder(self) -> type[Decoder]:
+        found: type[Decoder] = registry.find("decoders", self.method)
+        return found
 
 
 def setups(sizes: SetupSizes) -> list[Setup]:

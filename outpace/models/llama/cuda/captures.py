@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.core import setups
-
 Work = Callable[[], None]
 WARM_UPS = 2  # runs before a capture: libraries choose their kernels and make their workspaces then
 
@@ -189,7 +187,6 @@ class Captures:
             self._is_busy = False
         self._made[key] = made
         self.count += 1
-        setups.note()
 
     def replay(self, key: Hashable) -> None:
         self._is_busy = True

@@ -83,6 +83,10 @@ class GraphLlama(Llama):
         self.captures = Captures(self.device.type != "cuda")
         self._hidden = torch.zeros(0, config.hidden_size, dtype=self.dtype, device=self.device)
 
+    @property
+    def num_captures(self) -> int:
+        return self.captures.count
+
     @classmethod
     def from_tensors(
         cls, *args: Any, is_eager: bool | None = None, attention: str | None = None, **more: Any
