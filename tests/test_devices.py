@@ -87,7 +87,7 @@ def test_each_gpu_is_asked_for_itself_whether_it_has_bfloat16(monkeypatch: pytes
 )
 def test_what_a_device_cannot_do_is_told(one_gpu: None, options: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        devices.check_asked(LoadOptions(**options))
+        devices.check_options(LoadOptions(**options))
 
 
 def test_a_second_device_is_checked_before_the_target_is_loaded(

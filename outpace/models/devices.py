@@ -32,7 +32,7 @@ def check_device(device: str) -> None:
         raise UserError(f"device {device!r} is not available here, allowed are {', '.join(have)}") from error
 
 
-def check_asked(options: LoadOptions) -> None:
+def check_options(options: LoadOptions) -> None:
     """UserError where the device is not there or cannot compute in this way."""
     check_device(options.device)
     if options.tp_plan is not None:
@@ -90,7 +90,7 @@ def check_quantized(options: LoadOptions) -> None:
 
 def check_pair(options: LoadOptions, draft_device: str | None) -> None:
     """As `check_asked`, for a draft's own device too: before the target is loaded."""
-    check_asked(options)
+    check_options(options)
     if draft_device is not None and draft_device != options.device:
         check_device(draft_device)
 

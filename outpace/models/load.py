@@ -12,7 +12,7 @@ from typing import Any
 from outpace.core.errors import UserError, check_range
 from outpace.models import runtimes
 from outpace.models.base import Model
-from outpace.models.devices import check_asked
+from outpace.models.devices import check_options
 from outpace.models.files.find import locate
 from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
@@ -43,7 +43,7 @@ def load_model(
         return runtimes.wrap_loaded(spec, tokenizer)
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
-    check_asked(options)
+    check_options(options)
     loaded = runtimes.open_model(spec, options, progress)
     files = partial(locate, None if spec is None else str(spec))
     return replace(loaded, again=partial(load_model, spec, options), files=files)
