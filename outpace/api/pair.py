@@ -14,7 +14,7 @@ from outpace.engine.build import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
-from outpace.models.load import LAYERS, Progress, fitted, load_draft, load_model, open_draft, silent
+from outpace.models.load import LAYERS, Progress, fit_draft, load_draft, load_model, open_draft, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -98,7 +98,7 @@ def _load_shipped(
         except BaseException:
             ended.set()
             raise
-        return target, fitted(other.result(), target) if same_tokens else other.result()
+        return target, fit_draft(other.result(), target) if same_tokens else other.result()
 
 
 def _refuse_load_options(options: LoadOptions, build: BuildOptions, tokenizer: Any) -> None:

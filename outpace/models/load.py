@@ -73,7 +73,7 @@ def load_draft(
         tokenizer = tokenizer or target.tokenizer
     options = replace(options or LoadOptions(), **changes)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
-    return fitted(draft, target) if same_tokens else draft
+    return fit_draft(draft, target) if same_tokens else draft
 
 
 def open_draft(
@@ -93,7 +93,7 @@ def open_draft(
     return replace(load_model(found, options, tokenizer=tokenizer, progress=progress), name=str(spec))
 
 
-def fitted(draft: Loaded, target: Loaded) -> Loaded:
+def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     """The draft, which knows no more tokens than its target; UserError where these differ."""
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
