@@ -96,13 +96,3 @@ def test_nothing_lies_below_yins_line(seed: int) -> None:
         assert theory.total_variation(p, written) >= theory.min_distance(distance, rejected) - 1e-12
     best = (p - q).clamp(min=0.0) / distance
     assert theory.total_variation(p, q * accept + rejected * best) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_a_pass_moves_bytes_or_computes() -> None:
-    batch = theory.BatchCost(weight_bytes=2e9, kv_bytes=1e6, weights=1e9, bandwidth=1e12, flops=1e14)
-    assert batch.pass_seconds(1, 1) == pytest.approx(2.001e-3)
-    assert batch.free_rows == pytest.approx(100.0)
-    assert batch.pass_seconds(100, 10) == pytest.approx(2e-2)
-    rows = round(batch.free_rows)
-    assert batch.pass_seconds(rows, 1) == pytest.approx(2e-3, rel=0.01)
-    assert batch.pass_seconds(4 * rows, 1) == pytest.approx(8e-3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,30 +118,3 @@ def ideal_speedup(tokens: int, rejections: float) -> float:
 def min_distance(distance: float, rejected: float) -> float:
     """Return Yin's bound: a rule that rejects with this probability is at least TV(p, q) - P(reject) away from p."""
     return max(0.0, distance - rejected)
-
-
-class BatchCost(NamedTuple):
-    """What determines the time of a pass over a batch.
-
-    Bytes of the weights and of one request's keys and values, the number of weights, and the device's bytes and
-    operations per second.
-    """
-
-    weight_bytes: float
-    kv_bytes: float
-    weights: float
-    bandwidth: float
-    flops: float
-
-    def pass_seconds(self, nodes: int, requests: int) -> float:
-        """Return max((weights + kv) / bandwidth, 2 P n B / flops): memory or compute time, whichever is longer."""
-        moved = (self.weight_bytes + requests * self.kv_bytes) / self.bandwidth
-        return max(moved, 2.0 * self.weights * nodes * requests / self.flops)
-
-    @property
-    def free_rows(self) -> float:
-        """Return the rows n B at which computing takes as long as reading the weights.
-
-        Up to there another row costs only its keys and values.
-        """
-        return self.flops * self.weight_bytes / (2.0 * self.weights * self.bandwidth)

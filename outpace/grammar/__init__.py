@@ -1,1 +1,1 @@
-"""Structured output: what an answer may be, from a JSON schema, a regex, a choice or a grammar (llguidance)."""
+"""Structured output: restricts an answer to a JSON schema, a regex, a choice or a grammar (llguidance)."""

@@ -1,4 +1,4 @@
-"""Structures to grammars, in bounded time and memory: each is compiled once and serves all requests that ask for it."""
+"""Compiles structures to grammars in bounded time and memory; each is compiled once for all requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from outpace.models.text.tokenizer import Tokenizer
 
 
 class Vocabulary:
-    """Has the fields and the call that `llguidance.LLTokenizer` asks of a tokenizer that is Python code."""
+    """A model's vocabulary with the fields and the call that `llguidance.LLTokenizer` needs of a Python tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Ids that stand for no bytes are special tokens that nothing names; where no token ends an answer, one more
-        id stands for the end, which no model has."""
+        """Collect the bytes of every token.
+
+        Ids without bytes become unnamed special tokens. If no token ends an answer, one more id, which no model has,
+        does.
+        """
         known, special = tokenizer.bytes_by_id(), tokenizer.special_ids
         self._tokenizer = tokenizer
         self.tokens = [known.get(index) or f"<|no bytes {index}|>".encode() for index in range(tokenizer.size)]
@@ -40,10 +43,10 @@ class Vocabulary:
         self._by_bytes = {written: index for index, written in known.items() if index not in special}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens that the model would most likely cut a text into, in the middle of another."""
+        """Tokenize a text as the model would most likely do in the middle of another text."""
         text = text.decode() if isinstance(text, bytes) else text
         ids = self._tokenizer.continuation(text)
-        if ids and self._spelled(ids) == b" " + text.encode():  # a tokenizer that puts a space before every text
+        if ids and self._spelled(ids) == b" " + text.encode():  # the tokenizer prepends a space
             bare = self.tokens[ids[0]][1:]
             ids = [*([self._by_bytes[bare]] if bare in self._by_bytes else []), *ids[1:]]
         return ids if self._spelled(ids) == text.encode() else []
@@ -53,52 +56,54 @@ class Vocabulary:
 
 
 def tokenizer_of(tokenizer: Tokenizer) -> Any:
-    """The vocabulary inside llguidance; takes a tenth of a second, and serves all grammars."""
+    """Return the vocabulary as llguidance's object. This takes a tenth of a second and serves all grammars."""
     import llguidance
 
     vocabulary: Any = Vocabulary(tokenizer)
     return llguidance.LLTokenizer(vocabulary, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.stop_ids)
 
 
-SECONDS = 5.0  # of the processor, for one grammar
-BUSY = 6  # times as long on the clock, where the machine has other work
-KEPT = 64  # grammars that are remembered
+SECONDS = 5.0  # of processor time for one grammar
+BUSY = 6  # times as much elapsed time, for a busy machine
+KEPT = 64  # grammars in the cache
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 _FREE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
 _COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ", "key_separator": ": "}
-_FIXED = {"coerce_one_of": False, "lenient": False}  # what a schema may not change by itself
+_FIXED = {"coerce_one_of": False, "lenient": False}  # options that a schema must not override
 _LIMITS = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 50_000,  # of at most 2 kB each
+    "max_lexer_states": 50_000,  # at most 2 kB each
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-_LOOK = 0.01  # of this time: how often a compilation under way is looked at
-_LONGEST = 300  # characters of llguidance's own words that are shown
+_LOOK = 0.01  # polling interval, as a fraction of the limit
+_LONGEST = 300  # characters of llguidance's message in an error
 
 
 class Grammars:
-    """The grammars of one tokenizer. Several threads may ask."""
+    """The compiled grammars of one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
         self._known: OrderedDict[Structure, Any] = OrderedDict()
         self._lock = threading.Lock()
-        self.compiled = 0  # grammars so far
-        self.seconds = 0.0  # that they took together
+        self.compiled = 0  # number of compilations
+        self.seconds = 0.0  # their total time
 
     def constraint(self, structure: Structure, start: int) -> GrammarConstraint:
-        """The limits of one answer, behind a prompt of `start` tokens; compiles what is new. UserError for what cannot
-        be enforced, or takes too much."""
+        """Return the constraint of one answer, which follows a prompt of `start` tokens; compile it if it is new.
+
+        Raises UserError if the structure cannot be enforced or takes too much time or memory.
+        """
         matcher = self.compile(structure)
         return GrammarConstraint(matcher, start, self._tokenizer, frozenset(self._vocabulary.eos_tokens))
 
     def compile(self, structure: Structure) -> Any:
-        """The grammar at its beginning, a `llguidance.LLMatcher` to be copied."""
+        """Return the grammar at its beginning, a `llguidance.LLMatcher` that callers copy."""
         with self._lock:
             if structure in self._known:
                 self._known.move_to_end(structure)
@@ -128,7 +133,7 @@ class Grammars:
             raise _refused(structure, str(error)) from error
         matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         allowed: set[int] = set()
-        if not matcher.is_error():  # the first mask costs most: it belongs to the time that is bounded
+        if not matcher.is_error():  # the first mask costs most and is included in the time limit
             allowed = set(np.flatnonzero(unpacked(matcher.compute_bitmask())).tolist())
         if matcher.is_error():
             raise _refused(structure, matcher.get_error())
@@ -138,7 +143,7 @@ class Grammars:
 
 
 def _written(library: Any, structure: Structure) -> str:
-    """A structure in llguidance's own form."""
+    """Write a structure in llguidance's own form."""
     if structure.kind == "json":
         options = (_COMPACT if structure.compact else _FREE) | _FIXED
         text: str = library.grammar_from_json_schema(structure.text, overrides=options)
@@ -150,15 +155,17 @@ def _written(library: Any, structure: Structure) -> str:
 
 
 def _behind(thought: str, text: str) -> str:
-    """A grammar in llguidance's own form behind a thought."""
+    """Put a thought before a grammar in llguidance's own form."""
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     first = {"lark_grammar": f"start: thought /[ \\n]*/ @answer\n{thought}"}
     return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
 
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:
-    """What the work gives, done in a thread that is left alone where it takes so many seconds of the processor, or
-    `BUSY` times as many on the clock: its own limits end it."""
+    """Return work(structure), computed in a thread that is abandoned after `seconds` of processor time.
+
+    It is also abandoned after `BUSY` times as much elapsed time; its own limits then end it.
+    """
     results: list[Any] = []
     errors: list[BaseException] = []
     clocks: list[int] = []  # the thread's own
@@ -186,15 +193,15 @@ def _within(seconds: float, structure: Structure, work: Any) -> Any:
 
 
 def _own_clock() -> list[int]:
-    """The clock of this thread's processor time, by which another thread may read it; none on Windows."""
+    """Return the id of this thread's processor-time clock, which other threads can read; none on Windows."""
     return [time.pthread_getcpuclockid(threading.get_ident())] if hasattr(time, "pthread_getcpuclockid") else []
 
 
 def _used(clocks: Sequence[int], waited: float) -> float:
-    """Seconds of the processor that a thread took; those on the clock where the system does not tell."""
+    """Return the seconds of processor time of a thread, or the elapsed ones if the system does not measure it."""
     try:
         return time.clock_gettime(clocks[0]) if clocks else waited
-    except OSError:  # it has just ended
+    except OSError:  # the thread has just ended
         return 0.0
 
 

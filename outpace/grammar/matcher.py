@@ -1,4 +1,4 @@
-"""A compiled grammar as the constraint of one answer: walkers that stand in the text and step forward and back."""
+"""A compiled grammar as the constraint of one answer: cursors that move forward and back in the text."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
 from outpace.models.text.tokenizer import Tokenizer
 
-_AHEAD = 64  # forced tokens that are told at most
-_WALKERS = 4  # of one answer that are kept
+_MAX_FORCED = 64  # most forced tokens per call
+_MAX_CURSORS = 4  # most idle cursors per answer
 
 
-class _Walker:
-    """One matcher, and the text behind which it stands. `text` only ever grows, so what was read of it stays read.
+class _Cursor:
+    """A matcher and the text that it has consumed. `text` only grows, so it is not read again.
 
-    The matcher itself is never asked what it allows: it is copied, and the copy is asked. llguidance 1.9 keeps the last
-    mask and finds it again by the number of rows and the lexer's state. `rollback` does not drop it, so a matcher that
-    was asked, rolled back and led to another place of the same number answers with the mask of the first place."""
+    The matcher itself never computes a mask: a copy does. llguidance 1.9 caches the last mask by the number of rows and
+    the lexer's state, and `rollback` does not drop it. So a matcher that computed a mask, rolled back and reached
+    another position with the same number would return the first mask.
+    """
 
     def __init__(self, matcher: Any, start: int) -> None:
         self.matcher, self.start = matcher, start
         self.text: Sequence[int] | None = None
-        self.tokens: list[int] = []  # of the answer, that were read
+        self.tokens: list[int] = []  # of the answer, consumed so far
 
     def follow(self, text: Sequence[int]) -> None:
-        """Goes to the end of a text; UserError where the grammar refuses it."""
+        """Move to the end of a text; raise UserError if the grammar refuses it."""
         same = len(self.tokens)
         if text is not self.text or len(text) < self.start + same:
             same = _common(self.tokens, list(text[self.start :]))
@@ -45,13 +46,13 @@ class _Walker:
             raise UserError(f"the grammar refuses token {fresh[count]}, number {len(self.tokens)} of the answer")
 
     def check(self, matcher: Any) -> None:
-        """UserError where the grammar became too much for its limits."""
+        """Raise UserError if the grammar exceeded its limits."""
         if matcher.is_error():
             words = " ".join(matcher.get_error().partition("<state>")[0].split())
             raise UserError(f"the grammar failed after {len(self.tokens)} tokens: {words[:200]}")
 
     def beyond(self, path: Sequence[int]) -> Any:
-        """A copy of the matcher that stands behind drafted tokens; None where they are refused."""
+        """Return a copy of the matcher after drafted tokens; None if they are refused."""
         matcher = self.matcher.deep_copy()
         count = matcher.try_consume_tokens(list(path)) if path else 0
         self.check(matcher)
@@ -62,8 +63,8 @@ class _Walker:
             self.matcher.rollback(count)
 
 
-class _Answer(NamedTuple):
-    """Of a question about a text, `length` tokens of which stood when it was asked, and drafted tokens behind it."""
+class _CachedResult(NamedTuple):
+    """The cached result for a text of which `length` tokens existed, and drafted tokens after it."""
 
     text: Sequence[int]
     length: int
@@ -71,58 +72,59 @@ class _Answer(NamedTuple):
     found: int
 
     def holds(self, text: Sequence[int], path: tuple[int, ...]) -> bool:
-        """Whether this is the same question, be it that what was drafted is written by now."""
+        """Return whether this is the same question, even if drafted tokens have been written since."""
         more = len(text) - self.length
         return text is self.text and 0 <= more <= len(self.path) and (*text[self.length :], *path) == self.path
 
 
 class GrammarConstraint(Constraint):
-    """What a grammar allows of one request's answer, which begins behind `start` tokens. Several threads may ask: each
-    takes a walker for the time of its question.
+    """Restricts one request's answer, which begins after `start` tokens, to a grammar. Thread-safe.
 
-    Each token is asked about when it is picked and when it is written: the last answers are kept."""
+    Each call borrows a cursor. Each token is checked when it is picked and when it is written, so the last results are
+    cached.
+    """
 
     def __init__(self, matcher: Any, start: int, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
-        """`matcher` stands at the grammar's beginning and is copied; `ends` are the tokens that end an answer."""
+        """Take a matcher at the beginning of the grammar, which is copied, and the tokens that end an answer."""
         self._first, self._start, self._tokenizer, self._ends = matcher, start, tokenizer, ends
-        self._idle: deque[_Walker] = deque()
-        self._allowed = self._over = _Answer((), -1, (), 0)  # the last answers; none holds for any question yet
-        self._other: int | None = None  # a token that was allowed somewhere and is no end: asked for before all others
+        self._idle: deque[_Cursor] = deque()
+        self._allowed = self._over = _CachedResult((), -1, (), 0)  # the last results; these match no question
+        self._other: int | None = None  # a token allowed earlier that is no end: it is tried first
 
     def allowed(self, text: Sequence[int], path: Sequence[int]) -> int:
         known, path = self._allowed, tuple(path)
         if known.length == len(text) and known.holds(text, path):
             return known.found
-        with self._walker(text) as walker:
-            count: int = walker.matcher.validate_tokens(list(path)) if path else 0
-            if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even its end
-                count -= self._is_complete(walker.beyond(path[: count - 1]))
-            self._allowed = _Answer(text, len(text), path, count)
+        with self._cursor(text) as cursor:
+            count: int = cursor.matcher.validate_tokens(list(path)) if path else 0
+            if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even an end
+                count -= self._is_complete(cursor.beyond(path[: count - 1]))
+            self._allowed = _CachedResult(text, len(text), path, count)
             return count
 
     def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
-        with self._asked(text, path) as matcher:
+        with self._matcher_after(text, path) as matcher:
             return unpacked(matcher.compute_bitmask()) if matcher and not self._is_complete(matcher) else None
 
     def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
         known, path = self._over, tuple(path)
         if known.holds(text, path):
             return bool(known.found)
-        with self._asked(text, path) as matcher:
+        with self._matcher_after(text, path) as matcher:
             is_over = bool(matcher) and self._is_complete(matcher)
-            self._over = _Answer(text, len(text), path, is_over)
+            self._over = _CachedResult(text, len(text), path, is_over)
             return is_over
 
     def forced(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
-        with self._asked(text, path) as matcher:
+        with self._matcher_after(text, path) as matcher:
             if not matcher or self._is_complete(matcher):
                 return []
             written = matcher.compute_ff_bytes().decode("utf-8", "ignore")
             tokens: list[int] = matcher.compute_ff_tokens()
-            return self._whole(tokens, written)[:_AHEAD]
+            return self._whole(tokens, written)[:_MAX_FORCED]
 
     def _is_complete(self, matcher: Any) -> bool:
-        """Whether nothing but an end may follow. llguidance says that it stopped, but sometimes only later."""
+        """Return whether only an end may follow. llguidance reports that it stopped, but sometimes late."""
         if matcher.is_stopped() or not matcher.is_accepting():
             return bool(matcher.is_stopped())
         if self._other is not None and matcher.validate_tokens([self._other]):
@@ -132,44 +134,44 @@ class GrammarConstraint(Constraint):
         return self._ends.issuperset(following)
 
     def _whole(self, tokens: list[int], written: str) -> list[int]:
-        """The tokens of all forced text: llguidance leaves out the last ones, which what follows may change."""
+        """Return tokens for all forced text: llguidance omits the last ones, which later text may change."""
         known = self._tokenizer.decode(tokens, skip_special=False)
         rest = written[len(known) :]
         return [*tokens, *self._tokenizer.continuation(rest)] if rest and written.startswith(known) else tokens
 
     @contextmanager
-    def _walker(self, text: Sequence[int]) -> Iterator[_Walker]:
-        """A walker at the end of a text. One that failed is not used again."""
-        walker = self._taken(text)
-        walker.follow(text)
-        yield walker
-        walker.check(walker.matcher)
-        self._idle.append(walker)
+    def _cursor(self, text: Sequence[int]) -> Iterator[_Cursor]:
+        """Borrow a cursor at the end of a text. One that failed is not used again."""
+        cursor = self._take_cursor(text)
+        cursor.follow(text)
+        yield cursor
+        cursor.check(cursor.matcher)
+        self._idle.append(cursor)
 
     @contextmanager
-    def _asked(self, text: Sequence[int], path: Sequence[int]) -> Iterator[Any]:
-        """A matcher behind the text and the path, for one question; None where the path is refused."""
-        with self._walker(text) as walker:
-            matcher = walker.beyond(path)
+    def _matcher_after(self, text: Sequence[int], path: Sequence[int]) -> Iterator[Any]:
+        """Yield a matcher after the text and the path; None if the path is refused."""
+        with self._cursor(text) as cursor:
+            matcher = cursor.beyond(path)
             yield matcher
             if matcher:
-                walker.check(matcher)
+                cursor.check(matcher)
 
-    def _taken(self, text: Sequence[int]) -> _Walker:
-        """The walker that knows this text, if it is idle: the target and its drafter each grow a list of their own."""
-        with suppress(IndexError):  # another thread may take the last one
+    def _take_cursor(self, text: Sequence[int]) -> _Cursor:
+        """Return the idle cursor of this text, if any: the target and its drafter each grow their own list."""
+        with suppress(IndexError):  # another thread may take the last cursor
             for _ in range(len(self._idle)):
-                walker = self._idle.popleft()
-                if walker.text is text:
-                    return walker
-                self._idle.append(walker)
-            if len(self._idle) >= _WALKERS:
+                cursor = self._idle.popleft()
+                if cursor.text is text:
+                    return cursor
+                self._idle.append(cursor)
+            if len(self._idle) >= _MAX_CURSORS:
                 return self._idle.popleft()
-        return _Walker(self._first.deep_copy(), self._start)
+        return _Cursor(self._first.deep_copy(), self._start)
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """With how many equal tokens both begin."""
+    """Return the length of the common prefix."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count
@@ -177,5 +179,5 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def unpacked(bits: bytes) -> np.ndarray:
-    """A mask of one bit a token as bool [vocab, or a little more]."""
+    """Unpack a mask of one bit per token to bool [vocab, or slightly more]."""
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little").view(bool)

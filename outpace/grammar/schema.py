@@ -1,8 +1,8 @@
-"""What a JSON schema may hold: no more than can be enforced, and no more than can be compiled in bounded time.
+"""Checks that a JSON schema can be enforced, and compiled in bounded time.
 
-A keyword that the grammar cannot enforce is refused by its name, never left out in silence. One that no draft and no
-dialect known here gives a meaning is an annotation, which validators pass over, and so is it here (JSON Schema 2020-12,
-Core, 6.5: unknown keywords); but not where it looks like one that has a meaning, misspelt.
+A keyword that the grammar cannot enforce is refused by name, never ignored silently. A keyword that no known draft or
+dialect defines is an annotation, which validators ignore, and so does this module (JSON Schema 2020-12, Core, 6.5:
+unknown keywords), unless it looks like a misspelt keyword.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from outpace.core.errors import UserError, unknown
 
-PROPERTIES = 1000  # in the whole schema
-NOTES = 200  # different keywords in it that nobody knows: each is compared with all that have a meaning
-DEEPEST = 64  # schemas inside one another
+PROPERTIES = 1000  # most properties in the whole schema
+NOTES = 200  # most distinct unknown keywords: each is compared with all known ones
+DEEPEST = 64  # most nested schemas
 _TEXTS = ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
 _NAMES = ("$schema", "$id", "id", "$anchor", "$comment", "contentMediaType", "contentEncoding")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -34,23 +34,13 @@ _REFUSED = (
     *("extends", "disallow", "divisibleBy", "requires", "optional", "unique", "maxDecimal"),
     *("minimumCanEqual", "maximumCanEqual"),
     # of OpenAPI, MongoDB and Ajv
-    *(
-        "nullable",
-        "discriminator",
-        "bsonType",
-        "$data",
-        "$merge",
-        "$patch",
-        "switch",
-        "constant",
-        "typeof",
-        "instanceof",
-    ),
+    *("nullable", "discriminator", "bsonType", "$data", "$merge", "$patch", "switch", "constant", "typeof"),
+    "instanceof",
     *("range", "exclusiveRange", "regexp", "transform", "prohibited", "patternRequired", "uniqueItemProperties"),
     *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
     *("allRequired", "anyRequired", "oneRequired", "deepRequired", "deepProperties"),
     *("select", "selectCases", "selectDefault", "strictProperties"),
-    # often written for one of the rules
+    # common mistakes for a supported keyword
     *("min", "max", "minValue", "maxValue", "ref"),
     "x-guidance",  # llguidance's options
 )
@@ -58,14 +48,14 @@ _NOTES = frozenset((*_TEXTS, *_NAMES))
 KNOWN = frozenset((*_NOTES, *_MAPS, *_LISTS, *_ONES, *_RULES))
 _NOTED = frozenset(name.lower() for name in _NOTES)
 _LIMITING = frozenset(name.lower() for name in (*KNOWN - _NOTES, *_REFUSED))
-_ALIKE = 0.85  # of the letters, and a name is held to be misspelt
-_SHORT = 4  # letters: shorter names are like too many words
+_ALIKE = 0.85  # similarity from which a name counts as misspelt
+_SHORT = 4  # letters; shorter names resemble too many words
 _LONG_ENOUGH = [name for name in _LIMITING if len(name) >= _SHORT]
-_OWN = ("_", "@", "//", "x-")  # begin names of notes, of JSON-LD, and of extensions
+_OWN = ("_", "@", "//", "x-")  # prefixes of comments, of JSON-LD and of extensions
 
 
 def enforceable(schema: Any) -> Any:
-    """The schema without annotations that nobody knows; UserError as `check` has it."""
+    """Return the schema without unknown annotations; raise UserError as `check` does."""
     check(schema)
     return _without_notes(schema)
 
@@ -85,7 +75,7 @@ def _without_notes(schema: Any) -> Any:
 
 
 def _has_meaning(keyword: str) -> bool:
-    """Whether a keyword that is not enforced limits values somewhere, or looks like one that does."""
+    """Return whether a keyword that is not enforced limits values in some dialect, or looks like one that does."""
     if keyword in _REFUSED:
         return True
     lower = keyword.lower()[:60]
@@ -96,7 +86,7 @@ def _has_meaning(keyword: str) -> bool:
 
 
 def check(schema: Any) -> None:
-    """UserError for a schema that is too large or too deep, or that has a keyword which cannot be enforced."""
+    """Raise UserError for a schema that is too large or too deep, or has a keyword that cannot be enforced."""
     properties = 0
     notes: set[str] = set()
     left = [(schema, 1)]

@@ -1,7 +1,7 @@
-"""What a user may ask an answer to be: a JSON schema, any JSON object, a regex, one of several texts, a Lark grammar.
+"""Reads what form an answer must have: a JSON schema, any JSON object, a regex, a choice of texts, or a Lark grammar.
 
-The fields are those of the OpenAI API (`response_format`) and of vLLM (`structured_outputs`). Here their shape is read;
-`schema.py` judges a schema, `compiler.py` makes it a grammar.
+The fields are those of the OpenAI API (`response_format`) and of vLLM (`structured_outputs`). This module checks their
+shape; `schema.py` checks a schema, and `compiler.py` compiles it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 
 from outpace.core.errors import UserError, unknown
 
-LARGEST = 2**16  # bytes of a schema, a regex or a grammar
+LARGEST = 2**16  # most bytes of a schema, a regex or a grammar
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 FORMATS = ("text", "json_object", "json_schema")
 
 
 @dataclass(frozen=True)
 class Structure:
-    """One kind of answer. `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written
-    with ", " and ": " between its parts and no other whitespace. `thought`: Lark rules; the one of this name, and some
-    space, stand before all that."""
+    """The form of an answer.
+
+    `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written with ", " and ": " and
+    no other whitespace. `thought`: Lark rules; the rule of this name, and optional space, come before the answer.
+    """
 
     kind: str  # json, regex or lark
     text: str
@@ -40,7 +42,7 @@ NAMES = {"json": "JSON schema", "regex": "regex", "lark": "grammar"}
 
 
 def read_structure(response_format: Any, structured_outputs: Any) -> Structure | None:
-    """The one that either field asks for, None for plain text; UserError for what is none, or for both."""
+    """Return what either field requests, None for plain text; raise UserError for invalid values, or for both."""
     asked = _response_format(response_format)
     if isinstance(structured_outputs, Structure):
         other: Structure | None = structured_outputs
@@ -52,19 +54,19 @@ def read_structure(response_format: Any, structured_outputs: Any) -> Structure |
 
 
 def choice_of(texts: Any) -> Structure:
-    """One of several texts."""
+    """Return the structure of a choice of texts."""
     if not _is_list(texts) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"choice is {reprlib.repr(texts)}, it must be a list of texts, none of them empty")
     return Structure("lark", "start: " + " | ".join(map(quoted, dict.fromkeys(texts))))
 
 
 def quoted(text: str) -> str:
-    """A text as a Lark grammar names it."""
+    """Quote a text for a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def schema_of(schema: Any, compact: bool = False) -> Structure:
-    """Answers that a JSON schema allows; `schema` may be its text."""
+    """Return the structure of a JSON schema, given as an object or as its text."""
     if isinstance(schema, str):
         _check_size(schema)
         try:
@@ -94,7 +96,7 @@ def _response_format(value: Any) -> Structure | None:
         return schema_of({"type": "object"})
     inner = value.get("json_schema", value)
     if not isinstance(inner, Mapping) or "schema" not in inner:
-        raise UserError("response_format of type json_schema has no schema: it stands in json_schema.schema")
+        raise UserError("response_format of type json_schema has no schema: put it in json_schema.schema")
     return schema_of(inner["schema"])
 
 

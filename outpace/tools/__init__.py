@@ -1,1 +1,1 @@
-"""Tools and reasoning: offered in a prompt, forced by a grammar, found again in the text as it comes."""
+"""Tool calls and reasoning: definitions, grammars that enforce calls, and parsers of the streamed text."""

@@ -1,4 +1,4 @@
-"""Tool calls as grammars: forced from the first token, or from where the model begins one."""
+"""Tool calls as grammars: enforced from the first token, or from where the model begins a call."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def structure_of(
     parallel: bool = True,
     thought: str = "",
 ) -> Structure | None:
-    """What the answer may be; None where tools are not to be called. `parallel`: several calls; `thought`: how the
-    answer begins, from `thought_rules`. UserError for parameters that cannot be enforced."""
+    """Return the form of the answer; None if no tool may be called.
+
+    `parallel` allows several calls; `thought` is how the answer begins, from `thought_rules`. Raises UserError for
+    parameters that cannot be enforced.
+    """
     if choice.kind == "none" or not tools:
         return None
     offered = [tool for tool in tools if choice.name in (None, tool.name)]
@@ -41,10 +44,10 @@ def structure_of(
 
 
 def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
-    """The rule `thought` of a Lark grammar: all up to </think>; `is_open`: the prompt has begun it."""
+    """Return the rule `thought` of a Lark grammar: all text up to </think>. `is_open`: the prompt has begun it."""
     begins = "" if is_open else f"{_mark(tokenizer, OPEN)} "
     close = _mark(tokenizer, CLOSE)
-    if close.startswith("<"):  # a token of its own, which no text is
+    if close.startswith("<"):  # a special token, which no other text matches
         return f"thought: {begins}{_ANY} {close}"
     return f"thought: {begins}thinking\nthinking[lazy]: {_ANY} {close}"
 
@@ -58,7 +61,7 @@ def _parameters(tool: Tool) -> str:
 
 
 def _answer(tokenizer: Tokenizer, family: CallFormat, is_forced: bool, parallel: bool) -> list[str]:
-    """The rule `answer`, and those that it needs."""
+    """Return the rule `answer` and the rules that it needs."""
     more = f" ({quoted(family.between)} call)*" if parallel else ""
     if family.is_list:
         return _listed(_mark(tokenizer, family.start), f'"[" call{more} "]"', is_forced)
@@ -81,7 +84,7 @@ def _listed(mark: str, calls: str, is_forced: bool) -> list[str]:
 
 
 def _whole(tokenizer: Tokenizer, calls: str, is_forced: bool) -> list[str]:
-    """Calls that are the whole answer: other text begins with another character."""
+    """Return rules for calls that are the whole answer: other text must begin with another character."""
     if is_forced:
         return [f"answer: {calls}"]
     tag = tokenizer.id_of(PYTHON_TAG)
@@ -90,6 +93,6 @@ def _whole(tokenizer: Tokenizer, calls: str, is_forced: bool) -> list[str]:
 
 
 def _mark(tokenizer: Tokenizer, text: str) -> str:
-    """A mark as a grammar names it: by its id where it is a special token."""
+    """Return a mark as a grammar names it: by its id if it is a special token."""
     index = tokenizer.id_of(text)
     return f"<[{index}]>" if index is not None and index in tokenizer.special_ids else quoted(text)

@@ -1,4 +1,4 @@
-"""Tool calls in an answer's text, found while it comes: every split of the text gives the same deltas."""
+"""Finds tool calls in a streamed answer. The results do not depend on how the text is split."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool
 
 
 class Stage(Enum):
-    """Where the scanner stands."""
+    """The state of the scanner."""
 
     READING = "reading"
     DONE = "done"
-    BROKEN = "broken"  # no such object
+    BROKEN = "broken"  # not a call
 
 
 class CallScanner:
-    """Reads from the object's `{` on. `name` is None until it is known; `take()` hands out what came of the arguments.
+    """Reads a call's JSON object from its `{` on, character by character.
 
-    Only what a call is made of is judged: fields at the top, strings, and brackets that match.
+    `name` is None until it is known; `take()` returns the new part of the arguments. Only what a call consists of is
+    checked: fields at the top level, strings, and matching brackets.
     """
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """`arguments`: the names that the arguments' field may have."""
+        """`arguments`: the accepted names of the arguments' field."""
         self._fields = arguments
         self.stage = Stage.READING
         self.name: str | None = None
         self._brackets: list[str] = []
-        self._string: str | None = None  # the string under way, from its quote on
+        self._string: str | None = None  # the current string, from its quote on
         self._value = ""  # the top field's value so far
         self._field: str | None = None
-        self._wants = "key"  # at the top: key, colon, value or comma
-        self._arguments = ""  # not handed out yet
+        self._wants = "key"  # at the top level: key, colon, value or comma
+        self._arguments = ""  # not taken yet
         self._has_arguments = False
 
     def take(self) -> str:
-        """The arguments that came since the last time; of a call that has none, an empty object."""
+        """Return the arguments since the last call of `take`; an empty object for a call without arguments."""
         if self.stage is Stage.DONE and not self._has_arguments:
             self._has_arguments, self._arguments = True, "{}"
         text, self._arguments = self._arguments, ""
         return text
 
     def push(self, character: str) -> None:
-        """One more character."""
+        """Read one character."""
         if self._string is not None:
             self._in_string(character)
         elif len(self._brackets) > 1:
             self._inside(character)
         elif not self._brackets:
-            self._brackets.append("}")  # the object's own
+            self._brackets.append("}")  # of the object itself
         else:
             self._at_top(character)
 
@@ -68,7 +69,7 @@ class CallScanner:
                 self._end_string(text)
 
     def _end_string(self, text: str) -> None:
-        """A string at the top ended: a field's name, or its value."""
+        """End a string at the top level: a field's name, or its value."""
         if self._wants == "value":
             self._end_value()
             return
@@ -105,7 +106,7 @@ class CallScanner:
         self._note(character)
 
     def _inside(self, character: str) -> None:
-        """Within a value that has brackets."""
+        """Read a character of a value with brackets."""
         self._note(character)
         if character == '"':
             self._string = character
@@ -118,7 +119,7 @@ class CallScanner:
                 self._end_value()
 
     def _note(self, character: str) -> None:
-        """A character of the top field's value; an object of arguments is handed out as it comes."""
+        """Append a character to the top-level field's value; arguments that are an object are passed on at once."""
         self._value += character
         if self._field in self._fields and self._value[0] == "{":
             self._arguments += character
@@ -130,12 +131,12 @@ class CallScanner:
             self.name = _decoded(self._value)
             if self.name is None:
                 self.stage = Stage.BROKEN
-        elif self._field in self._fields and self._value[0] == '"':  # arguments that are the text of an object
+        elif self._field in self._fields and self._value[0] == '"':  # the arguments are an object in a string
             self._arguments, self._has_arguments = _decoded(self._value) or "", True
 
 
 def _decoded(text: str) -> str | None:
-    """A JSON string's text, None for anything else."""
+    """Return a JSON string's text, None for anything else."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -144,20 +145,20 @@ def _decoded(text: str) -> str | None:
 
 
 class TextDelta(NamedTuple):
-    """A bit of the answer's own text."""
+    """A piece of the answer's own text."""
 
     text: str
 
 
 class CallBegin(NamedTuple):
-    """A tool call begins; calls are numbered from 0."""
+    """The beginning of a tool call; calls are numbered from 0."""
 
     number: int
     name: str
 
 
 class CallArguments(NamedTuple):
-    """A bit of a call's arguments, the text of a JSON object."""
+    """A piece of a call's arguments, the text of a JSON object."""
 
     number: int
     text: str
@@ -167,12 +168,12 @@ Delta = TextDelta | CallBegin | CallArguments
 
 
 def held_back(text: str, mark: str) -> int:
-    """The length of the longest end of `text` with which `mark` begins, `mark` itself not counted."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def merge_deltas(deltas: Iterable[Delta]) -> list[Delta]:
-    """Neighbours of one kind as one."""
+    """Join neighbouring deltas of one kind."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -189,10 +190,10 @@ _FIELDS = ("arguments", "parameters")
 
 
 class CallParser:
-    """Reads character by character, so that nothing depends on where the text is split.
+    """Finds the calls of offered tools, character by character.
 
-    It stands in free text, before a call's object (`open`), in it (`call`) or behind it (`after`). What may still turn
-    out to be no call is kept in `_raw`, and told as text if so. A call is one only with the name of an offered tool.
+    It is in free text, before a call's object (`open`), in it (`call`) or after it (`after`). Text that may still turn
+    out to be a call is kept in `_raw`, and returned as text if it is none. A call needs the name of an offered tool.
     """
 
     def __init__(self, family: CallFormat, tools: Sequence[Tool]) -> None:
@@ -202,79 +203,79 @@ class CallParser:
         self._raw = ""
         self._is_listed = False
         self._call = CallScanner(_FIELDS)
-        self._is_told = False  # the call under way
+        self._has_begun = False  # CallBegin was returned for the current call
         self.count = 0  # calls begun
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain with this text."""
-        told: list[Delta] = []
+        """Return what is certain after this text."""
+        deltas: list[Delta] = []
         for character in text:
-            self._step(character, told)
-        return merge_deltas(told)
+            self._step(character, deltas)
+        return merge_deltas(deltas)
 
     def finish(self) -> list[Delta]:
-        """What was held back, at the end of the text. Space beside calls is none of the answer's."""
+        """Return the rest at the end of the text. Space next to calls is not part of the answer's text."""
         rest, self._raw = self._raw, ""
         is_space = not rest.strip() and self.count > 0
-        return [TextDelta(rest)] if rest and not is_space and not self._is_told else []
+        return [TextDelta(rest)] if rest and not is_space and not self._has_begun else []
 
-    def _step(self, character: str, told: list[Delta]) -> None:
+    def _step(self, character: str, deltas: list[Delta]) -> None:
         {"text": self._in_text, "open": self._before, "call": self._in_call, "after": self._behind}[self._state](
-            character, told
+            character, deltas
         )
 
-    def _in_text(self, character: str, told: list[Delta]) -> None:
+    def _in_text(self, character: str, deltas: list[Delta]) -> None:
         self._raw += character
         if self._start and self._raw.endswith(self._start):
             before = self._raw[: -len(self._start)].rstrip()
-            self._tell(before, told)
+            self._emit(before, deltas)
             self._raw, self._state, self._is_listed = self._raw[len(before) :], "open", False
             return
         keep = held_back(self._raw, self._start)
         free = self._raw[: len(self._raw) - keep]
-        free = free.rstrip()  # space is kept until it is known what follows it
-        self._tell(free, told)
+        free = free.rstrip()  # space is kept until the next text is known
+        self._emit(free, deltas)
         self._raw = self._raw[len(free) :]
 
-    def _before(self, character: str, told: list[Delta]) -> None:
-        """Between a mark, or the answer's beginning, and the object."""
+    def _before(self, character: str, deltas: list[Delta]) -> None:
+        """Read between a mark, or the beginning of the answer, and the object."""
         self._raw += character
         if character == "{":
-            self._call, self._is_told, self._state = CallScanner(_FIELDS), False, "call"
+            self._call, self._has_begun, self._state = CallScanner(_FIELDS), False, "call"
             self._call.push(character)
         elif character == "[" and not self._is_listed and (self._family.is_list or not self._start):
             self._is_listed = True
         elif not character.isspace() and not self._is_tag():
-            self._give_up(told)
+            self._give_up(deltas)
 
     def _is_tag(self) -> bool:
-        """Whether what stands before a call without marks may be Llama's tag."""
+        """Return whether the text before a call without marks may be Llama's tag."""
         begun = self._raw.strip()
         if begun == PYTHON_TAG and not self._start:
             self._raw = ""
         return not self._start and PYTHON_TAG.startswith(begun)
 
-    def _in_call(self, character: str, told: list[Delta]) -> None:
+    def _in_call(self, character: str, deltas: list[Delta]) -> None:
         self._raw += character
         call = self._call
         call.push(character)
         is_other = call.name is not None and call.name not in self._names
-        if not self._is_told and (call.stage is Stage.BROKEN or is_other):
-            self._give_up(told)
+        if not self._has_begun and (call.stage is Stage.BROKEN or is_other):
+            self._give_up(deltas)
             return
-        if call.name is not None and not self._is_told:
-            told.append(CallBegin(self.count, call.name))
-            self._is_told, self.count = True, self.count + 1
-        if self._is_told:
+        if call.name is not None and not self._has_begun:
+            deltas.append(CallBegin(self.count, call.name))
+            self._has_begun, self.count = True, self.count + 1
+        if self._has_begun:
             self._raw = ""
             arguments = call.take()
             if arguments:
-                told.append(CallArguments(self.count - 1, arguments))
+                deltas.append(CallArguments(self.count - 1, arguments))
         if call.stage is not Stage.READING:
-            self._is_told, self._state = False, "after"
+            self._has_begun, self._state = False, "after"
 
-    def _behind(self, character: str, told: list[Delta]) -> None:
-        """Between an object and the mark that ends it, or the next object."""
+    def _behind(self, character: str, deltas: list[Delta]) -> None:
+        """Read between an object and its end mark, or the next object."""
         self._raw += character
         begun = self._raw.strip()
         if self._end and self._end.startswith(begun):
@@ -287,16 +288,16 @@ class CallParser:
             self._raw = "" if begun else self._raw
         elif not self._start and begun == "{" and not self._is_listed:
             self._raw, self._state = self._raw[:-1], "open"
-            self._before(character, told)
+            self._before(character, deltas)
         else:
-            self._give_up(told)
+            self._give_up(deltas)
 
-    def _give_up(self, told: list[Delta]) -> None:
-        """What is held is no call: it is text, and so is what follows, up to the next mark."""
+    def _give_up(self, deltas: list[Delta]) -> None:
+        """Return what is held back as text, and continue in free text up to the next mark."""
         self._state, raw = "text", self._raw
-        self._tell(raw, told)
+        self._emit(raw, deltas)
         self._raw = ""
 
-    def _tell(self, text: str, told: list[Delta]) -> None:
+    def _emit(self, text: str, deltas: list[Delta]) -> None:
         if text:
-            told.append(TextDelta(text))
+            deltas.append(TextDelta(text))

@@ -1,4 +1,4 @@
-"""The tools that a request offers, which of them must be called, and how a prompt tells the model of them."""
+"""Tools that a request offers, tool_choice, and the formats in which models write calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from outpace.models.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A call is a JSON object with the tool's name and its arguments, between marks. Without a `start` it is the whole
-    answer."""
+    """How a family of models writes a call: a JSON object with the tool's name and its arguments, between marks.
+
+    Without a `start` mark the call is the whole answer.
+    """
 
     name: str
     start: str = ""
     end: str = ""
-    arguments: str = "arguments"  # the field
-    between: str = "\n"  # several calls
-    is_list: bool = False  # all calls stand in one list
+    arguments: str = "arguments"  # the field's name
+    between: str = "\n"  # separates several calls
+    is_list: bool = False  # all calls are in one list
 
     @property
     def keeps_special(self) -> bool:
-        """Whether its marks may be special tokens, whose text an answer leaves out unless it is asked for."""
+        """Return whether the marks may be special tokens, whose text answers omit by default."""
         return self.name in ("llama", "mistral")
 
 
@@ -39,7 +41,7 @@ PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 may write it before a call
 
 
 def call_format_of(tokenizer: Tokenizer) -> CallFormat:
-    """By the chat template's text and the vocabulary: Hermes and Qwen, Llama 3.1, Mistral, else plain JSON."""
+    """Choose by chat template and vocabulary: Hermes and Qwen, Llama 3.1, Mistral, else plain JSON."""
     template = tokenizer.template_text
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
@@ -57,7 +59,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may ask for. `raw` is what the chat template is given."""
+    """A function that the model may call. `raw` is the definition passed to the chat template."""
 
     name: str
     description: str
@@ -67,14 +69,14 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`kind` is none, auto, required or named; `name` that of the tool that must be called."""
+    """`kind` is none, auto, required or named; `name` is that of the tool that must be called."""
 
     kind: str
     name: str | None = None
 
 
 def read_tools(given: Any) -> tuple[Tool, ...]:
-    """The list `tools` of a request; UserError for what is none."""
+    """Read the field `tools` of a request; raise UserError if it is invalid."""
     if given is None:
         return ()
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MOST:
@@ -104,7 +106,7 @@ def _tool(given: Any) -> Tool:
 
 
 def read_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """The field `tool_choice` of a request; UserError for what is none, or names no tool."""
+    """Read the field `tool_choice` of a request; raise UserError if it is invalid or names no tool."""
     if given is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(given, Mapping):
@@ -122,20 +124,22 @@ def read_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the model's chat template tells the model of tools: it is rendered with and without one. UserError where
-    there is no template."""
+    """Return whether the chat template describes tools: it is rendered with and without one.
+
+    Raises UserError if there is no template.
+    """
     messages = [{"role": "user", "content": "?"}]
     probe = {"name": "zq_probe", "description": "-", "parameters": {"type": "object", "properties": {}}}
     bare = tokenizer.render(messages)
     try:
-        told = tokenizer.render(messages, tools=[{"type": "function", "function": probe}])
+        rendered = tokenizer.render(messages, tools=[{"type": "function", "function": probe}])
     except UserError:
         return False
-    return told != bare and "zq_probe" in told
+    return rendered != bare and "zq_probe" in rendered
 
 
 def tool_prompt(tools: Sequence[Tool], family: CallFormat) -> str:
-    """What tells the model of the tools where its template does not."""
+    """Return the text that describes the tools if the chat template does not."""
     call = json.dumps({"name": "...", family.arguments: {}}).replace("{}", "{...}")
     described = "\n".join(
         json.dumps({"name": tool.name, "description": tool.description, "parameters": tool.parameters})
@@ -148,9 +152,9 @@ def tool_prompt(tools: Sequence[Tool], family: CallFormat) -> str:
 
 
 def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: CallFormat) -> list[Any]:
-    """The conversation with the tools told in its system message, which is added where there is none."""
-    told = tool_prompt(tools, family)
+    """Return the conversation with the tools described in its system message, which is added if missing."""
+    prompt = tool_prompt(tools, family)
     if messages and messages[0].get("role") == "system":
-        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{told}".strip()}
+        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{prompt}".strip()}
         return [first, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
+    return [{"role": "system", "content": prompt}, *messages]

@@ -1,4 +1,4 @@
-"""A thought before the answer, between <think> and </think>, told apart while the text comes."""
+"""Separates a thought before the answer, between <think> and </think>, from the streamed text."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThoughtDelta(NamedTuple):
-    """A bit of reasoning."""
+    """A piece of reasoning."""
 
     text: str
 
 
 def has_thoughts(tokenizer: Tokenizer) -> bool:
-    """Whether the model writes thoughts between these marks: its template or its vocabulary names them."""
+    """Return whether the model writes thoughts: its template or its vocabulary contains the marks."""
     return CLOSE in tokenizer.template_text or tokenizer.id_of(CLOSE) is not None
 
 
 def begins_open(prompt: str) -> bool:
-    """Whether a rendered prompt has begun the thought already."""
+    """Return whether a rendered prompt has already begun the thought."""
     return prompt.rstrip().endswith(OPEN)
 
 
 def thought_tokens(spelled: Iterable[bytes], is_open: bool) -> int:
-    """How many of an answer's first tokens, of these bytes each, belong to its thought, the marks included."""
+    """Count the first tokens of an answer, given as bytes, that belong to its thought, including the marks."""
     text, count = b"", 0
     for piece in spelled:
         text += piece
@@ -42,46 +42,46 @@ def thought_tokens(spelled: Iterable[bytes], is_open: bool) -> int:
 
 
 class ReasoningParser:
-    """Cuts a growing text into thoughts and text, character by character: how it is split does not matter."""
+    """Splits a streamed text into thought and text, character by character."""
 
     def __init__(self, is_open: bool = False) -> None:
         """`is_open`: the text begins within a thought."""
         self._is_open, self._held = is_open, ""
-        self._is_start = True  # no text was told since the beginning, or since the thought: space there is left out
+        self._is_start = True  # at the beginning, or right after the thought: space there is dropped
 
     def push(self, text: str) -> list[ThoughtDelta | TextDelta]:
-        """What is certain with this text."""
-        told: list[ThoughtDelta | TextDelta] = []
+        """Return what is certain after this text."""
+        deltas: list[ThoughtDelta | TextDelta] = []
         for character in text:
-            self._step(character, told)
-        return told
+            self._step(character, deltas)
+        return deltas
 
     def finish(self) -> list[ThoughtDelta | TextDelta]:
-        """What was held back."""
-        told: list[ThoughtDelta | TextDelta] = []
+        """Return the rest at the end of the text."""
+        deltas: list[ThoughtDelta | TextDelta] = []
         rest, self._held = self._held, ""
-        self._tell(rest, told)
-        return told
+        self._emit(rest, deltas)
+        return deltas
 
-    def _step(self, character: str, told: list[ThoughtDelta | TextDelta]) -> None:
+    def _step(self, character: str, deltas: list[ThoughtDelta | TextDelta]) -> None:
         self._held += character
         mark = CLOSE if self._is_open else OPEN
         if self._held.endswith(mark) and (self._is_open or self._is_start):
-            self._tell(self._held[: -len(mark)], told)
+            self._emit(self._held[: -len(mark)], deltas)
             self._held, self._is_open, self._is_start = "", not self._is_open, True
             return
         keep = held_back(self._held, mark) if self._is_open or self._is_start else 0
         before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        self._tell(before, told)
+        self._emit(before, deltas)
 
-    def _tell(self, text: str, told: list[ThoughtDelta | TextDelta]) -> None:
+    def _emit(self, text: str, deltas: list[ThoughtDelta | TextDelta]) -> None:
         if self._is_start:
             text = text.lstrip()
         if not text:
             return
         self._is_start = False
         kind = ThoughtDelta if self._is_open else TextDelta
-        if told and isinstance(told[-1], kind):
-            told[-1] = kind(told[-1].text + text)
+        if deltas and isinstance(deltas[-1], kind):
+            deltas[-1] = kind(deltas[-1].text + text)
         else:
-            told.append(kind(text))
+            deltas.append(kind(text))
