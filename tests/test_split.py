@@ -27,7 +27,6 @@ from outpace.core.errors import UserError
 from outpace.models import devices
 from outpace.models.base import Part
 from outpace.models.hf import split
-from outpace.models.hf import split as leading
 from outpace.models.hf.passes import ForwardPasses, TransformersSession
 from outpace.models.hf.split import Leader
 from outpace.models.load import load_model
@@ -202,7 +201,7 @@ def test_a_stranger_who_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -
     thread.join(60)
     assert len(found) == 1
     found[0].end()
-    assert pickle.loads(link.recv_bytes()) == [(leading.END, ())]
+    assert pickle.loads(link.recv_bytes()) == [(split.END, ())]
 
 
 class Followed:
@@ -228,7 +227,7 @@ class Followed:
 
         try:
             split._Follower.take = noted
-            split.follow(self.follower, connection)
+            split.follow(ForwardPasses(self.follower), connection)
         except BaseException as failure:
             self.failure = failure
         finally:
@@ -278,7 +277,7 @@ def test_a_forward_that_fails_on_both_sides_ends_nothing(folder: Path, monkeypat
 
 
 def test_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "PATIENCE", 0.2)
+    monkeypatch.setattr(split, "PATIENCE", 0.2)
     monkeypatch.setattr(split, "PATIENCE", 0.2)
     both = Followed(folder)
     with pytest.raises(RuntimeError, match="failed alone"), both.lead.passes("plain", [1, 2]):

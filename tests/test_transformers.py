@@ -264,6 +264,6 @@ def test_context_lengths_are_found_under_their_names() -> None:
 
 
 def test_shared_layers_that_an_older_transformers_does_not_show_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_SHARING", ())
+    monkeypatch.setattr(cache, "_SHARING_LAYERS", ())
     with pytest.raises(UserError, match=r"needs transformers 5\.23"):
         cache.read_layout(SimpleNamespace(num_kv_shared_layers=2))

@@ -200,7 +200,7 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
     changes = {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes | {"architectures": ["M"]}))
-    with pytest.raises(UserError, match="brings its own Python code, which runs only when asked for: --trust-remote-"):
+    with pytest.raises(UserError, match="brings its own Python code, which runs only with --trust-remote-code"):
         load_model(folder)
     assert not trace.exists()
     assert load_model(folder, trust_remote_code=True).model.trees
@@ -252,7 +252,7 @@ def test_a_loaded_model_brings_its_tokenizer(tmp_path: Path) -> None:
     assert loaded.name == str(folder)
     assert loaded.tokenizer.encode(PROMPT) == theirs.encode(PROMPT)
     assert write(loaded, None, "ngram").tokens == write(load_model(folder), None, "plain").tokens
-    with pytest.raises(UserError, match="a loaded model needs its tokenizer beside it"):
+    with pytest.raises(UserError, match="a loaded model needs its tokenizer, give"):
         load_model(module)
     with pytest.raises(UserError, match="int is not a tokenizer of transformers"):
         load_model(module, tokenizer=3)

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -25,7 +24,7 @@ from typing import NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_folder import exclusive_lock, temporary_prefix
+from outpace.models.files.cache_folder import exclusive_lock, new_file, temporary_prefix
 
 DRAFTS, DIGESTS = "drafts", "digests.json"
 MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
@@ -238,12 +237,5 @@ def _read(memory: Path) -> dict[str, str]:
 def _write(memory: Path, known: dict[str, str]) -> None:
     with suppress(OSError):  # with a read-only cache the next start reads the files again
         memory.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{memory.name}.part-", dir=memory.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(known, stream, indent=1)
-            os.replace(name, memory)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with new_file(memory) as stream:
+            stream.write(json.dumps(known, indent=1).encode())

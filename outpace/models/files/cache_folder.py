@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from outpace.core.errors import UserError
 
@@ -114,8 +114,27 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file next to `path` that replaces `path` when the block ends; removed if the block raises.
+
+    Processes that have the old file open keep its content. Raises OSError.
+    """
+    handle, name = tempfile.mkstemp(prefix=temporary_prefix(path), dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
 def temporary_prefix(path: Path) -> str:
-    """Return the prefix of the names of temporary folders for `path`."""
+    """Return the prefix of the names of temporary files and folders for `path`."""
     return f".{path.name}.part-"
 
 

@@ -1,16 +1,12 @@
-"""Files of token tables that drafters look things up in: memory-mapped, with a checksum, made for one tokenizer.
+"""Reads and writes a drafter's lookup tables: memory-mapped arrays with a checksum, made for one tokenizer.
 
-A line names the format, a line of JSON has kind, tokenizer, arrays and checksum, then the arrays follow. Files are
-replaced atomically, so that processes that have the old one open keep it.
+The file is a line that names the format, a line of JSON (kind, tokenizer, arrays, checksum), then the arrays.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +15,42 @@ import numpy as np
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_folder import cache_folder
+from outpace.models.files.cache_folder import cache_folder, new_file
 
 SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"
-_LONGEST = 1 << 20  # most bytes of the line of JSON
-_BLOCK = 1 << 24  # bytes per step of the checksum
+_MAX_HEADER = 1 << 20  # bytes in the line of JSON
+_BLOCK = 1 << 24  # bytes hashed at a time
 Arrays = Mapping[str, np.ndarray]
 
 
 def write(path: Path, kind: str, tokenizer: str, arrays: Arrays) -> None:
-    """Write a file completely or not at all; UserError if the place cannot be written."""
+    """Write the file, whole or not at all; UserError if that fails."""
     bodies = [np.ascontiguousarray(array) for array in arrays.values()]
     shapes = {name: [str(body.dtype), list(body.shape)] for name, body in zip(arrays, bodies, strict=True)}
     head: dict[str, Any] = {"kind": kind, "tokenizer": tokenizer, "arrays": shapes}
     head["sha256"] = _checksum(head, bodies)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                line = json.dumps(head).encode()
-                file.write(_MAGIC + line + b" " * (-(len(_MAGIC) + len(line) + 1) % 64) + b"\n")  # arrays are aligned
-                for body in bodies:
-                    file.write(body.data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with new_file(path) as file:
+            line = json.dumps(head).encode()
+            file.write(_MAGIC + line + b" " * (-(len(_MAGIC) + len(line) + 1) % 64) + b"\n")  # arrays are aligned
+            for body in bodies:
+                file.write(body.data)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
 def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[str, np.ndarray]:
-    """Map the arrays of a file into memory; `tokenizer` None skips that check. UserError, with the advice `again`, for
-    a file that is damaged, of another kind or for another tokenizer."""
+    """Map the arrays of a file into memory. With `tokenizer` None the tokenizer is not checked.
+
+    Raises UserError, with the advice `again`, for a file that is damaged, of another kind or for another tokenizer.
+    """
     again = again or f"build it again with outpace tune --drafter {kind} --corpus ..."
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise UserError(f"{path} is no file of token tables of this version; {again}")
-            line = file.readline(_LONGEST)
+            line = file.readline(_MAX_HEADER)
         head = json.loads(line)
         arrays = _mapped(path, len(_MAGIC) + len(line), head["arrays"])
         found = (str(head["kind"]), str(head["tokenizer"]), str(head.pop("sha256")))
@@ -79,8 +68,8 @@ def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[
 
 
 def find(kind: str, named: str, given: BuildContext | None) -> Path | None:
-    """Return the file that an option names; for "" the file for the target's tokenizer, if there is one: the user's
-    before the shipped one; None for "none"."""
+    """Return the file for a drafter's option: the named one, None for "none", or for "" the one for the target's
+    tokenizer in the user's cache, else among the shipped ones, else None."""
     if named == "none":
         return None
     if named:
@@ -93,7 +82,7 @@ def find(kind: str, named: str, given: BuildContext | None) -> Path | None:
 
 
 def place_of(kind: str, tokenizer: str) -> Path:
-    """Return the default path of a tokenizer's file."""
+    """Return the default path of the file for a tokenizer."""
     return cache_folder() / "tables" / file_name(kind, tokenizer)
 
 
@@ -108,7 +97,7 @@ def tokenizer_of(given: BuildContext | None) -> str | None:
 
 
 def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Map the arrays; ValueError unless the file ends exactly after the last one."""
+    """Map the arrays; ValueError unless they fill the file exactly."""
     arrays: dict[str, np.ndarray] = {}
     for name, (kind, shape) in shapes.items():
         dtype = np.dtype(kind)
@@ -127,7 +116,7 @@ def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.n
 
 
 def _checksum(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
-    """Return the checksum of everything in the file but the checksum itself."""
+    """Hash everything in the file except the checksum itself."""
     digest = lazy_sha256(json.dumps(head).encode())
     for array in arrays:
         flat = array.reshape(-1).view(np.uint8)

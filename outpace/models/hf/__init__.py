@@ -1,1 +1,1 @@
-"""Causal language models that transformers runs, behind the interface of our own."""
+"""Runs any causal language model of transformers behind outpace's model interface."""

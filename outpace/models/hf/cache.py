@@ -1,7 +1,7 @@
-"""A transformers Cache over slots: keys and values stay where they were stored, a pass is shown those that it may see.
+"""A transformers Cache with fixed slots: each forward sees a chosen selection of the stored keys and values.
 
-What a model stores for a token depends on the token's own branch alone, so a dropped branch is forgotten by not being
-shown again; nothing is computed twice.
+What a model stores for a token depends only on the token's branch, so a rejected branch is dropped by no longer
+selecting it; nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 
-# layers that share another's keys and values stand in the cache as these; before transformers 5.23 not at all
+# placeholders for layers that share another layer's keys and values; before transformers 5.23 there are none
 _SHARING_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class CacheLayout(NamedTuple):
-    """What a model's layers store. `stores[i]`: layer i keeps keys and values (else it shares another layer's).
+    """What a model's layers store. `stores[i]`: layer i stores keys and values (else it shares another layer's).
 
-    `windows` are how many positions back each type of layer looks, None: all; one entry "" where the layers have no
-    types. `objection` says why the mask of a token tree cannot be written down, None where it can.
+    `windows`: the attention window of each layer type, None for full attention; one entry "" if there are no types.
+    `objection`: why a token tree's mask cannot be expressed, or None.
     """
 
     stores: tuple[bool, ...]
@@ -37,9 +37,9 @@ class CacheLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotView:
-    """The slots that one pass is shown: `past` tokens stand before the new ones, which go to the slots `write`.
+    """The slots that a forward reads and writes: `past` tokens precede the new ones, which go to the slots `write`.
 
-    `read` are the slots of the past and the new tokens in order, None: 0, 1, 2, ... without a gap.
+    `read`: slots of past and new tokens in order; None for 0, 1, 2, ... without gaps.
     """
 
     past: int
@@ -48,11 +48,11 @@ class SlotView:
     _indices: dict[torch.device, tuple[slice | Tensor, Tensor | None]] = field(default_factory=dict, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes make their own indices."""
+        """Pickle without device indices; other processes make their own."""
         return SlotView, (self.past, self.write, self.read)
 
     def on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
-        """`write` and `read` as indices there, made once for all layers."""
+        """Return `write` and `read` as indices on the device, made once for all layers."""
         if device not in self._indices:
             read = None if self.read is None else to_device(self.read, np.int64, device)
             self._indices[device] = _slots(self.write, device), read
@@ -60,7 +60,8 @@ class SlotView:
 
 
 class SlotLayer(DynamicLayer):
-    """One layer's keys and values of one sequence, there from the first pass on: twice [1, heads, slots, dim]."""
+    """One layer's keys and values of one sequence: two tensors [1, heads, slots, dim], allocated at the first
+    forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,18 +70,18 @@ class SlotLayer(DynamicLayer):
         self.show(SlotView(0, np.arange(0), None))
 
     def show(self, shown: SlotView) -> None:
-        """Sets what the next pass sees."""
+        """Set what the next forward sees."""
         self._shown, self._seen = shown, shown.past
         self.keys = self.values = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates the slots; no pass is shown one that was not written."""
+        """Allocate the slots, uninitialised: no forward reads a slot before it was written."""
         super().lazy_initialization(key_states, value_states)
         pair = (key_states, value_states)
         self.stored = tuple(part.new_empty(*part.shape[:-2], self._slots, part.shape[-1]) for part in pair)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens; keys and values of the past and of them, [1, heads, past + new, dim]."""
+        """Store the new tokens; return keys and values of past and new tokens, [1, heads, past + new, dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         shown = self._shown
@@ -95,26 +96,26 @@ class SlotLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens that this pass has seen so far."""
+        """Return the number of tokens that this forward has seen so far."""
         return self._seen
 
     def resize(self, slots: int, held: int) -> None:
-        """Makes room for so many slots; the first `held` keep what they hold."""
+        """Change the number of slots; the first `held` keep their content."""
         self._slots = slots
-        self.keys = self.values = None  # what was shown, of the old slots
+        self.keys = self.values = None  # views of the old slots
         grown = tuple(part.new_empty(*part.shape[:-2], slots, part.shape[-1]) for part in self.stored)
         for new, old in zip(grown, self.stored, strict=True):
             new[..., :held, :] = old[..., :held, :]
         self.stored = grown
 
     def move(self, source: np.ndarray, start: int) -> None:
-        """Copies slots `source` to start, start + 1, ..."""
+        """Copy slots `source` to start, start + 1, ..."""
         for stored in self.stored:
             index = to_device(source, np.int64, stored.device)
             stored[..., start : start + len(source), :] = stored.index_select(-2, index)
 
     def copy(self, other: SlotLayer, length: int) -> None:
-        """Takes over the first `length` slots of the same layer of another session."""
+        """Copy the first `length` slots from the same layer of another session."""
         if not self.is_initialized and other.is_initialized:
             self.lazy_initialization(*other.stored)
         for stored, found in zip(self.stored, other.stored, strict=True):
@@ -122,20 +123,23 @@ class SlotLayer(DynamicLayer):
 
 
 def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
-    """A Cache for the model of this config, and those of its layers that store something."""
+    """Return a Cache for this config, and its layers that store something."""
     cache = DynamicCache(config=config)
     cache.layers = [layer if isinstance(layer, _SHARING_LAYERS) else SlotLayer() for layer in cache.layers]
     return cache, [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
 
 
 def read_layout(config: Any) -> CacheLayout:
-    """What the layers of a model with this config store; UserError where a token could not be taken back, and where
-    this transformers does not show which layers share what another stores."""
+    """Return what the layers of a model with this config store.
+
+    Raises UserError if drafted tokens could not be removed, or if this transformers version does not reveal shared
+    layers.
+    """
     if not _SHARING_LAYERS and getattr(config, "num_kv_shared_layers", None):
         raise UserError("a model whose layers share keys and values needs transformers 5.23 or newer")
     try:
         layers = DynamicCache(config=config).layers
-    except Exception as error:  # what a config lacks shows in any way
+    except Exception as error:  # an incomplete config raises anything
         raise UserError(
             f"transformers has no cache for this model ({type(error).__name__}: {error}), so drafted tokens could not"
             " be taken back"
@@ -152,7 +156,7 @@ def read_layout(config: Any) -> CacheLayout:
 
 
 def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, int | None]:
-    """Windows by layer type; one entry "" where all layers look equally far."""
+    """Return windows by layer type; a single entry "" if all are equal."""
     names = types if types is not None and len(types) == len(layers) else [""] * len(layers)
     found = {
         name: getattr(layer, "sliding_window", None)
@@ -163,7 +167,7 @@ def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, in
 
 
 def _objection(config: Any) -> str | None:
-    """Why slots and positions must agree in this model: then a tree's mask does not say all that its layers do."""
+    """Return why slots must equal positions in this model, so that a tree's mask would not suffice; or None."""
     fields = config.to_dict()
     if "chunked_attention" in (fields.get("layer_types") or ()) or fields.get("attention_chunk_size"):
         return "its layers attend in chunks of positions"
@@ -175,7 +179,7 @@ def _objection(config: Any) -> str | None:
 
 
 def _slots(write: np.ndarray, device: torch.device) -> slice | Tensor:
-    """The slots as a slice where they stand in a row."""
+    """Return the slots as a slice if they are consecutive."""
     first, count = (int(write[0]), len(write)) if len(write) else (0, 0)
     if np.array_equal(write, np.arange(first, first + count)):
         return slice(first, first + count)

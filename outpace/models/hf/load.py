@@ -1,4 +1,4 @@
-"""Models and tokenizers from transformers, loaded by name or brought along; what goes wrong is one sentence."""
+"""Loads models and tokenizers with transformers, or wraps loaded ones; errors become one sentence."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
-    """The model and the tokenizer of a folder, or of a hub id's `revision`. UserError for all that does not load.
+    """Load the model and tokenizer of a folder, or of a hub id's `revision`. UserError for anything that does not load.
 
-    With a `tp_plan` rank 0 alone comes back; the others follow it, and their processes end when it does.
+    With a `tp_plan` only rank 0 returns; the other ranks follow it until it ends, then exit.
     """
     if options.tp_plan is not None:
         return _load_split(source, revision, options)
@@ -35,7 +35,7 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
 
 
 def _load_split(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
-    """A model that is split over all processes."""
+    """Load a model that is split over all processes."""
     from outpace.models.hf import split
 
     rank = split.join_processes()
@@ -58,12 +58,12 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
     except BaseException:
         lead.end()
         raise
-    finalize(model, _end, lead)  # by the end of the program at the latest
+    finalize(model, _end, lead)  # at the latest when the program ends
     return model, wrapped
 
 
 def _end(lead: Leader) -> None:
-    """A split model is not needed any more."""
+    """Release a split model."""
     from outpace.models.hf import split
 
     lead.end()
@@ -71,7 +71,7 @@ def _end(lead: Leader) -> None:
 
 
 def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[Any, Any]:
-    """transformers' own model and tokenizer."""
+    """Load transformers' own model and tokenizer."""
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
@@ -86,13 +86,13 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
         if not options.is_spread and not getattr(module, "is_quantized", False):
             module.to(options.device)
     missing = sorted(info["missing_keys"])
-    if missing:  # transformers would fill them with random numbers
+    if missing:  # transformers would initialise them randomly
         raise UserError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
     return module, tokenizer
 
 
 def _plan(source: str | Path, common: dict[str, Any]) -> dict[str, Any]:
-    """What has transformers split a model over all processes; UserError where it cannot."""
+    """Return the arguments that make transformers split a model over all processes; UserError if it cannot."""
     from outpace.models.devices import processes
     from outpace.models.hf.split import check_tp_plan
 
@@ -108,26 +108,25 @@ def _plan(source: str | Path, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrap_pair(module: Any, tokenizer: Any, lead: Any = None) -> tuple[TransformersModel, Tokenizer]:
-    """A loaded model and its tokenizer. UserError without a tokenizer, or for objects that are something else."""
+    """Wrap a loaded model and its tokenizer. UserError without a tokenizer, or for objects of other types."""
     if tokenizer is None:
-        raise UserError("a loaded model needs its tokenizer beside it, give tokenizer=...")
+        raise UserError("a loaded model needs its tokenizer, give tokenizer=...")
     if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
         check_causal_lm(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
     return adapt(module, lead), wrap_tokenizer(tokenizer, _stop_ids(module))
 
 
 def adapt(module: Any, lead: Any = None) -> TransformersModel:
-    """A loaded model behind our interface, once a probe has found what it takes. `lead`: of the other processes of a
-    split one.
+    """Wrap a loaded model after probing what it supports. `lead` connects to the other ranks of a split model.
 
-    UserError for one that has no scores for tokens, is not causal, or cannot take a drafted token back.
+    Raises UserError for a model without token scores, that is not causal, or that cannot remove a drafted token.
     """
     passes = ForwardPasses(module, lead)
     return TransformersModel(passes, probe(passes))
 
 
 def _stop_ids(module: Any) -> list[int]:
-    """The ends of an answer: those for generation, else those of the model."""
+    """Return the ids that end an answer: the generation config's, else the model's."""
     for config in (getattr(module, "generation_config", None), module.config):
         named = getattr(config, "eos_token_id", None)
         if named is not None:
@@ -137,7 +136,7 @@ def _stop_ids(module: Any) -> list[int]:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keeps transformers from drawing its own bars beside ours."""
+    """Disable transformers' own progress bars."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -149,16 +148,16 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turns what transformers raises for bad files and options, in many classes, into a UserError.
+    """Turn the many exceptions that transformers raises for bad files and options into UserError.
 
-    These three are told by their text, because transformers raises bare ValueErrors and ImportErrors for them.
+    Three cases are recognised by their text, as transformers raises plain ValueErrors and ImportErrors for them.
     """
     try:
         yield
     except Exception as error:
         text = str(error)
         if "trust_remote_code" in text:
-            reason = "brings its own Python code, which runs only when asked for: --trust-remote-code"
+            reason = "brings its own Python code, which runs only with --trust-remote-code"
             raise UserError(f"{what} {reason} (trust_remote_code=True)") from error
         if "accelerate" in text:
             raise UserError(f"{what} is to be spread by a device map, which needs `pip install accelerate`") from error

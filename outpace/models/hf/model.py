@@ -1,8 +1,12 @@
-"""Any causal language model that transformers runs, with its own weights' format: token trees over its Cache.
+"""Runs any causal language model of transformers in its own weight format, with token trees over slots of its Cache.
 
-Trees go through one forward where the model takes a mask and positions; a probe at the start finds out. Elsewhere each
-branch is a forward of its own over the keys and values that stand already: right, but slow, so chains suit it better.
-Sessions of a forest take a forward each. Results are equal to rounding, never bit by bit.
+A tree is one forward if the model accepts a mask and positions, which a probe at the start finds out. Otherwise each
+branch is a forward over the stored keys and values: correct but slow, so chains suit such models better. Each session
+is a forward of its own. Results are equal up to rounding, never bit for bit.
+
+The probe takes twelve short passes. The reference is the model's own pass over the whole text without a cache. How much
+such passes differ merely by their shape measures rounding; a few units of the model's precision are added, as attention
+over other numbers of keys may sum in another order.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Capability, Model, Part, chain, check_forest
 from outpace.models.hf.passes import ForwardPasses, TransformersSession
 
-PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches, so that slots and positions differ
+PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches make slots and positions differ
 BRANCHES = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
 BEFORE = 4  # tokens of prefix
-STEPS = 4  # of the model's precision at the largest score; one was seen where a CPU has no bfloat16 products
+STEPS = 4  # units of the model's precision at the largest score; one occurs on CPUs without bfloat16 arithmetic
 
 
 class ProbeResult(NamedTuple):
-    """`width` of a score row, `token_bytes` of keys and values, and why trees cannot go through one forward."""
+    """`width` of a logits row, `token_bytes` of keys and values per token, and why trees need several forwards, or
+    None."""
 
     width: int
     token_bytes: int
@@ -35,12 +40,12 @@ class ProbeResult(NamedTuple):
 
 
 def probe(passes: ForwardPasses) -> ProbeResult:
-    """UserError for a model that is not causal or cannot take a token back; where trees do not go, it says why."""
+    """Probe the model; UserError if it is not causal or cannot remove a token."""
     try:
         return _probe(passes)
     except UserError:
         raise
-    except Exception as error:  # the model's own code meets a cache that it may not know
+    except Exception as error:  # the model's own code may not support the cache
         first = str(error).partition("\n")[0]
         name = type(passes.module).__name__
         raise UserError(f"{name} does not work with a KV cache ({type(error).__name__}: {first})") from error
@@ -68,7 +73,7 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
 
 
 def _token_bytes(passes: ForwardPasses, prefix: list[int]) -> int:
-    """Bytes that the cache stores for a token; UserError where it stores none."""
+    """Return the bytes that the cache stores per token; UserError if it stores none."""
     session = passes.open(len(prefix), 0)
     _read(passes, session, prefix)
     if not all(layer.stored for layer in session.layers):
@@ -80,12 +85,12 @@ def _token_bytes(passes: ForwardPasses, prefix: list[int]) -> int:
 
 
 def _objection(passes: ForwardPasses, fresh: Tensor, limit: float) -> str | None:
-    """Why a tree does not go through one forward, None where it does."""
+    """Return why a tree does not fit in one forward, or None."""
     if "position_ids" not in passes.arguments:
         return "the model takes no positions"
     try:
         off = _distance(_tree(passes, *_tokens(passes), as_trees=True), fresh)
-    except Exception as error:  # what a model does with a mask that it does not know is its own
+    except Exception as error:  # models fail in various ways on an unsupported mask
         return f"the model takes no mask of a tree ({type(error).__name__})"
     if not off <= limit:
         return f"the model does not follow the mask of a tree (scores off by {off:.2g}, rounding is {limit:.2g})"
@@ -93,7 +98,7 @@ def _objection(passes: ForwardPasses, fresh: Tensor, limit: float) -> str | None
 
 
 def _tree(passes: ForwardPasses, prefix: list[int], nodes: list[int], as_trees: bool) -> Tensor:
-    """The small tree's scores behind the prefix, in one forward or in one for each branch. [nodes, vocab]"""
+    """Score the probe's tree after the prefix, in one forward or one for each branch. [nodes, vocab]"""
     session = passes.open(BEFORE + len(nodes), BEFORE + len(nodes))
     _read(passes, session, prefix)
     part = Part(session, nodes, PARENTS, range(len(nodes)), range(BEFORE))
@@ -105,7 +110,7 @@ def _read(passes: ForwardPasses, session: TransformersSession, prefix: list[int]
 
 
 def _tokens(passes: ForwardPasses) -> tuple[list[int], list[int]]:
-    """Ids that differ and are not special: some models treat padding apart."""
+    """Return distinct ids that are not special, as some models treat padding differently."""
     special = [getattr(passes.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
     plain = [token for token in range(min(passes.num_embeddings, 64)) if token not in special]
     some = [plain[(3 + 5 * number) % len(plain)] for number in range(BEFORE + len(PARENTS))]
@@ -113,7 +118,7 @@ def _tokens(passes: ForwardPasses) -> tuple[list[int], list[int]]:
 
 
 def _most(passes: ForwardPasses, fresh: Tensor) -> float:
-    """The largest difference that rounding may make: more, and something else is wrong."""
+    """Return the largest difference explained by rounding; a larger one means an error."""
     eps = torch.finfo(passes.dtype).eps
     if getattr(passes.module.config, "quantization_config", None) is not None:
         eps = max(eps, torch.finfo(torch.float16).eps)
@@ -122,21 +127,21 @@ def _most(passes: ForwardPasses, fresh: Tensor) -> float:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference; nan where a score is."""
+    """Return the largest difference; nan if a score is nan."""
     width = min(one.shape[-1], other.shape[-1])
     return (one[..., :width] - other[..., :width].to(one.device)).abs().max().item()
 
 
 class TransformersModel(Model):
-    """A transformers model that was probed. `score` is to be called by one thread at a time.
+    """A probed transformers model. `score` must be called by one thread at a time.
 
-    `trees`: a token tree is one forward; where it is False, `notice` says in a sentence what that means and why.
+    `trees`: a token tree is one forward; if False, `notice` explains why.
     """
 
     extras = frozenset({Capability.HIDDEN})
 
     def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
-        """`found` is what the probe of these passes found."""
+        """`found` is the result of probing these passes."""
         self._passes, self._found = passes, found
         self.module, self.config = passes.module, passes.config
         self.device, self.dtype = passes.device, passes.dtype
@@ -147,30 +152,30 @@ class TransformersModel(Model):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values that one slot of a session takes."""
+        """Bytes of keys and values per slot of a session."""
         return self._found.token_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, all of which a pass is taken to read."""
+        """Bytes of the weights, assumed to be read by each pass."""
         return sum(weight.nbytes for weight in self.module.parameters())
 
     def open(self, capacity: int, room: int) -> TransformersSession:
-        """A session for at most `capacity` committed tokens and `room` pending nodes."""
+        """Open a session for at most `capacity` committed tokens and `room` pending nodes."""
         return self._passes.open(capacity, room)
 
     @property
     def deepest(self) -> int:
-        """What stands after the last layer is given after the final norm alone."""
+        """The last layer with hidden states: the output of the final layer is available only after the final norm."""
         return int(self.config.num_hidden_layers) - 1
 
     def score(self, forest: Sequence[Part]) -> Tensor:
-        """A forward for each part, or more; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        """Score each part in one or more forwards; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         check_forest(self, forest)
         return self._passes.score(forest, width=self.vocab_size, as_trees=self.trees)
 
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """As `score`, with the model's own hidden states, those before the layers. [layers, shown rows, width]"""
+        """Score, and return the hidden states before each of `layers`. [layers, shown rows, width]"""
         check_forest(self, forest)
         asked = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
         rows = self._passes.score(asked, width=self.vocab_size, as_trees=self.trees, layers=layers)

@@ -1,6 +1,6 @@
-"""A transformers model's own forwards over slots: a token tree in one forward, or in one for each of its branches.
+"""Runs a transformers model's forwards over slots: a token tree in one forward, or one for each branch.
 
-Nothing here knows which of the two the model takes, nor what becomes of its scores: who calls says so.
+The caller decides which, and interprets the scores.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     from outpace.models.hf.split import Leader
 
 
-# Names under which configurations give the length of the context; GPT-2's n_positions and others are mapped by
-# transformers to the first.
+# Configuration fields with the context length; transformers maps GPT-2's n_positions and others to the first.
 NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-UNNAMED = 1 << 17  # a model that names none has no learned positions; KV memory is the limit then
-# Rotary embeddings whose angles change with the longest text so far: a key stored before the change does not fit after.
+UNNAMED = 1 << 17  # a model without such a field has no learned positions; KV memory is its limit
+# Rotary embeddings whose angles change with the text length: keys stored before the change do not fit after it.
 CHANGING = ("dynamic", "longrope")
 
 
 def max_positions(config: Any) -> int:
-    """Tokens of the context; where the rotary angles change on the way, those before the change."""
+    """Return the context length, or the length at which the rotary angles change."""
     named = [value for name in NAMES if (value := _whole(config, name))]
     most = named[0] if named else UNNAMED
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -48,7 +47,7 @@ def max_positions(config: Any) -> int:
 
 
 def num_embeddings(module: Any) -> int:
-    """Tokens that the model has embeddings for."""
+    """Return the number of tokens that the model has embeddings for."""
     try:
         return int(module.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError):
@@ -64,9 +63,9 @@ def _whole(config: Any, name: str) -> int | None:
 
 
 class TransformersSession(Session):
-    """Keys and values of every layer that stores some, in slots. A session that grows is copied, layer after layer.
+    """Keys and values in slots, for every layer that stores some. Growing copies layer after layer.
 
-    What is done to the layers is noted for the other processes of a split model, where there are some.
+    Operations on the layers are also recorded for the other ranks of a split model.
     """
 
     def __init__(self, capacity: int, room: int, config: Any, lead: Leader | None = None) -> None:
@@ -76,17 +75,17 @@ class TransformersSession(Session):
         self.number = 0 if lead is None else lead.number(self)
 
     def show(self, shown: SlotView) -> None:
-        """Sets what the next forward sees of this session."""
+        """Set what the next forward sees of this session."""
         self.on_layers("show", shown)
 
     def copy_layers(self, other: TransformersSession, length: int) -> None:
-        """Takes over the first `length` slots."""
+        """Copy the first `length` slots of another session."""
         for mine, others in zip(self.layers, other.layers, strict=True):
             mine.copy(others, length)
 
     @torch.inference_mode()
     def on_layers(self, name: str, *arguments: Any) -> None:
-        """Calls this method of every layer."""
+        """Call this method of every layer."""
         for layer in self.layers:
             getattr(layer, name)(*arguments)
         if self._lead is not None:
@@ -106,8 +105,8 @@ class TransformersSession(Session):
 
 
 class TreeMask(NamedTuple):
-    """What the new nodes of a tree see: `length` committed tokens, and of the pending nodes, whose depths these are,
-    those of `sees`. [new, pending]"""
+    """What a tree's new nodes see: `length` committed tokens, and the pending nodes (with `depths`) in `sees`. [new,
+    pending]"""
 
     length: int
     depths: Sequence[int]
@@ -115,19 +114,21 @@ class TreeMask(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """What a row holds: scores of `width` tokens, then the hidden states before each of `layers`."""
+    """The content of a result row: scores of `width` tokens, then the hidden states before each of `layers`."""
 
     width: int
     layers: tuple[int, ...]
 
 
 class ForwardPasses:
-    """The forwards of a model object of transformers, or of one that behaves so."""
+    """The forwards of a transformers model object, or one with its interface."""
 
     def __init__(self, module: Any, lead: Leader | None = None) -> None:
-        """`module` is put in evaluation mode; its weights stay as and where they are. UserError for one that does not
-        fit: it is no loaded model, or cannot take a drafted token back. `lead`: whoever has the other processes of a
-        split model repeat what is done."""
+        """`module` is put in evaluation mode; its weights are not changed or moved. `lead` makes the other ranks of a
+        split model repeat each operation.
+
+        Raises UserError if it is not a loaded model or cannot remove a drafted token.
+        """
         _check_module(module)
         self.module, self.lead = module.eval(), lead
         self.config = module.config.get_text_config(decoder=True)
@@ -140,15 +141,15 @@ class ForwardPasses:
         self.num_embeddings = num_embeddings(module)
 
     def open(self, capacity: int, room: int) -> TransformersSession:
-        """A session for at most `capacity` committed tokens and `room` pending nodes."""
+        """Open a session for at most `capacity` committed tokens and `room` pending nodes."""
         return TransformersSession(min(capacity, self.max_positions), room, self.config, self.lead)
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:
-        """Rows of the wanted nodes, part after part, cut to `width` tokens; behind them their hidden states before each
-        of `layers`. [wanted rows, width + hidden]
+        """Return rows of the wanted nodes, part after part: `width` scores, then hidden states before each of `layers`.
+        [wanted rows, width + hidden]
 
-        A tree is one forward with a mask where `as_trees`, else one for each branch; a chain is one without a mask.
+        With `as_trees` a tree is one forward with a mask, otherwise one forward for each branch. A chain needs no mask.
         """
         columns = RowLayout(width, tuple(layers))
         for part in forest:
@@ -159,7 +160,7 @@ class ForwardPasses:
         return torch.cat(rows) if rows else self._zeros(columns)[:0]
 
     def plain(self, tokens: Sequence[int]) -> Tensor:
-        """Scores after every token of a text without any cache, what all else must agree with. [tokens, vocab]"""
+        """Score a text without any cache, the reference for all else. [tokens, vocab]"""
         with torch.inference_mode(), self._led("plain", list(tokens)):
             output = self.module(input_ids=self._ids(tokens), use_cache=False)
         logits = getattr(output, "logits", None)
@@ -169,7 +170,7 @@ class ForwardPasses:
         return logits[0]
 
     def _score_part(self, part: Part, columns: RowLayout, as_trees: bool) -> Tensor:
-        """The wanted rows of one session's part."""
+        """Return the wanted rows of one session's part."""
         session = part.session
         before = session.pending
         sees = session.extend(part.parents)
@@ -184,7 +185,7 @@ class ForwardPasses:
     def _chains(
         self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: RowLayout
     ) -> Tensor:
-        """A forward for each branch, whose nodes follow one another below what stands already; no mask is needed.
+        """Run one forward for each branch, whose nodes follow one another after the stored ones, so no mask is needed.
 
         Nodes beyond the context, which are never committed, are not computed: their rows are 0.
         """
@@ -202,7 +203,7 @@ class ForwardPasses:
         return torch.stack(wanted_rows) if wanted_rows else missing[:0]
 
     def _zeros(self, columns: RowLayout) -> Tensor:
-        """A row that was not computed. [1, width + hidden]"""
+        """Return the row of a node that was not computed. [1, width + hidden]"""
         hidden = int(self.config.hidden_size) * len(columns.layers) if columns.layers else 0
         return torch.zeros(1, columns.width + hidden, dtype=self.dtype, device=self.device)
 
@@ -216,7 +217,7 @@ class ForwardPasses:
         columns: RowLayout,
         before: int | None = None,
     ) -> Tensor:
-        """One forward of new nodes, which come after the prefix and the pending nodes `above`: the wanted rows."""
+        """Run one forward of new nodes after the prefix and the pending nodes `above`; return the wanted rows."""
         session = part.session
         start = session.length
         pending = nodes + (len(above) if before is None else before)
@@ -224,7 +225,7 @@ class ForwardPasses:
         is_gapless = np.array_equal(read, np.arange(len(read)))
         order = None if is_gapless else np.concatenate([np.arange(start), start + read])
         session.show(SlotView(start + len(above), start + pending, order))
-        last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
+        last = self.max_positions - 1  # a tree may reach past the context; such nodes are never committed
         positions = [min(start + session.pending_depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
         places = np.searchsorted(nodes, wanted).tolist() if len(wanted) else [len(nodes) - 1]
@@ -232,11 +233,11 @@ class ForwardPasses:
             with self._led("call", session.number, tokens, positions, seen, places, columns):
                 scores = self.call(session, tokens, positions, seen, places, columns)
         finally:
-            session.show(SlotView(0, np.arange(0), None))  # what was gathered for this pass is not held
+            session.show(SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
         return scores[: len(wanted)]
 
     def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
-        """Around a forward that the other processes are to repeat."""
+        """Wrap a forward so that the other ranks repeat it."""
         return nullcontext() if self.lead is None else self.lead.passes(name, *arguments)
 
     @torch.inference_mode()
@@ -249,7 +250,7 @@ class ForwardPasses:
         rows: Sequence[int],
         columns: RowLayout,
     ) -> Tensor:
-        """The model's own forward, with those of its arguments that it has. [rows, width + hidden]"""
+        """Call the model with those arguments that it accepts. [rows, width + hidden]"""
         given = {"input_ids": self._ids(tokens), "past_key_values": session.cache, "use_cache": True}
         if seen is not None:
             given["attention_mask"] = self._mask(seen)
@@ -260,7 +261,7 @@ class ForwardPasses:
         if columns.layers:
             given["output_hidden_states"] = True
         if "logits_to_keep" in self.arguments:
-            # over several devices an index would lie on the first one, and the last one has what it picks from
+            # an index tensor would be on the first device, but the hidden states are on the last
             output = self.module(**given, logits_to_keep=len(tokens) - first if self._is_spread else index)
             logits = output.logits[0]
             logits = logits[(index - first).to(logits.device)] if self._is_spread else logits
@@ -271,7 +272,7 @@ class ForwardPasses:
         return torch.cat([logits, *self._hidden(output, index, columns.layers)], 1) if columns.layers else logits
 
     def _hidden(self, output: Any, rows: Tensor, layers: Sequence[int]) -> Iterator[Tensor]:
-        """What went into each of these layers. [rows, hidden]"""
+        """Yield the input of each of these layers. [rows, hidden]"""
         states = getattr(output, "hidden_states", None)
         if states is None or len(states) != self.config.num_hidden_layers + 1:
             raise UserError(f"{type(self.module).__name__} does not give the hidden states of its layers")
@@ -282,11 +283,11 @@ class ForwardPasses:
         return torch.tensor([list(tokens)], device=self.device)  # [1, tokens]
 
     def _mask(self, of: TreeMask) -> Any:
-        """What each new node sees, as numbers to add: [1, 1, new, prefix + pending], or such a mask a layer type."""
+        """Return an additive mask [1, 1, new, prefix + pending], or one for each layer type."""
         start, count = of.length, len(of.sees)
         seen = np.concatenate([np.ones((count, start), dtype=bool), of.sees], axis=1)
         places = np.concatenate([np.arange(start), start + np.asarray(of.depths)])
-        back = places[-count:, None] - places  # how far a node looks back to a key
+        back = places[-count:, None] - places  # distance from node to key
         masks = {}
         for name, window in self.plan.windows.items():
             hidden = torch.from_numpy(~(seen if window is None else seen & (back < window)))
@@ -304,12 +305,12 @@ def _check_module(module: Any) -> None:
 
 
 def _is_chain(sees: np.ndarray, before: int) -> bool:
-    """Whether every new node sees all that stands before it."""
+    """Return whether every new node sees all nodes before it."""
     return bool(np.array_equal(sees, np.tril(np.ones_like(sees), before)))
 
 
 def _branches(parents: Sequence[int], before: int) -> list[np.ndarray]:
-    """The new nodes cut into branches without a fork, each behind the one from which it hangs."""
+    """Split the new nodes into branches without forks, parents first."""
     branches: list[list[int]] = []
     for node, parent in enumerate(parents):
         tail = next((b for b in branches if parent != PREFIX and b[-1] == parent - before), None)
@@ -321,12 +322,12 @@ def _branches(parents: Sequence[int], before: int) -> list[np.ndarray]:
 
 
 def _parameters(module: Any) -> set[str]:
-    """The named arguments of the forward that does the work; adapters (PEFT) pass theirs on to it."""
+    """Return the parameter names of the actual forward; adapters (PEFT) pass their arguments on to it."""
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     return set(inspect.signature(inner.forward).parameters)
 
 
 def _device(module: Any) -> torch.device:
-    """Where the tokens go; weights that are offloaded are nowhere, accelerate's hooks move what they need."""
+    """Return the device for token ids: the CPU for offloaded weights, which accelerate's hooks move."""
     device = torch.device(getattr(module, "device", "cpu"))
     return torch.device("cpu") if device.type == "meta" else device

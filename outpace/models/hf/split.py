@@ -1,7 +1,8 @@
-"""A model split over processes by transformers (`tp_plan`): how they find one another, and what all but the first do.
+"""Runs a model split over processes by transformers (`tp_plan`): rank 0 leads, the other ranks repeat its forwards.
 
-The processes are those that torch.distributed.run started. Rank 0 goes on as if it were alone; the others repeat its
-forwards and end when it does.
+Tensor parallelism (Megatron-LM, arXiv:1909.08053) needs the same forwards in the same order in every process, but what
+is drafted and when depends on clocks and threads. So rank 0 decides; before each forward it sends the arguments, and
+all changes to keys and values since the last one. torch.distributed.run starts the processes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from outpace.core.errors import UserError
 
-PATIENCE = 30.0  # seconds for the other side to say that a forward failed there too
+PATIENCE = 30.0  # seconds to wait for the other side to report the same failure
 FAILED = b"failed"
 END = "end"
 
@@ -34,7 +35,7 @@ Message = list[tuple[str, tuple[Any, ...]]]
 
 
 class Leader:
-    """What rank 0 has of the others: a connection each."""
+    """Rank 0's connections to the other ranks."""
 
     def __init__(self, links: Sequence[Connection]) -> None:
         self._links = list(links)
@@ -42,19 +43,21 @@ class Leader:
         self._numbers = count(1)
 
     def number(self, session: object) -> int:
-        """A number for a session, by which the others know it until it is gone."""
+        """Assign a number by which the other ranks know the session until it is released."""
         number = next(self._numbers)
         finalize(session, self.note, "close", number).atexit = False
         return number
 
     def note(self, name: str, *arguments: Any) -> None:
-        """Something that the others are to do before the next forward."""
+        """Queue an operation that the other ranks perform before the next forward."""
         self._notes.append((name, arguments))
 
     @contextmanager
     def passes(self, name: str, *arguments: Any) -> Iterator[None]:
-        """A forward is made within, and by the others at the same time. Where it fails, it must have failed there too:
-        else nothing is known of what they do, and the model is of no use any more."""
+        """Run a forward here and on the other ranks at the same time.
+
+        If it fails, it must fail on all ranks: otherwise their state is unknown and the model unusable.
+        """
         self.note(name, *arguments)
         self._send()
         try:
@@ -67,9 +70,9 @@ class Leader:
             raise
 
     def end(self) -> None:
-        """The others need not wait any longer."""
+        """End the other ranks."""
         self.note(END)
-        with suppress(UserError):  # they have ended already
+        with suppress(UserError):  # they have already ended
             self._send()
         for connect_to_leader in self._links:
             connect_to_leader.close()
@@ -91,21 +94,21 @@ class Leader:
 
 
 def _has_failed(connect_to_leader: Connection) -> bool:
-    """Whether the other side says so."""
+    """Return whether the other side reports a failure."""
     try:
         return connect_to_leader.poll(PATIENCE) and connect_to_leader.recv_bytes() == FAILED
     except (EOFError, OSError):
         return False
 
 
-_SECONDS = 60.0  # for all processes to come, once all have loaded
-_SETTLED = 0.1  # seconds in which threads of torch finish what the last collective has left
+_SECONDS = 60.0  # for all processes to connect, once all have loaded
+_SETTLED = 0.1  # seconds for torch's threads to finish the last collective
 
 T = TypeVar("T")
 
 
 def join_processes() -> int:
-    """This process's rank; the processes know one another afterwards."""
+    """Join the process group and return this process's rank."""
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -114,20 +117,20 @@ def join_processes() -> int:
 
 
 def leave_processes() -> None:
-    """This process knows the others no more. One that ends while it does may be aborted by torch: threads that wait for
-    a process that died are still there then."""
+    """Leave the process group. torch may abort a process that ends before, while its threads still wait for a dead
+    peer."""
     settle()
     dist.destroy_process_group()
 
 
 def settle() -> None:
-    """Before this process ends: threads of gloo let go of a collective's tensors a moment after it, for which they need
-    the interpreter, and one that finds it ending is aborted, with the whole process (seen in a debugger)."""
+    """Wait before this process ends: gloo's threads release a collective's tensors shortly after it, need the
+    interpreter for that, and abort the process if it is already shutting down (seen in a debugger)."""
     time.sleep(_SETTLED)
 
 
 def run_everywhere(work: Callable[[], T]) -> T:
-    """Does it in every process. UserError in all of them where it fails in one: no other waits for that one then."""
+    """Run `work` in every process. If one fails, all raise UserError, so that none waits for another."""
     result, reason = None, None
     try:
         result = work()
@@ -140,12 +143,15 @@ def run_everywhere(work: Callable[[], T]) -> T:
     for rank, other in enumerate(reasons):
         if other is not None:
             raise UserError(f"rank {rank} of the split model could not load it: {other}")
-    return result  # type: ignore[return-value]  # None only where `work` gives it
+    return result  # type: ignore[return-value]  # None only if `work` returns it
 
 
 def check_tp_plan(config: Any, kind: Any, size: int, source: object) -> None:
-    """UserError for a model that transformers has no plan for, or whose heads do not go into so many parts. `kind`: its
-    class, where that is known."""
+    """Raise UserError for a model that transformers cannot split, or whose heads are not divisible by the process
+    count.
+
+    `kind` is the model's class, if known.
+    """
     text = config.get_text_config(decoder=True)
     if not (getattr(text, "base_model_tp_plan", None) or getattr(kind, "_tp_plan", None)):
         raise UserError(f"transformers has no plan to split {source} ({type(config).__name__}): leave out tp_plan")
@@ -156,7 +162,7 @@ def check_tp_plan(config: Any, kind: Any, size: int, source: object) -> None:
 
 
 def connect_followers() -> Leader:
-    """Of rank 0: the connections to all others, which `link` has made."""
+    """Accept connections from all other ranks (on rank 0)."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     secret = secrets.token_bytes(16)
     with socket.create_server((host, 0)) as server:
@@ -166,7 +172,7 @@ def connect_followers() -> Leader:
         while len(links) < dist.get_world_size() - 1:
             connection, _ = server.accept()
             connect_to_leader = _link_of(connection)
-            with suppress(EOFError, OSError):  # whoever it was that knew nothing of us
+            with suppress(EOFError, OSError):  # a connection from outside
                 if connect_to_leader.poll(_SECONDS) and secrets.compare_digest(
                     connect_to_leader.recv_bytes(64), secret
                 ):
@@ -175,7 +181,7 @@ def connect_followers() -> Leader:
 
 
 def connect_to_leader() -> Connection:
-    """Of all others: the connection to rank 0."""
+    """Connect to rank 0 (on all other ranks)."""
     found: list[Any] = [None]
     dist.broadcast_object_list(found, src=0)
     address, secret = found[0]
@@ -186,13 +192,15 @@ def connect_to_leader() -> Connection:
 
 def _link_of(connection: socket.socket) -> Connection:
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message is sent at once
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send messages at once
     return Connection(connection.detach())
 
 
 def follow(passes: Any, connection: Connection) -> None:
-    """Repeats what rank 0 does until that ends; an interrupt is rank 0's to take. UserError where it ended without
-    saying so, and what a forward raised that did not fail there."""
+    """Repeat rank 0's operations until it ends. Interrupts are ignored, as rank 0 handles them.
+
+    Raises UserError if rank 0 ends without notice, and exceptions of forwards that did not fail on rank 0.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     follower, failure = _Follower(passes), None
@@ -202,7 +210,7 @@ def follow(passes: Any, connection: Connection) -> None:
                 raise failure
             message: Message = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise UserError("rank 0 of the split model has ended without a word") from error
+            raise UserError("rank 0 of the split model has ended without notice") from error
         for name, arguments in message:
             if failure is not None and name == FAILED.decode():
                 failure = None
@@ -222,14 +230,14 @@ _FORWARDS = ("plain", "call")
 
 
 class _Follower:
-    """Another process's sessions, of which rank 0 says what becomes."""
+    """The sessions of another rank, controlled by rank 0."""
 
     def __init__(self, passes: Any) -> None:
         self._passes = passes
         self._sessions: dict[int, Any] = {}
 
     def take(self, name: str, *arguments: Any) -> None:
-        """One thing that rank 0 does."""
+        """Perform one operation of rank 0."""
         if name == "plain":
             self._passes.plain(*arguments)
             return

@@ -1,4 +1,4 @@
-"""A tokenizer of transformers behind the methods of our own: its fast backend where it has one, else as it is."""
+"""Wraps a tokenizer of transformers: by its fast backend if it has one, otherwise as it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
 
 
 class PythonBackend:
-    """The methods of a `tokenizers.Tokenizer` that ours calls, done by a tokenizer of transformers."""
+    """The methods of `tokenizers.Tokenizer` that outpace calls, implemented with a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class PythonBackend:
 
 
 class SlowTokenizer(Tokenizer):
-    """A tokenizer that is Python code, or whose decoder `text_stream` does not know: slower, the text is the same."""
+    """A tokenizer written in Python, or whose decoder `text_stream` does not support: slower, with the same text."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         backend = PythonBackend(tokenizer)
@@ -62,14 +62,16 @@ class SlowTokenizer(Tokenizer):
         return self.continuation("a")[-1:]
 
     def _added_bytes(self, index: int) -> bytes:
-        """By what it adds to another token's text: decoders join tokens by rules of their own. Half a character is
-        U+FFFD here, so a ban does not see characters that such a tokenizer cuts in two."""
+        """Return what the id adds to another token's text, because decoders join tokens by their own rules.
+
+        Partial characters are U+FFFD here, so a ban does not see characters that such a tokenizer splits.
+        """
         alone, both = self.decode(self._anchor), self.decode([*self._anchor, index])
         return (both[len(alone) :] if both.startswith(alone) else self.decode([index])).encode()
 
 
 def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
-    """The tokenizer with our methods; `stop_ids` end an answer beside its own. The one given is left as it is."""
+    """Wrap the tokenizer, without changing it; `stop_ids` end an answer in addition to its own."""
     import tokenizers
 
     if isinstance(tokenizer, Tokenizer):
@@ -81,19 +83,19 @@ def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
         copy = tokenizers.Tokenizer.from_str(backend.to_str())
         try:
             return Tokenizer(copy, _special(tokenizer), stop_ids, _templates(tokenizer))
-        except UserError:  # a decoder that text_stream does not know
+        except UserError:  # a decoder that text_stream does not support
             pass
     return SlowTokenizer(tokenizer, stop_ids)
 
 
 def _special(tokenizer: Any) -> dict[str, str]:
-    """The special tokens' texts by name."""
+    """Return the special tokens' texts by name."""
     found = {name: getattr(tokenizer, name, None) for name in SPECIAL_NAMES}
     return {name: str(text) for name, text in found.items() if text is not None}
 
 
 def _templates(tokenizer: Any) -> dict[str, str]:
-    """Chat templates by name."""
+    """Return the chat templates by name."""
     found = getattr(tokenizer, "chat_template", None)
     named = found if isinstance(found, dict) else {"default": found}
     return {name: text for name, text in named.items() if isinstance(text, str)}

@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, chat templates, text as it comes."""
+"""Converts between text and token ids: tokenizers, chat templates, streaming detokenization."""

@@ -1,4 +1,4 @@
-"""Tokens that two tokenizers have in common, by the bytes that they stand for."""
+"""Finds the tokens that two vocabularies share, by the bytes that they stand for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def shared_tokens(target: Tokenizer, draft: Tokenizer) -> np.ndarray:
-    """Pairs of ids that stand for the same bytes, (target's, draft's), rising by the target's. int64 [tokens, 2]"""
+    """Return pairs of ids with equal bytes, (target's, draft's), sorted by the target's. int64 [tokens, 2]"""
     theirs = {spelled: index for index, spelled in _spellings(draft).items()}
     pairs = [(index, theirs[spelled]) for index, spelled in _spellings(target).items() if spelled in theirs]
     return np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
 
 
 def _spellings(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """What each token stands for; nothing for special tokens, which are no text."""
+    """Return the bytes of each token, without special tokens, which are not text."""
     words: Mapping[int, str] = tokenizer.words
     alphabet = byte_alphabet()
     is_by_bytes = "\u0120" in words.values() or not any(word.startswith("\u2581") for word in words.values())

@@ -1,6 +1,6 @@
-"""The process that renders a chat template: a line of JSON in, a line of JSON out, with what transformers offers it.
+"""The process that renders a chat template: it reads and writes lines of JSON, and offers what transformers offers.
 
-Run by file, not imported as part of the package: it needs jinja2 alone, and starts in a tenth of a second.
+It is run as a file, not imported from the package, so that it needs jinja2 alone and starts in 0.1 seconds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-SECONDS = 5  # of processor time for one text
-BYTES = 2**29  # of memory for the process
+SECONDS = 5  # of CPU time per text
+BYTES = 2**29  # of address space of the process
 LONGEST = 2**24  # characters of a text
 
 
 def main() -> None:
-    """Reads the template, then renders it for every line of values, until there are no more."""
+    """Read the template, then render it for every line of values until end of input."""
     _limit_memory()
     template = json.loads(sys.stdin.buffer.readline())
     render: Callable[[Mapping[str, Any]], dict[str, str]] | None = None
@@ -35,12 +35,12 @@ def _limit_memory() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    except (ImportError, ValueError, OSError):  # not every system has it; the time limit still holds
+    except (ImportError, ValueError, OSError):  # not available on every system; the time limit still applies
         return
 
 
 def _limit_time(seconds: int) -> None:
-    """The system ends the process after so much processor time, also within one long operation; 0 lifts the limit."""
+    """Have the system end the process after this much CPU time, even within one long operation; 0 lifts the limit."""
     import signal
 
     if hasattr(signal, "setitimer"):
@@ -69,7 +69,7 @@ def _renderer(template: str) -> Callable[[Mapping[str, Any]], dict[str, str]]:
                 pieces.append(piece)
         except MemoryError:
             return {"refusal": f"takes more than {BYTES >> 20} MiB"}
-        except Exception as error:  # whatever the template raises is bad input
+        except Exception as error:  # anything that a template raises is bad input
             return {"refusal": f"refuses these messages: {error}"}
         return {"text": "".join(pieces)}
 
@@ -84,7 +84,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks the assistant's part for training; here it only shows what it holds."""
+        """{% generation %} marks the assistant's part for training; here its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -110,7 +110,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes <, > and & for web pages."""
+    """Write plain JSON: jinja2's own filter escapes <, > and & for web pages."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,6 @@
-"""Token ids in, text out, bit by bit: no character is cut, nothing already returned changes.
+"""Streaming detokenization: token ids in, text out, without split characters or revisions of returned text.
 
-The pieces put together equal the tokenizer's own `decode` of all ids, damaged UTF-8 included.
+The concatenated pieces equal the tokenizer's own `decode` of all ids, including for invalid UTF-8.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 REPLACEMENT = "\ufffd"
-_CACHED_NAMES = 1 << 16  # of tokens that are remembered
+_CACHED_NAMES = 1 << 16  # token strings cached
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream(ABC):
-    """One text being decoded; the work for a token does not grow with the text's length."""
+    """Decodes one text incrementally; the work per token does not grow with the text's length."""
 
     @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these ids, often empty."""
+        """Return the text that these ids complete, often empty."""
 
     @abstractmethod
     def finish(self) -> str:
-        """What was held back: U+FFFD for a character that never got all its bytes. Call it once, last."""
+        """Return the text held back, with U+FFFD for incomplete characters. Call it once, at the end."""
 
 
 class TokenStream(TextStream):
-    """A text that is put together token by token."""
+    """Decodes token by token."""
 
     def __init__(self, tokens: Callable[[Iterable[int]], list[str]]) -> None:
-        self._tokens = tokens  # the strings of ids, without those that are not shown
+        self._tokens = tokens  # maps ids to strings, without hidden ones
 
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self._push_token(token) for token in self._tokens(ids))
 
     def bytes_of(self, index: int) -> bytes:
-        """What an id adds to a text, in UTF-8; of the first id of a text a space may be stripped."""
+        """Return what an id adds to a text, in UTF-8; decoding may strip a space from the first id of a text."""
         return b"".join(self._bytes(token) for token in self._tokens([index]))
 
     @abstractmethod
@@ -78,7 +78,7 @@ class ByteLevelStream(TokenStream):
 class SentencePieceStream(TokenStream):
     """SentencePiece BPE: a token is text, or one byte named <0x00> to <0xFF>.
 
-    A run of byte tokens is held back to its end: one bad byte in it makes `decode` show every byte as U+FFFD.
+    A run of byte tokens is held back until it ends: one invalid byte makes `decode` show every byte as U+FFFD.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SentencePieceStream(TokenStream):
             return REPLACEMENT * len(run)
 
     def _without_start(self, text: str) -> str:
-        """Takes away the space that encoding put before the text's first character."""
+        """Remove the space that encoding put before the text's first character."""
         while self._strip_left and text:
             if text[0] != self._stripped:
                 self._strip_left = 0
@@ -132,7 +132,7 @@ class SentencePieceStream(TokenStream):
 
 
 def stream_factory(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenStream]:
-    """A function `skip_special -> TextStream` for this tokenizer; UserError if its decoder is of another kind."""
+    """Return a function `skip_special -> TextStream` for this tokenizer; UserError if its decoder is not supported."""
     steps = _decoder_steps(tokenizer)
     kinds = [step.get("type") for step in steps]
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -177,41 +177,41 @@ def _strip(step: dict[str, Any]) -> tuple[str, int]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's way to write bytes as characters: printable Latin-1 as itself, the other 68 from U+0100 on."""
+    """Return GPT-2's character for each byte: printable Latin-1 as itself, the other 68 from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-WINDOW_KEPT = 16  # tokens that stay in the window when its older ones leave
-WINDOW_MAX = 48  # tokens at which they leave
+WINDOW_KEPT = 16  # tokens kept in the window when it slides
+WINDOW_MAX = 48  # tokens in the window before it slides
 
 
 class WindowStream(TextStream):
-    """Returns what more text the window has with each new token, U+FFFD at its end held back.
+    """Decodes with any `decode` function: each push decodes the last few tokens, with U+FFFD at their end held back.
 
-    Older tokens leave the window only where the others decode to the same text without them. Where they never do, all
-    tokens are decoded each time. What `decode` says of all ids at the end decides what the last piece is.
+    Older tokens leave the window only where the rest decodes to the same text without them; if that never happens, all
+    tokens are decoded each time. `finish` compares with `decode` of all ids.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._start = 0  # of the window, which ends with the last id
-        self._shown = ""  # what was returned of the window's text
+        self._start = 0  # of the window, which ends at the last id
+        self._shown = ""  # the part of the window's text already returned
         self._pieces: list[str] = []
         self._longest = WINDOW_MAX
-        self._last_piece = 0  # how many ids there were when text was returned last
-        self._next_look = 0  # how many there must be before they are decoded again
+        self._last_piece = 0  # number of ids when text was last returned
+        self._next_look = 0  # number of ids at which to decode again
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these ids, often empty."""
+        """Return the text that these ids complete, often empty."""
         self._ids += ids
         if len(self._ids) < self._next_look:
             return ""
         text = self._decode(self._ids[self._start :])
         new = self._since(text.rstrip(REPLACEMENT))
-        if not new:  # a long stretch without text is decoded ever more seldom
+        if not new:  # a long stretch without text is decoded less and less often
             self._next_look = len(self._ids) + 1 + (len(self._ids) - self._last_piece) // WINDOW_MAX
             return ""
         self._last_piece = len(self._ids)
@@ -220,7 +220,7 @@ class WindowStream(TextStream):
         return new
 
     def finish(self) -> str:
-        """What was held back. Call it once, last."""
+        """Return the text held back. Call it once, at the end."""
         whole, sent = self._decode(self._ids), "".join(self._pieces)
         return whole[len(sent) :] if whole.startswith(sent) else self._since(self._decode(self._ids[self._start :]))
 
@@ -232,11 +232,11 @@ class WindowStream(TextStream):
         return new
 
     def _slide(self, text: str) -> None:
-        """Leaves all but about KEPT tokens of the window, whose text is given, or doubles the length it may have."""
+        """Drop all but about WINDOW_KEPT tokens of the window, whose text is given, or double its maximum length."""
         last = len(self._ids) - WINDOW_KEPT
-        for start in range(last, last - WINDOW_KEPT, -1):  # a start within a word or a character may show
+        for start in range(last, last - WINDOW_KEPT, -1):  # starting inside a word or character may change the text
             kept = self._decode(self._ids[start:])
-            if kept.strip() and text.endswith(kept):  # a decoder may strip what an empty text begins with
+            if kept.strip() and text.endswith(kept):  # decoders may strip leading spaces
                 self._start, self._shown = start, kept.rstrip(REPLACEMENT)
                 return
         self._longest = 2 * (len(self._ids) - self._start)

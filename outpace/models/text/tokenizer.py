@@ -1,4 +1,4 @@
-"""Text to token ids and back, and conversations through the model's chat template, from a model folder's files."""
+"""Tokenizes text and conversations (with the model's chat template) from the files of a model."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-# Ends of a turn in the families that run here: they end an answer, whether or not the model's files say so.
+# Turn-end tokens of the supported families: they end an answer even if the model's files do not say so.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
-# An end of a turn too (Phi), but not where an answer has several messages (gpt-oss), which these tokens tell.
+# Also a turn end (Phi), except in vocabularies with answer-end tokens, where answers have several messages (gpt-oss).
 MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
-# Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
-# too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
+# Document ends. They count only if the files name no end at all: in SmolLM2, for example, <|endoftext|> is also
+# padding, generation_config.json leaves it out, and stopping there would differ from transformers.
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 def turn_end_ids(special: Mapping[str, int]) -> set[int]:
-    """Of a vocabulary's special tokens, by their texts, those that end a turn."""
+    """Return those special tokens, given by text, that end a turn."""
     ends = TURN_ENDS if any(end in special for end in ANSWER_ENDS) else (*TURN_ENDS, MESSAGE_END)
     return {special[end] for end in ends if end in special}
 
 
 def document_end_ids(special: Mapping[str, int]) -> set[int]:
-    """Those that end a document."""
+    """Return those special tokens that end a document."""
     return {special[end] for end in TEXT_ENDS if end in special}
 
 
 def tokens_without_embedding(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[int, str]:
-    """The tokens of a vocabulary of `size` ids for which an embedding of so many rows has none. UserError unless all of
-    them were added to it, as Gemma 3's token for images, which its models without a vision model know not."""
+    """Return the tokens of a vocabulary of `size` ids beyond an embedding of `rows` rows.
+
+    Raises UserError unless all are added tokens, such as Gemma 3's image token in models without vision.
+    """
     added = tokenizer.get_added_tokens_decoder()
     beyond = {index: token.content for index, token in added.items() if index >= rows}
     if len(beyond) < size - rows:
@@ -54,20 +56,20 @@ def tokens_without_embedding(tokenizer: tokenizers.Tokenizer, size: int, rows: i
 
 
 def check_embedded(ids: Sequence[int], beyond: Mapping[int, str]) -> None:
-    """UserError for a text that holds one of the tokens `beyond` the embedding."""
+    """Raise UserError for a text with one of the tokens `beyond` the embedding."""
     if beyond and not beyond.keys().isdisjoint(ids):
         token = next(beyond[index] for index in ids if index in beyond)
         raise UserError(f"the text holds {token!r}, a token for which the model's embedding has no row")
 
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_READING, _LAST = Lock(), list[Any]()  # the hash of the file that was read last, and what that holds
+_READING, _LAST = Lock(), list[Any]()  # hash and content of the file read last
 
 
 class Tokenizer:
-    """A model's vocabulary. `size` counts ids; `stop_ids` end an answer; `bos_id` is None where the model has none."""
+    """A model's tokenizer. `size` counts ids; `stop_ids` end an answer; `bos_id` may be None."""
 
-    _beyond: Mapping[int, str] = {}  # tokens without a row in the embedding; never changed in place
+    _beyond: Mapping[int, str] = {}  # tokens without an embedding row; never modified in place
 
     def __init__(
         self,
@@ -76,9 +78,9 @@ class Tokenizer:
         stop_ids: Sequence[int] = (),
         templates: Mapping[str, str] | None = None,
     ) -> None:
-        """`stop_ids` are those that the model's files name, `templates` its chat templates by name."""
+        """`stop_ids` are the ends named in the model's files, `templates` its chat templates by name."""
         self._tokenizer = tokenizer
-        # Some files carry the settings of training, which would cut or fill what is encoded.
+        # Some files contain training settings, which would truncate or pad.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
@@ -93,10 +95,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
-        """The tokenizer of the model folder `path`.
+        """Load the tokenizer of the model folder `path`.
 
-        UserError: there is no tokenizer.json or tokenizer.model, it is damaged, or it names ids that the model's
-        embedding does not have.
+        Raises UserError: no tokenizer.json or tokenizer.model, damaged, or with ids beyond the model's embedding.
         """
         path = Path(path)
         own = read_optional_json(path / "tokenizer_config.json")
@@ -116,7 +117,7 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, after the begin-of-text token where the model wants one.
+        """Encode `text`, after the begin-of-text token if the model uses one.
 
         Special tokens written out in `text` become their ids, as in transformers.
         """
@@ -127,33 +128,33 @@ class Tokenizer:
         return ids[1:] if twice else ids
 
     def continuation(self, text: str) -> list[int]:
-        """Ids of a text that continues another: no special tokens around it, and none made of its characters."""
+        """Encode a text that continues another, without adding special tokens."""
         return self._encode(text, add_special=False)
 
     @property
     def has_template(self) -> bool:
-        """Whether `render` and `chat` have a template to go by."""
+        """Whether the model has a default chat template."""
         return "default" in self._templates
 
     @property
     def chat_template(self) -> str | None:
-        """The template's text, where the model has one."""
+        """The chat template's text, or None."""
         return self._templates["default"].text if self.has_template else None
 
     @property
     def special_texts(self) -> Mapping[str, str]:
-        """Special tokens as they are written, by name: bos_token, eos_token, ..."""
+        """The special tokens' texts by name: bos_token, eos_token, ..."""
         return dict(self._special)
 
     @property
     def template_text(self) -> str:
-        """The chat templates themselves, all of them; empty where there is none."""
+        """The texts of all chat templates, joined."""
         return "\n".join(template.text for template in self._templates.values())
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
-        """The conversation as the text that the model was trained on; `values` (tools, ...) go to the template.
+        """Render the conversation with the chat template; `values` (tools, ...) are passed to it.
 
-        UserError: the model has no chat template, or the template refuses the messages.
+        Raises UserError if the model has no chat template or the template refuses the messages.
         """
         values = {"tools": None, "documents": None, **self._special, **values}
         name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
@@ -163,16 +164,16 @@ class Tokenizer:
         return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
 
     def close(self) -> None:
-        """Ends the process that renders chat templates; using the tokenizer again starts another."""
+        """End the process that renders chat templates; a later use starts another."""
         for template in self._templates.values():
             template.close()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
-        """The ids of the conversation, ready for the model's answer; the template alone writes special tokens."""
+        """Encode the conversation up to the start of the answer; only the template adds special tokens."""
         return self._encode(self.render(messages, **values), add_special=False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text` as a user's message; as plain text where no chat template takes one."""
+        """Encode `text` as a user's message, or as plain text if no chat template accepts it."""
         if not self.has_template:
             return self.encode(text)
         try:
@@ -181,20 +182,20 @@ class Tokenizer:
             return self.encode(text)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`; ids beyond the vocabulary (a padded embedding) are empty."""
+        """Decode `ids`; ids beyond the vocabulary (a padded embedding) are empty."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> TextStream:
-        """A new text to be decoded bit by bit; its pieces put together equal `decode`."""
+        """Start a streaming decoder whose concatenated pieces equal `decode`."""
         return self._stream(skip_special)
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """What each id adds to an answer's text; special tokens, and those that end an answer, add nothing."""
+        """What each id adds to an answer's text; special and stop tokens add nothing."""
         return TokenTexts([b"" if index in self.stop_ids else self._bytes_of(index) for index in range(self.size)])
 
     def spelled(self, token: int) -> bytes:
-        """What one token stands for, special ones as they are written; it may be a part of a character."""
+        """Return the bytes of one token, special tokens as written; they may be part of a character."""
         return self._spelling(token)
 
     @cached_property
@@ -205,21 +206,21 @@ class Tokenizer:
         return lambda token: self.decode([token], skip_special=False).encode()
 
     def bytes_by_id(self) -> dict[int, bytes]:
-        """What each id adds to a text, special tokens by their names; ids whose bytes cannot be told are left out."""
+        """Return the bytes of each id, special tokens as written; ids with unknown bytes are left out."""
         special = self.special_ids
         found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self.words.items()}
         return {index: text for index, text in found.items() if text and REPLACEMENT.encode() not in text}
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name, None where there is none."""
+        """Return the id of a token by name, or None."""
         return self._id(token)
 
     def tokens_differ(self, other: Tokenizer) -> str | None:
-        """None if both name the same strings for all ids that both have, else a phrase with the first that differs.
+        """Return None if both vocabularies agree on all ids they share, else a phrase with the first difference.
 
-        One vocabulary may be longer than the other: rows that pad an embedding are no difference.
+        Padding rows of the longer vocabulary are no difference.
         """
-        are_equal = self.words == other.words  # faster than one by one
+        are_equal = self.words == other.words  # fast path
         for index in range(0 if are_equal else min(self.size, other.size)):
             mine, others = self.words.get(index), other.words.get(index)
             if mine != others and mine is not None and others is not None:
@@ -228,18 +229,18 @@ class Tokenizer:
 
     @cached_property
     def words(self) -> Mapping[int, str]:
-        """Every token as the vocabulary writes it, by id: 20 MB of a large one, which plain text does not ask for."""
+        """All tokens as written in the vocabulary, by id; built at first use, as a large one takes 20 MB."""
         return {index: token for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items()}
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """The ids of special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
     @property
     def fingerprint(self) -> str:
-        """All tokens with their ids in a word: the same where ids mean the same."""
+        """A hash of all tokens and ids: equal where ids mean the same."""
         words = "\0".join(f"{index} {self.words[index]}" for index in sorted(self.words))
         return lazy_sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -254,7 +255,7 @@ class Tokenizer:
         return ids
 
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
-        """The ids that end an answer. Ids that the vocabulary does not have are never written."""
+        """Return the ids that end an answer, without ids that the vocabulary lacks."""
         texts = ((index, self._tokenizer.id_to_token(index)) for index in self.special_ids)
         special = {text: index for index, text in texts if text is not None}
         ends = {self._id(self._special.get("eos_token")), *named, *turn_end_ids(special)}
@@ -267,7 +268,7 @@ class Tokenizer:
 
 
 def _load_backend(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
-    """The folder's tokenizer, and the file that it came from."""
+    """Load the folder's tokenizer; also return its file."""
     file = path / "tokenizer.json"
     if not exists(file):
         if exists(path / "tokenizer.model"):
@@ -289,7 +290,7 @@ def _load_backend(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.T
 
 
 def _parsed(file: Path) -> tokenizers.Tokenizer:
-    """What the file holds. A draft's mostly holds what its target's does: the one read last is read once."""
+    """Parse the file; the last result is cached, as draft and target mostly have equal files."""
     text = file.read_bytes()
     digest = lazy_sha256(text).digest()
     with _READING:
@@ -303,7 +304,7 @@ def _parsed(file: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _panics_as_errors(what: str) -> Iterator[None]:
-    """A panic of the Rust library is no Exception: a pattern that tries too long raises one, for example."""
+    """Raise panics of the Rust library, which are no Exceptions, as UserError."""
     try:
         yield
     except BaseException as error:
@@ -313,7 +314,7 @@ def _panics_as_errors(what: str) -> Iterator[None]:
 
 
 def _ids(file: Path, value: Any) -> list[int]:
-    """An eos_token_id field: null, an id or a list of ids."""
+    """Read an eos_token_id field: null, an id or a list of ids."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(index, bool) or not isinstance(index, int) for index in ids):
         raise UserError(f"{file}: eos_token_id is {value!r:.50}, it must be an id or a list of ids")
@@ -321,13 +322,13 @@ def _ids(file: Path, value: Any) -> list[int]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token in tokenizer_config.json is a text or an object with its text in `content`."""
+    """Return a special token's text, given as text or as an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
 def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name: newer folders keep one in a file of its own, older ones in tokenizer_config.json."""
+    """Return the chat templates by name, from their own file (newer folders) or from tokenizer_config.json."""
     file = path / "chat_template.jinja"
     if exists(file):
         return {"default": read_text(file)}
@@ -341,8 +342,10 @@ def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
-    """UserError where it is missing or damaged. What a large vocabulary was made from on the way, 100 MB of memory, is
-    given back."""
+    """Load the tokenizer of an open model; UserError if it is missing or damaged.
+
+    Memory used while building a large vocabulary, about 100 MB, is returned to the system.
+    """
     if isinstance(source, Checkpoint):
         return Tokenizer.from_folder(source.path)
     built = source.tokenizer
