@@ -56,7 +56,7 @@ def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
     assert mine.figures.passes == other.figures.passes
     assert mine.by_task == pytest.approx(other.by_task)
     assert mine.target_idle == pytest.approx(other.target_idle)
-    assert mine.rows_a_token == other.rows_a_token
+    assert mine.rows_per_token == other.rows_per_token
 
 
 @pytest.mark.parametrize("name", ["lookahead", "ouroboros"])
@@ -79,7 +79,7 @@ def test_the_window_tells_of_wrong_branches(trace: Trace) -> None:
     setup = replace(SETUPS["lookahead"], options={**SETUPS["lookahead"].options, "from_text": False})
     (outcome,) = run(LiveModels(trace, TARGET, DRAFT), trace, setup, 5.0)
     assert outcome.figures.accepted > 0
-    assert outcome.rows_a_token > 10
+    assert outcome.rows_per_token > 10
 
 
 def test_other_models_are_noticed(trace: Trace) -> None:
@@ -96,7 +96,7 @@ def test_without_the_models_there_are_no_such_rows() -> None:
     names = {setup.name for setup in select_setups(SetupSizes(), [])}
     with_models = {setup.name for setup in select_setups(SetupSizes(), [], has_models=True)}
     assert with_models - names == {"lookahead", "ouroboros"}
-    with pytest.raises(UserError, match="lookahead needs what the target says of wrong branches"):
+    with pytest.raises(UserError, match="lookahead needs the target's answers on wrong branches"):
         select_setups(SetupSizes(), ["card", "lookahead"])
 
 

@@ -74,8 +74,8 @@ def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> N
 def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ReplayTarget._rows
 
-    def wrong(self: ReplayTarget, places: Any) -> torch.Tensor:
-        return rows(self, places).roll(int(any(place.place == 7 for place in places)), 1)
+    def wrong(self: ReplayTarget, nodes: Any) -> torch.Tensor:
+        return rows(self, nodes).roll(int(any(node.position == 7 for node in nodes)), 1)
 
     monkeypatch.setattr(ReplayTarget, "_rows", wrong)
     with pytest.raises(RuntimeError, match="another text"):
@@ -190,9 +190,9 @@ def session_with(scripts: IndexedTrace, model: Any, tokens: Any) -> Any:
 
 def test_rows_on_the_path_and_off_it() -> None:
     scripts = index_trace(MIXED)
-    script, draft = scripts.scripts[1], ReplayDraft(scripts, lambda rows: 1.0)
+    script, draft = scripts.answers[1], ReplayDraft(scripts, lambda rows: 1.0)
     session = session_with(scripts, draft, script.text[: script.start + 3])
-    right, wrong = script.text[script.start + 3], (script.text[script.start + 3] + 1) % scripts.names
+    right, wrong = script.text[script.start + 3], (script.text[script.start + 3] + 1) % scripts.first_id
     after = script.text[script.start + 4]
     rows = draft.score([Part(session, (right, wrong, after, after, after), (PREFIX, PREFIX, 0, 1, 1), range(5))])
     assert [mark == ON_PATH for mark in session.marks[session.length : session.length + 5]] == [True, False] * 2 + [
@@ -209,7 +209,7 @@ def test_rows_on_the_path_and_off_it() -> None:
 
 def test_the_texts_numbers_say_the_same() -> None:
     scripts = index_trace(MIXED, ranks=4)
-    for answer, script in zip(MIXED.answers, scripts.scripts, strict=True):
+    for answer, script in zip(MIXED.answers, scripts.answers, strict=True):
         same = np.array(answer.tokens)[:, None] == answer.draft_tokens[:, :4]
         assert np.array_equal(same, np.array(script.tokens)[:, None] == script.draft_tokens)
         assert len(script.tokens) == len(answer.tokens)
@@ -337,7 +337,7 @@ def test_switches_never_change_the_text(seeds: int) -> None:
 
 
 def test_a_mark_depends_on_the_whole_path() -> None:
-    script = index_trace(MIXED).scripts[0]
+    script = index_trace(MIXED).answers[0]
     position = script.start + 2
     wrong = [token for token in range(20) if token != script.text[position]]
     marks = [models._mark(script, position, ON_PATH, token) for token in wrong]

@@ -167,7 +167,7 @@ def model_card(found: Evaluation, target: str | None, folder: Path, draft: Path,
         f"# A draft for {found.target}",
         "",
         f"A small model that proposes tokens for {found.target} to verify. It was made by `outpace distill`",
-        "from nothing but the target: its weights and its own answers. By itself it writes poor text; it is useful only",
+        "from nothing but the target: its weights and its own answers. By itself it writes poor text; it only helps",
         "as a draft, which does not change the target's text.",
         "",
     ]

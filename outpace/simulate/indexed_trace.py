@@ -1,6 +1,6 @@
-"""A trace in small numbers: every answer's tokens counted from 0, so that a row of scores is short.
+"""Renumbers a trace's tokens from 0 for each answer, so that a row of logits is short.
 
-A text begins with a token that names its answer; so the models that replay it are functions of the text alone.
+A text begins with a token that identifies its answer, so the models that replay it are functions of the text alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from outpace.simulate.trace import Trace
 
 
 @dataclass(frozen=True)
-class Script:
-    """One answer: `text` is its name, prompt and tokens; the answer begins at `start`."""
+class IndexedAnswer:
+    """One answer: `text` is its identifying token, prompt and answer tokens; the answer begins at `start`."""
 
     text: tuple[int, ...]
     start: int
@@ -31,43 +31,42 @@ class Script:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The answer."""
         return self.text[self.start :]
 
 
 @dataclass(frozen=True)
 class IndexedTrace:
-    """All answers. A text's first token, less `names`, is its number."""
+    """All answers; the index of a text's answer is its first token minus `first_id`."""
 
-    names: int
+    first_id: int
     vocab_size: int
-    scripts: tuple[Script, ...]
+    answers: tuple[IndexedAnswer, ...]
 
-    def some(self, count: int) -> tuple[Script, ...]:
-        """At most `count` of them, evenly spread over each task's."""
-        return tuple(self.scripts[number] for number in _spread([script.task for script in self.scripts], count))
+    def some(self, count: int) -> tuple[IndexedAnswer, ...]:
+        """Return at most `count` answers, evenly spread over each task's."""
+        return tuple(self.answers[number] for number in _spread([answer.task for answer in self.answers], count))
 
 
 def index_trace(trace: Trace, ranks: int | None = None) -> IndexedTrace:
-    """Renumbers a trace's tokens; of the draft's tokens at each place only the best `ranks` are kept (None: all)."""
+    """Renumber a trace's tokens, keeping the draft's best `ranks` tokens at each position (None: all)."""
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for answer in trace.answers:
-        offered = answer.draft_tokens[:, :ranks]
-        together = np.concatenate([np.array(answer.prompt), np.array(answer.tokens), offered.ravel()])
-        numbers = np.unique(together, return_inverse=True)[1]
-        asked, written, rest = np.split(numbers, np.cumsum([len(answer.prompt), len(answer.tokens)]))
-        parts.append((asked, written, rest.reshape(offered.shape)))
-    names = max(int(part.max()) + 1 for some in parts for part in some)
-    scripts = []
-    for number, (answer, (asked, written, rows)) in enumerate(zip(trace.answers, parts, strict=True)):
-        text = (names + number, *asked.tolist(), *written.tolist())
+        drafts = answer.draft_tokens[:, :ranks]
+        tokens = np.concatenate([np.array(answer.prompt), np.array(answer.tokens), drafts.ravel()])
+        ids = np.unique(tokens, return_inverse=True)[1]
+        prompt, written, rest = np.split(ids, np.cumsum([len(answer.prompt), len(answer.tokens)]))
+        parts.append((prompt, written, rest.reshape(drafts.shape)))
+    first_id = max(int(part.max()) + 1 for some in parts for part in some)
+    answers = []
+    for number, (answer, (prompt, written, rows)) in enumerate(zip(trace.answers, parts, strict=True)):
+        text = (first_id + number, *prompt.tolist(), *written.tolist())
         logprobs = answer.draft_logprobs[:, :ranks]
-        scripts.append(Script(text, len(asked) + 1, rows, logprobs, trace.temperature, answer.task))
-    return IndexedTrace(names, names + len(scripts), tuple(scripts))
+        answers.append(IndexedAnswer(text, len(prompt) + 1, rows, logprobs, trace.temperature, answer.task))
+    return IndexedTrace(first_id, first_id + len(answers), tuple(answers))
 
 
 def limit_trace(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Trace:
-    """The trace with these tasks' answers alone, and at most so many of them, evenly spread over each task's."""
+    """Keep these tasks' answers only (none: all tasks), and at most `answers` of them, evenly spread over the tasks."""
     chosen = [answer for answer in trace.answers if not tasks or answer.task in tasks]
     if not chosen:
         known = sorted({answer.task for answer in trace.answers})
@@ -78,7 +77,7 @@ def limit_trace(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) ->
 
 
 def _spread(tasks: Sequence[str], count: int) -> list[int]:
-    """At most so many answers of these tasks, evenly spread over each one's, however they take turns."""
+    """Return the indices of at most `count` answers with these tasks, evenly spread over each task's."""
     if count >= len(tasks):
         return list(range(len(tasks)))
     by_task = sorted(range(len(tasks)), key=lambda number: tasks[number])

@@ -1,4 +1,4 @@
-"""What a simulation shows: a table for people, rows for machines, a plot."""
+"""Reports a simulation: a table for a terminal or Markdown, rows for JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {"card": "#2f6fb2", "part": "#a9c6e3", "published": "#e08a3c", "other"
 
 
 def by_setup(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes of each setup by its name, in the order of the costs."""
+    """Group outcomes by the setup's name."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.setup.name, []).append(outcome)
@@ -27,7 +27,7 @@ def by_setup(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def table(outcomes: Sequence[Outcome], title: str) -> Table:
-    """Speedups over plain decoding for each ratio of times; then what made them, ratio by ratio in one column."""
+    """Build the table of speedups by ratio of times, with figures of all ratios in one column each."""
     from rich import box
     from rich.table import Table
 
@@ -41,7 +41,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
     for rows in by_setup(outcomes).values():
         details = (
             " ".join(f"{row.figures.mean_accepted_length:.2f}" for row in rows),
-            " ".join(f"{row.rows_a_token:.1f}" for row in rows),
+            " ".join(f"{row.rows_per_token:.1f}" for row in rows),
             " ".join(_percent(row.figures.hit_rate) for row in rows),
             " ".join(_percent(row.target_idle) for row in rows),
             " ".join(_percent(row.draft_idle) for row in rows),
@@ -56,7 +56,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table for a page of the documentation."""
+    """Return the table as Markdown."""
     costs = list(dict.fromkeys(outcome.costs for outcome in outcomes))
     made = "tokens a pass | rows a token | hit rate | target idle | drafter idle"
     lines = [f"| T_target / T_draft | {' | '.join(costs)} | {made} |"]
@@ -64,7 +64,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     for rows in by_setup(outcomes).values():
         cells = [f"{row.speedup:.2f}" for row in rows]
         cells.append(", ".join(f"{row.figures.mean_accepted_length:.2f}" for row in rows))
-        cells.append(", ".join(f"{row.rows_a_token:.1f}" for row in rows))
+        cells.append(", ".join(f"{row.rows_per_token:.1f}" for row in rows))
         for name in ("hit_rate", "target_idle", "draft_idle"):
             shares = [row.figures.hit_rate if name == "hit_rate" else getattr(row, name) for row in rows]
             cells.append("" if None in shares else ", ".join(_percent(share) for share in shares))
@@ -73,7 +73,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
 
 
 def about(trace: Trace, sizes: SetupSizes, devices: int) -> dict[str, Any]:
-    """What was simulated."""
+    """Describe the trace and the sizes for JSON."""
     return {
         "target": trace.target,
         "draft": trace.draft,
@@ -87,7 +87,7 @@ def about(trace: Trace, sizes: SetupSizes, devices: int) -> dict[str, Any]:
 
 
 def as_rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """One record an outcome, for JSON."""
+    """Return the outcomes for JSON."""
     return [_row(outcome) for outcome in outcomes]
 
 
@@ -103,12 +103,12 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "hit_rate": None if figures.hit_rate is None else round(figures.hit_rate, 4),
         "hits": figures.by_kind,
         "acceptance_by_position": [round(rate, 4) for rate in figures.acceptance_by_position[:8]],
-        "rows_a_token": round(outcome.rows_a_token, 4),
+        "rows_a_token": round(outcome.rows_per_token, 4),
         "target_idle": round(outcome.target_idle, 4),
         "draft_idle": round(outcome.draft_idle, 4),
         "draft_length": outcome.draft_length,
         "tokens": outcome.tokens,
-        "equal_text": True,  # else there is no outcome
+        "equal_text": True,  # another text raises an error
     }
     return dict(row)
 
@@ -123,7 +123,7 @@ def _percent(share: float | None) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
-    """A panel for each ratio: speedups as bars, mean accepted lengths beside them."""
+    """Plot a panel for each ratio, with speedups as bars and mean accepted lengths as numbers."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -140,7 +140,7 @@ def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
     panels[0].set_yticks(range(len(names)), [by_setup(kept)[name][0].setup.title for name in names])
     panels[0].invert_yaxis()
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    figure.supxlabel("speedup over plain decoding (grey: emitted tokens a target pass)", fontsize=9)
+    figure.supxlabel("speedup over plain decoding (grey: emitted tokens per target pass)", fontsize=9)
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What is simulated: every decoder that there is, and CARD with each of its parts switched off in turn."""
+"""Lists the setups that can be simulated: all decoders, and CARD with each of its parts disabled."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from outpace.core.errors import UserError, check_whole, unknown
 from outpace.decoders.base import Decoder
 
 PLAIN, ALL = "autoregressive", "all"
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths to try for methods that have one
 LIVE = ("lookahead", "ouroboros")
 COPYING = "model+ngram"
 _MOST_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
-_PUBLISHED_FORWARDS = 7  # of the draft in a pass of the target, by the authors' settings for 1B and 70B
+_PUBLISHED_FORWARDS = 7  # draft forwards per target pass, in the authors' settings for 1B and 70B
 
 
 @dataclass(frozen=True)
 class SetupSizes:
-    """`nodes` the target verifies a pass, the root included; `width` (the paper's K) those that the drafter expands a
-    forward; no more are grown where `tree_nodes` stand. CARD, as it is and planned, gets the `others` as well."""
+    """The sizes of token trees.
+
+    The target verifies `nodes` nodes per pass, the root included; the drafter expands `width` nodes (the paper's K) per
+    forward, up to a tree of `tree_nodes`. CARD and its planned variant are also simulated with the widths `others`.
+    """
 
     nodes: int = 32
     width: int = 16
@@ -38,8 +41,10 @@ class SetupSizes:
 
 @dataclass(frozen=True)
 class Setup:
-    """A row of the table: `method` is the decoder's name, `options` are its own and the drafter's by name; of
-    `lengths` the best draft length is taken for each ratio. `ranks`: how many of the draft's tokens a node offers."""
+    """A row of the table: a decoder `method` with options, which are the decoder's and the drafter's.
+
+    The best of the draft `lengths` is used for each ratio. `ranks` is the number of draft tokens per node (None: all).
+    """
 
     name: str
     title: str
@@ -52,7 +57,7 @@ class Setup:
 
     @property
     def is_live(self) -> bool:
-        """Whether the drafter is told what the target says of wrong branches, so that the models have to run."""
+        """Whether the drafter uses the target's answers on wrong branches, so that the models have to run."""
         return self.drafter in LIVE
 
     @property
@@ -62,7 +67,7 @@ class Setup:
 
 
 def setups(sizes: SetupSizes) -> list[Setup]:
-    """All of them, plain decoding first, CARD's own last."""
+    """Return all setups, plain decoding first and CARD's last."""
     tree = {"width": sizes.width, "tree_nodes": sizes.tree_nodes}
     chain = {"width": 1, "tree_nodes": max(LENGTHS) + 2, "floor": 0.0}
     n = sizes.nodes
@@ -87,7 +92,7 @@ def setups(sizes: SetupSizes) -> list[Setup]:
 
 
 def _live(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
-    """Lookahead's window and guesses need more rows than others: those of its own defaults."""
+    """Return the setups that run the models; lookahead has the rows of its own default options."""
     options = registry.find("drafters", "lookahead").Options()
     rows = (options.window + options.guesses) * (options.ngram - 1) + 1
     window = Setup(
@@ -127,18 +132,21 @@ def _card(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
 
 
 def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
-    """A decoder with its defaults, and its best draft length if it has one."""
+    """Return a decoder's setup with default options, and its best draft length if it has one."""
     options = {field.name for field in fields(registry.find("decoders", name).Options)}
     return Setup(name, name, name, nodes, tree, LENGTHS if "draft_length" in options else ())
 
 
 def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
-    """Those of these names, or all of a decoder's name; plain decoding is always there. `all`: every one; no name: each
-    method as it is, without the rows that leave out a part of it. `has_models`: those that need the models too."""
+    """Select setups by their names or their decoder's; plain decoding is always included.
+
+    "all" selects every setup; no name selects each method, without the setups that disable a part of it. Setups that
+    need the models are only included with `has_models`.
+    """
     for name in names:
         if name in LIVE and not has_models:
             raise UserError(
-                f"{name} needs what the target says of wrong branches, name the models with --target, --draft"
+                f"{name} needs the target's answers on wrong branches, name the models with --target, --draft"
             )
     every = [setup for setup in setups(sizes) if has_models or not setup.is_live]
     if ALL in names:

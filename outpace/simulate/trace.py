@@ -1,8 +1,8 @@
-"""The trace of a real pair: what a target wrote, and what a draft would have proposed at every place of it.
+"""Records, generates, saves and loads traces: a target's answers, and the draft's proposals at every position.
 
-It is recorded once and then replayed for any method, ratio of times and width (`outpace simulate`), without the models.
-The draft is teacher-forced: at every place it sees the target's own text. For chains at temperature 0 that is exact. Of
-sampled texts the rows are what the rule's drafter ranks by: log q plus the noise that it shares with the target.
+A trace is recorded once and replayed for any method, ratio of times and width (`outpace simulate`), without the models.
+The draft is teacher-forced: it reads the target's own text, which is exact for chains at temperature 0. For sampled
+texts the rows are the values by which the drafter ranks tokens: log q plus the noise shared with the target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import LogprobsOptions, Request, Row
-from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded
@@ -39,17 +39,19 @@ _TYPES = {
     "draft_logprobs": np.float32,
 }
 _ROWS = ("target_logprobs", "draft_tokens", "draft_logprobs")
-_CHUNK = 256  # tokens of a text a forward of the draft
+_CHUNK = 256  # tokens per forward of the draft
 
 Progress = Callable[[int, int], None]
-"""Told how many of how many answers are recorded."""
+"""Receives the number of recorded answers and of all answers."""
 
 
 @dataclass(frozen=True)
 class TracedAnswer:
-    """One answer. `draft_tokens` and `draft_logprobs` [tokens, ranks]: the draft's likeliest tokens for each place,
-    best first, given the true text before it. Natural logarithms, plus noise where the text was sampled; -inf where
-    the draft has no more tokens."""
+    """One answer with the draft's most likely tokens at each position, given the true text before it, best first.
+
+    `draft_tokens` and `draft_logprobs` are [tokens, ranks]; natural logarithms, plus noise if the text was sampled;
+    -inf where the draft has no more tokens.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -61,7 +63,7 @@ class TracedAnswer:
 
 @dataclass(frozen=True)
 class Trace:
-    """All answers of one pair, at one temperature."""
+    """All answers of one pair of models, at one temperature."""
 
     target: str
     draft: str
@@ -71,21 +73,21 @@ class Trace:
 
     @property
     def ranks(self) -> int:
-        """Tokens of the draft that are known at each place."""
+        """Number of draft tokens recorded at each position."""
         return int(self.answers[0].draft_tokens.shape[1])
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Number of tokens of all answers."""
         return sum(len(answer.tokens) for answer in self.answers)
 
     def acceptance(self, rank: int = 1) -> float:
-        """How often the target's token is among the draft's `rank` likeliest."""
+        """Return how often the target's token is among the draft's `rank` most likely ones."""
         found = [(a.draft_tokens[:, :rank] == np.array(a.tokens)[:, None]).any(1) for a in self.answers]
         return float(np.concatenate(found).mean())
 
     def save(self, path: Path | str) -> None:
-        """Writes one safetensors file, whole or not at all."""
+        """Write a safetensors file atomically."""
         from safetensors.numpy import save_file
 
         path = Path(path)
@@ -104,8 +106,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """`max_tokens` an answer; `ranks` of the draft's tokens at each place; `batch` answers at once; `sampling` without
-    filters, and its `seed`."""
+    """Options of a recording: `batch` concurrent answers of `max_tokens`, with `ranks` draft tokens at each position.
+
+    `sampling` must not have filters.
+    """
 
     max_tokens: int = 128
     ranks: int = 32
@@ -130,9 +134,9 @@ def record(
     tasks: Sequence[str] = (),
     progress: Progress = lambda done, all: None,
 ) -> Trace:
-    """The target answers the prompts (token ids) plainly, the draft then reads every answer in one go.
+    """Let the target answer the prompts (token ids) by plain decoding, and the draft read each answer.
 
-    `tasks` names each prompt's task. UserError where a text does not fit the draft's context, or nothing is asked.
+    `tasks` has each prompt's task. UserError if a text does not fit the draft's context, or without prompts.
     """
     options = options or RecordOptions()
     if not prompts:
@@ -151,17 +155,18 @@ def record(
 
 
 def _request(prompt: Sequence[int], options: RecordOptions, stops: frozenset[int]) -> Request:
-    """Greedy, or sampled with the noise that target and draft share."""
+    """Build a request that is greedy, or sampled with the noise shared by target and draft."""
     rule = greedy.build(greedy.Options()) if options.sampling.is_greedy else gumbel.build(gumbel.Options())
-    asked = (tuple(prompt), rule, options.max_tokens, options.sampling, options.seed)
-    return Request(*asked, stop_ids=stops, logprobs=LogprobsOptions())
+    arguments = (tuple(prompt), rule, options.max_tokens, options.sampling, options.seed)
+    return Request(*arguments, stop_ids=stops, logprobs=LogprobsOptions())
 
 
 def _answers(target: Loaded, requests: Sequence[Request], batch: int) -> list[tuple[tuple[int, ...], list[float]]]:
-    """The target's tokens for every request, and their log-probabilities."""
+    """Return the target's tokens for every request, and their log-probabilities."""
     settings = EngineOptions(nodes=1, batch=batch, reuse=False)
+    decoder = registry.find("decoders", "autoregressive")
     with Engine(target.model, options=settings) as engine:
-        runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
+        runs = [engine.submit(request, decoder, decoder.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     for run in runs:
@@ -171,12 +176,12 @@ def _answers(target: Loaded, requests: Sequence[Request], batch: int) -> list[tu
 
 
 def _name(loaded: Loaded) -> str:
-    """Without the folders of the machine that it was recorded on."""
+    """Return the model's name without folders of the recording machine."""
     return Path(loaded.name).name if Path(loaded.name).is_absolute() else loaded.name
 
 
 def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The draft's best tokens for every place of the answer, by the rule's rank. [tokens, ranks] each"""
+    """Return the draft's best tokens by the rule's rank, and their values, at each position: [tokens, ranks]."""
     text, start = (*request.prompt, *written), len(request.prompt)
     if len(text) > model.max_positions:
         raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
@@ -196,7 +201,7 @@ def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: i
 
 
 def load(path: Path | str) -> Trace:
-    """Reads a trace. UserError for a file that is not one, is torn, or holds what cannot be."""
+    """Read a trace; UserError for another file, a torn one, or one with invalid content."""
     path = Path(path)
     about, arrays = _read(path)
     if about.get("format") != FORMAT:
@@ -208,7 +213,7 @@ def load(path: Path | str) -> Trace:
         target, draft, temperature = about["target"], about["draft"], float(about.get("temperature", 0.0))
     except (KeyError, ValueError) as error:
         raise UserError(f"{path} is damaged: its manifest lacks {error!s:.80}") from error
-    problem = _objection(arrays, vocab_size, tasks)
+    problem = _problem(arrays, vocab_size, tasks)
     if problem:
         raise UserError(f"{path} is damaged: {problem}")
     return Trace(target, draft, vocab_size, tuple(_cut(arrays, tasks)), temperature)
@@ -227,8 +232,8 @@ def _read(path: Path) -> tuple[Mapping[str, str], dict[str, np.ndarray]]:
         raise UserError(f"{path} cannot be read as a trace: {error!s:.200}") from error
 
 
-def _objection(arrays: Mapping[str, np.ndarray], vocab_size: int, tasks: Any) -> str | None:
-    """What is wrong with a file's tensors, or None."""
+def _problem(arrays: Mapping[str, np.ndarray], vocab_size: int, tasks: Any) -> str | None:
+    """Return what is wrong with a file's tensors, or None."""
     for name, kind in _TYPES.items():
         dims = 2 if name.startswith("draft") else 1
         if name not in arrays or arrays[name].dtype != kind or arrays[name].ndim != dims:
@@ -259,16 +264,16 @@ def _objection(arrays: Mapping[str, np.ndarray], vocab_size: int, tasks: Any) ->
 def _cut(arrays: Mapping[str, np.ndarray], tasks: Sequence[str]) -> list[TracedAnswer]:
     answers = []
     for number, task in enumerate(tasks):
-        asked = slice(*arrays["prompt_starts"][number : number + 2])
+        prompt_rows = slice(*arrays["prompt_starts"][number : number + 2])
         here = slice(*arrays["starts"][number : number + 2])
-        prompt, tokens = arrays["prompt_tokens"][asked].tolist(), arrays["tokens"][here].tolist()
+        prompt, tokens = arrays["prompt_tokens"][prompt_rows].tolist(), arrays["tokens"][here].tolist()
         logprobs, best, values = (arrays[name][here] for name in _ROWS)
         answers.append(TracedAnswer(tuple(prompt), tuple(tokens), logprobs, best, values, task))
     return answers
 
 
 def _tensors(answers: Sequence[TracedAnswer]) -> dict[str, np.ndarray]:
-    """What a file holds; the inverse of `_cut`."""
+    """Return the tensors of a file; the inverse of `_cut`."""
     parts = {
         "prompt_tokens": [np.array(answer.prompt) for answer in answers],
         "prompt_starts": [np.cumsum([0, *(len(answer.prompt) for answer in answers)])],
@@ -285,21 +290,24 @@ _VOCAB = 64
 
 
 def synthetic_trace(acceptance: float, answers: int = 8, tokens: int = 256, seed: int = 0) -> Trace:
-    """A made-up trace with this chance of acceptance, between 0 and 1."""
+    """Generate a trace with this acceptance rate, whose positions are alike and independent.
+
+    The target's token is the draft's i-th with probability A (1 - A)^(i - 1), and the draft knows these probabilities.
+    """
     check_range("acceptance", acceptance, 0.0, 1.0)
     check_whole("answers", answers, 1)
     check_whole("tokens", tokens, 1)
-    chance = random.Random(seed)
-    made = tuple(_answer(chance, acceptance, tokens) for _ in range(answers))
+    generator = random.Random(seed)
+    made = tuple(_synthetic_answer(generator, acceptance, tokens) for _ in range(answers))
     return Trace("stated", f"acceptance {acceptance:g}", _VOCAB, made)
 
 
-def _answer(chance: random.Random, acceptance: float, tokens: int) -> TracedAnswer:
+def _synthetic_answer(generator: random.Random, acceptance: float, tokens: int) -> TracedAnswer:
     written, rows = [], []
     for _ in range(tokens):
-        token, *others = chance.sample(range(_VOCAB), _RANKS + 1)
+        token, *others = generator.sample(range(_VOCAB), _RANKS + 1)
         rank = 0
-        while rank < _RANKS and chance.random() >= acceptance:
+        while rank < _RANKS and generator.random() >= acceptance:
             rank += 1
         written.append(token)
         rows.append([*others[:rank], token, *others[rank:]][:_RANKS])
