@@ -22,7 +22,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files.reading import read_json
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
+from outpace.models.llama.cuda.draft_steps import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_model
 

@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line: noted and taken at safe points, a second one ends the program, nothing is left behind."""
+"""Ctrl-C on the command line: deferred to safe points; a second one ends the program; no files are left behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_another_error_comes_before_the_interrupt() -> None:
         work()
 
 
-def test_what_is_taken_is_forgotten() -> None:
+def test_take_forgets_the_interrupt() -> None:
     with process.at_safe_points():
         assert not process.take()
         interrupt()
@@ -82,7 +82,7 @@ def test_an_answer_is_stopped_at_once_or_before_it_begins() -> None:
         with process.stopping(lambda: stopped.append(1)):
             interrupt()
             assert stopped == [1]
-        with process.stopping(lambda: stopped.append(2)):  # the first one is not taken yet
+        with process.stopping(lambda: stopped.append(2)):  # the first interrupt is still pending
             assert stopped == [1, 2]
         assert process.take()
         interrupt()
@@ -93,7 +93,7 @@ def test_an_answer_is_stopped_at_once_or_before_it_begins() -> None:
     assert stopped == [1, 2]
 
 
-def test_while_somebody_types_an_interrupt_is_one() -> None:
+def test_an_interrupt_while_typing() -> None:
     with process.at_safe_points():
         with pytest.raises(KeyboardInterrupt), process.at_any_point():
             interrupt()
@@ -103,7 +103,7 @@ def test_while_somebody_types_an_interrupt_is_one() -> None:
         process.check()
 
 
-def test_a_program_that_ignores_interrupts_goes_on_doing_so() -> None:
+def test_ignored_interrupts_stay_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for block in (process.at_safe_points(), process.at_any_point(), process.stopping(lambda: None)):
@@ -136,7 +136,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, tiny: Path) -> Run:
-    """Runs a script in front of the program, and the program; its exit status and what it wrote."""
+    """Run a script and then the program in one process; return exit status, stdout and stderr."""
 
     def run(script: str, *arguments: str) -> tuple[int, str, str]:
         words = ["outpace", *arguments, *(["--target", str(tiny)] if arguments[0] != "methods" else [])]
@@ -147,7 +147,7 @@ def run(tmp_path: Path, tiny: Path) -> Run:
             capture_output=True,
             text=True,
             timeout=SECONDS,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
         )
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stdout, done.stderr
@@ -187,7 +187,7 @@ ANSWER = ("generate", "hello", "--max-tokens", "16000", "--ignore-eos")
 
 
 @pytest.mark.parametrize("module", ["typer", "outpace.cli.main"])
-def test_before_anything_is_begun_it_ends_by_the_signal(run: Run, module: str) -> None:
+def test_during_imports_the_signal_ends_the_program(run: Run, module: str) -> None:
     assert run(WHEN_IMPORTED.format(module=module), *ANSWER)[0] == -signal.SIGINT
 
 
@@ -198,7 +198,7 @@ def test_before_anything_is_begun_it_ends_by_the_signal(run: Run, module: str) -
         *(pytest.param(count, "float32", marks=pytest.mark.long) for count in (1, 3, 6)),
     ],
 )
-def test_while_a_model_is_converted_or_loaded(run: Run, tmp_path: Path, count: int, dtype: str) -> None:
+def test_interrupted_loading(run: Run, tmp_path: Path, count: int, dtype: str) -> None:
     assert run(AT_STAGE.format(count=count), *ANSWER, "--dtype", dtype)[0] == process.INTERRUPTED
     left = [file.name for file in (tmp_path / "cache").glob(".*.part-*")]
     assert left == []
@@ -212,21 +212,21 @@ WAYS: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_while_an_answer_is_written(run: Run, way: str) -> None:
+def test_an_interrupted_answer(run: Run, way: str) -> None:
     code, out, err = run(AT_PIECE.format(count=9, times=1), *ANSWER, *WAYS[way])
     assert code == process.INTERRUPTED
     assert out.endswith("\n")
     assert err.endswith(", stopped\n")
 
 
-def test_what_was_written_is_in_the_line_of_json(run: Run) -> None:
+def test_the_json_has_the_text_so_far(run: Run) -> None:
     code, out, _ = run(AT_PIECE.format(count=9, times=1), *ANSWER, "--json")
     found = json.loads(out)
     assert (code, found["finish_reason"]) == (process.INTERRUPTED, "abort")
     assert 9 <= len(found["tokens"]) < 16000
 
 
-def test_a_second_one_ends_at_once(run: Run) -> None:
+def test_a_second_interrupt_ends_the_program(run: Run) -> None:
     code, out, _ = run(AT_PIECE.format(count=9, times=2), *ANSWER, "--json")
     assert (code, out) == (-signal.SIGINT, "")
 
@@ -244,18 +244,18 @@ class Loud(Stream):
 import outpace.api.llm; outpace.api.llm.Stream = Loud
 main.main({[*ANSWER, "--target", str(tiny), *form]})
 """
-    process = subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", script],
         env=os.environ | {"OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )
-    assert process.stderr is not None
-    assert process.stderr.read(8) == b"." * 8
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == process.INTERRUPTED, err
+    assert child.stderr is not None
+    assert child.stderr.read(8) == b"." * 8
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=SECONDS)
+    assert child.returncode == process.INTERRUPTED, err
     assert b"Traceback" not in err
     assert out.endswith(b"\n")
     if form:

@@ -43,7 +43,6 @@ EXTRAS = {  # of pyproject.toml: purpose and modules; `native` has its own line
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
-    "flashspec": ("FlashSpec in outpace bench --peers", ("flashspec", "transformers")),
 }
 NOT_CONVERTED = (
     "not measured: it is not converted yet, which takes hundreds of megabytes in the cache folder;"

@@ -49,7 +49,7 @@ def check_plot(flag: str, file: Path | None) -> None:
 
 
 def write_all(writes: Iterable[Callable[[], None]]) -> list[UserError]:
-    """Call all functions; return the errors of those that failed."""
+    """Call all functions and return their errors."""
     errors = []
     for write in writes:
         try:

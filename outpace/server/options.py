@@ -108,7 +108,7 @@ def _check_certificate(certificate: Path, key: Path) -> None:
 
 
 def read_api_keys(file: Path | None) -> frozenset[bytes]:
-    """Return hashes of the keys in a file, one a line, and of those in OUTPACE_API_KEY, separated by commas."""
+    """Return hashes of the keys in a file, one a line, and in OUTPACE_API_KEY, separated by commas."""
     keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     if file is not None:
         try:

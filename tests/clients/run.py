@@ -1,10 +1,10 @@
-"""Runs clients that others wrote against a real server, each in an environment of its own: `make test-clients`.
+"""Run third-party clients against a real server, each in its own environment: `make test-clients`.
 
-python tests/clients/run.py [NAME ...]   # all that there are, or those named
+python tests/clients/run.py [NAME ...]   # all clients, or the named ones
 
-A client is a file here: a comment that begins with `needs:` names what its environment installs, and it is called with
-the server's address. A client that asserts nothing wrong exits with 0. Those in JavaScript run on a Node of their own,
-which comes from PyPI.
+A client is a file in this folder. A comment that begins with `needs:` lists the packages of its environment. It is
+called with the server's address and exits with 0 if all its assertions hold. JavaScript clients run on a Node.js from
+PyPI.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def environment(file: Path) -> list[Path]:
         mark.write_text(" ".join(packages))
     if not in_node:
         return [folder / "bin" / "python", file]
-    return [folder / "bin" / "node", Path(shutil.copy(file, folder))]  # it looks for packages beside itself
+    return [folder / "bin" / "node", Path(shutil.copy(file, folder))]  # Node looks for packages next to the file
 
 
 if __name__ == "__main__":
