@@ -92,7 +92,7 @@ def key_by_call_order(keyed: Original) -> Original:
 
 def hang_dead_on_root(insert: Original) -> Original:
     def mutated(self: Any, layer: Any) -> int:
-        root, known, moved = self._tree.ids[0], set(self._places), []
+        root, known, moved = self._tree.ids[0], set(self._nodes), []
         for candidate in layer.nodes:
             parent = candidate.parent_id if candidate.parent_id in known else root
             moved.append(candidate._replace(parent_id=parent))

@@ -96,8 +96,8 @@ def test_a_perfect_drafter_is_waited_for(method: str, worker: str, monkeypatch: 
 def grown(orders: DraftDirectives, forwards: int = 50) -> TokenTree:
     """The tree of a drafter that was given these orders, after so many forwards at most."""
     loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
-    loop.mail.put(Open(0, REQUESTS[0]))
-    loop.mail.put(Configure(0, orders))
+    loop.inbox.put(Open(0, REQUESTS[0]))
+    loop.inbox.put(Configure(0, orders))
     for _ in range(forwards):
         for _, layer in loop.grow():
             cache.insert(layer)
@@ -117,7 +117,7 @@ def test_the_drafter_stops_where_it_is_told(orders: DraftDirectives, deepest: in
 def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
     loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
     for message in (Open(0, REQUESTS[0]), Configure(0, DraftDirectives(depth=2, width=1))):
-        loop.mail.put(message)
+        loop.inbox.put(message)
 
     def deepest() -> int:
         for _ in range(9):
@@ -126,12 +126,12 @@ def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
         return max(depths(cache.query(99).parents))
 
     assert deepest() == 2
-    loop.mail.put(Configure(0, DraftDirectives(depth=4, width=1)))
+    loop.inbox.put(Configure(0, DraftDirectives(depth=4, width=1)))
     assert deepest() == 4
     tree = cache.query(3)
     picks = [*tree.tokens[1:], write(TARGET, REQUESTS[0])[2]]
     _, correction = cache.correct(tree, REQUESTS[0].rule.walk(tree, picks), len(tree))
-    loop.mail.put(Correct(0, correction))
+    loop.inbox.put(Correct(0, correction))
     assert correction.is_hit
     assert deepest() == 4, "one was left below the new root, and four are ordered"
 

@@ -26,7 +26,7 @@ from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.tree import Siblings, TokenTree
+from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 from outpace.drafters import build_drafter, drafter_modules
 from outpace.engine.build import check_rule, find_rule
@@ -205,7 +205,7 @@ def run_cell(cell: Cell, requests: Sequence[Request]) -> Outcome | None:
 def is_keyed(rule: str) -> bool:
     """Whether the text follows from request and target alone."""
     built = next(iter(samplings_of(rule).values()))
-    return bool(getattr(built, "keyed", built.siblings is Siblings.PICKED))
+    return built.traits.same_text
 
 
 def asks_the_target(cell: Cell) -> bool:

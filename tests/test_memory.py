@@ -82,7 +82,7 @@ def drafts_of(engine: Engine) -> list[tuple[int, ToySession]]:
     """The drafts' sessions, with the keys of their requests; of a worker's, when it has read its mail."""
     states = [(run.key, run.draft.state) for run in (*engine.running, *engine.waiting)]
     if isinstance(engine.worker, InlineWorker):
-        engine.worker._loop._read_mail()
+        engine.worker._loop._read_inbox()
         states += [(key, track.state) for key, track in engine.worker._loop._tracks.items()]
     parts = [(key, part) for key, state in states for part in getattr(state, "parts", [state])]
     found = [(key, part, getattr(part, "session", None)) for key, part in parts]

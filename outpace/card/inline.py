@@ -1,4 +1,4 @@
-"""The drafter on a simulated clock: deterministic, for tests and for planning two devices on one machine."""
+"""The drafter on a simulated clock: deterministic, for tests and to simulate two devices on one machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from outpace.models.base import Part
 
 @dataclass
 class SimulatedClock:
-    """Seconds that each thing takes: one forward of the drafter, one pass of the target over n rows.
+    """Durations of a forward of the drafter and of a target pass over n rows, in seconds.
 
-    `draft_seconds` is asked after each forward, so it may know how wide that was. `shared`: target and drafter have one
-    device and halve it while both work. `target_busy` and `draft_busy` are seconds of work, on a device of its own.
+    `draft_seconds` is called after each forward, so it may depend on the forward's width. `shared`: target and drafter
+    share one device and get half of it while both work. `target_busy`, `draft_busy`: seconds of work, as on a device
+    alone.
     """
 
     draft_seconds: Callable[[], float] = lambda: 1.0
@@ -37,16 +38,16 @@ class SimulatedClock:
 
 
 class InlineWorker(DraftWorker):
-    """Draft forwards that finish before the clock reaches the end of the target's pass are published during it.
+    """Publishes the draft forwards that end before the clock reaches the end of the target pass during that pass.
 
-    A forward that a correction overtakes is published all the same, when it ends: its nodes then meet dead parents.
+    A forward that a correction overtakes is published when it ends all the same; its nodes have no parents then.
     """
 
     def __init__(self, drafter: Drafter, clock: SimulatedClock | None = None) -> None:
         super().__init__()
         self._loop = DraftLoop(drafter)
         self.clock = clock or SimulatedClock()
-        self._running: tuple[float, list[tuple[int, CandidateLayer]]] | None = None  # its end, its layers
+        self._running: tuple[float, list[tuple[int, CandidateLayer]]] | None = None  # end time, layers
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.stored_bytes(lengths)
@@ -70,7 +71,7 @@ class InlineWorker(DraftWorker):
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         before = self.clock.now
-        for _ in range(2 * max(layers, depth)):  # a forward for an older tree may be under way, or other requests' turn
+        for _ in range(2 * max(layers, depth)):  # forwards for an older tree or for other requests may come first
             if cache.has(layers, depth) or not self._is_running():
                 break
             self._finish()
@@ -80,16 +81,16 @@ class InlineWorker(DraftWorker):
         self._running = None
 
     def close(self) -> None:
-        """Ends the drafter too."""
+        """End the drafter too."""
         self.stop()
         self._loop.end()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:
-            self._loop.mail.put(message)
+            self._loop.inbox.put(message)
 
     def _is_running(self) -> bool:
-        """Whether the drafter has a forward under way; it starts one if it can."""
+        """Whether the drafter has a forward under way; start one if possible."""
         if self._running is None and self.failure is None:
             self._start()
         return self._running is not None
@@ -98,7 +99,7 @@ class InlineWorker(DraftWorker):
         return self._running[0] if self._running else self.clock.now
 
     def _finish(self) -> None:
-        """Publishes the forward under way and moves the clock to its end."""
+        """Publish the forward under way and move the clock to its end."""
         if self._running:
             finish, layers = self._running
             self._publish(layers)
@@ -118,7 +119,7 @@ class InlineWorker(DraftWorker):
             self._running = (self.clock.now + seconds, layers)
 
     def _delay(self, seconds: float) -> None:
-        """Both had half of the device for so much of the other's work: all ends later by it."""
+        """Delay everything: both had half of the device for this long."""
         self.clock.now += seconds
         if self._running:
             self._running = (self._running[0] + seconds, self._running[1])
@@ -149,7 +150,7 @@ class ClockedModel:
 
 
 class ClockedDrafter(Drafter):
-    """A drafter that works in turn with the target: the clock stands at the end of each `grow`."""
+    """A drafter that alternates with the target: each `grow` moves the clock."""
 
     def __init__(self, inner: Drafter, clock: SimulatedClock) -> None:
         self._inner, self._clock = inner, clock

@@ -1,4 +1,5 @@
-"""The drafter's side of CARD: takes corrections between layers, grows all running requests' trees, publishes deltas."""
+"""The drafter's side of CARD: applies corrections between forwards, grows the trees of all requests, returns new
+layers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from outpace.core.types import Drafter, Observation, Request
 
 
 class Open(NamedTuple):
-    """A request starts. `next_id`: of its first node, above those of a drafter that had the request before."""
+    """Start a request. `next_id`: id of its first node, above those of an earlier drafter of the request."""
 
     key: int
     request: Request
@@ -32,26 +33,26 @@ class Correct(NamedTuple):
 
 
 class Configure(NamedTuple):
-    """How a request is drafted from now on."""
+    """Draft a request by these directives from now on."""
 
     key: int
     orders: DraftDirectives
 
 
 class Pause(NamedTuple):
-    """A request waits for memory: nothing is held or drafted for it meanwhile."""
+    """Free a request's memory and do not draft it until `Resume`."""
 
     key: int
 
 
 class Resume(NamedTuple):
-    """It goes on."""
+    """Continue a paused request."""
 
     key: int
 
 
 class Close(NamedTuple):
-    """A request is over."""
+    """End a request."""
 
     key: int
 
@@ -61,50 +62,49 @@ Message = Open | Correct | Configure | Pause | Resume | Close
 
 @dataclass
 class DraftedRequest:
-    """One request as the drafter knows it; its tree may lag behind the target's, never the other way round."""
+    """One request on the drafter's side. Its tree may lag behind the target's root, never the reverse. `published`:
+    number of nodes that were returned in layers. `layers`: grown since the last directives."""
 
     state: Any
     tree: TokenTree
     published: int = 1
-    idle: bool = False  # the drafter had nothing to add, or has done what was ordered; a message wakes it
+    idle: bool = False  # nothing to add, or all directives done; a message wakes it
     orders: DraftDirectives = UNRESTRICTED
-    layers: int = 0  # grown since the orders came
+    layers: int = 0
 
     @property
     def is_done(self) -> bool:
-        """Whether its orders say that it is not to grow on."""
+        """Whether the directives say to stop growing."""
         layers, depth, *_ = self.orders
         return (layers is not None and self.layers >= layers) or 0 < depth <= max(depths(self.tree.parents))
 
 
 def check_concurrent(drafter: Drafter) -> None:
-    """UserError for a drafter that cannot work beside the target."""
+    """Raise UserError for a drafter that cannot run in parallel with the target."""
     if drafter.needs != NO_NEEDS:
         raise UserError(
-            f"drafter {drafter.name} needs to see the target's passes, a worker beside the target does not: use it in"
-            " turn, with method auto or speculative"
+            f"drafter {drafter.name} needs to see the target's passes, which a worker does not: use method auto or"
+            " speculative"
         )
 
 
 class DraftLoop:
-    """One turn: read the mail, grow once, hand out what is new. Whoever owns the loop alone calls it."""
+    """The drafter's loop: read messages, grow once, return what is new. It is called by the one thread that owns it;
+    other threads only `post`."""
 
     def __init__(self, drafter: Drafter, most_requests: int = 16) -> None:
-        """`most_requests` share a forward; with more of them running, they take turns. UserError for a drafter that
-        needs more of the target than its verdicts."""
+        """`most_requests` share a forward; more take turns. UserError for a drafter that needs to see the target's
+        passes."""
         check_concurrent(drafter)
         self._drafter = drafter
         self._most = most_requests
         self._tracks: dict[int, DraftedRequest] = {}
-        self.mail: SimpleQueue[Message | None] = SimpleQueue()  # None says nothing, but ends a wait
+        self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
 
     def grow(self) -> list[tuple[int, CandidateLayer]]:
-        """Reads the mail and grows the trees that can grow: new layers by request, not published yet.
-
-        A layer without nodes says that this request's tree grows no more before the next correction. No layers at all:
-        there is nothing to do.
-        """
-        self._read_mail()
+        """Read the messages and grow the trees that can grow. Return the new layers by request; none at all if there is
+        nothing to do. A layer without nodes says that the tree grows no more before the next correction."""
+        self._read_inbox()
         keys = self._next()
         if not keys:
             return []
@@ -116,17 +116,17 @@ class DraftLoop:
         return [(key, self._delta(self._tracks[key])) for key in keys]
 
     def post(self, message: Message) -> None:
-        """Any thread but the drafter's: puts a message into the mail. A correction is told to the drafter at once, too,
-        which may be able to turn while it grows."""
+        """Put a message into the inbox; any thread but the drafter's may call this. The drafter learns of a correction
+        at once too, since it may be able to follow it during a forward."""
         track = self._tracks.get(message.key)
         if track is not None and isinstance(message, Correct):
             path, tokens, root_id, _ = message.correction
-            with suppress(Exception):  # the mail says the same: a fault comes out there, in the drafter's own thread
+            with suppress(Exception):  # the inbox has it too, and a fault is raised there, in the drafter's own thread
                 self._drafter.on_root_moved(track.state, path, tokens, root_id)
-        self.mail.put(message)
+        self.inbox.put(message)
 
     def begin_concurrent(self) -> None:
-        """Another thread will `post`."""
+        """Prepare the drafter for calls of `post` from another thread."""
         self._drafter.begin_concurrent()
 
     @property
@@ -135,42 +135,44 @@ class DraftLoop:
         return self._drafter.num_captures
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""
+        """Return the most that the drafter holds for texts of these lengths; thread-safe."""
         return self._drafter.stored_bytes(lengths)
 
     def limit_threads(self, most: int) -> None:
-        """The drafter's models take at most so many CPU threads in this thread."""
+        """Let the drafter's models take at most this many CPU threads in this thread."""
         self._drafter.limit_threads(most)
 
     @property
     def has_work(self) -> bool:
-        return not self.mail.empty() or any(not track.idle for track in self._tracks.values())
+        """Whether there is a message or a tree that can grow."""
+        return not self.inbox.empty() or any(not track.idle for track in self._tracks.values())
 
     def wait(self, seconds: float | None = None) -> None:
-        """Reads the next message, when it comes."""
+        """Wait for the next message and read it."""
         try:
-            message = self.mail.get(timeout=seconds)
+            message = self.inbox.get(timeout=seconds)
         except Empty:
             return
         self._take(message)
 
     def drop(self, failure: BaseException) -> None:
-        """The drafter failed: nothing is held for any request, nor by the failure, which is kept."""
+        """Release everything after the drafter failed, including what the kept exception refers to."""
         self._tracks.clear()
         clear_frames(failure.__traceback__)
 
     def end(self) -> None:
-        """Nothing is drafted any more."""
+        """End the drafter."""
         self._drafter.end()
 
     def _next(self) -> list[int]:
-        """The requests of the next forward; those served move to the end of the row."""
+        """Choose the requests of the next forward, round robin."""
         keys = [key for key, track in self._tracks.items() if not track.idle][: self._most]
         for key in keys:
             self._tracks[key] = self._tracks.pop(key)
         return keys
 
     def _delta(self, track: DraftedRequest) -> CandidateLayer:
+        """Return the nodes of a tree that were not published yet."""
         tree, start = track.tree, track.published
         track.published = len(tree)
         nodes = []
@@ -180,10 +182,10 @@ class DraftLoop:
             nodes.append(Candidate(tree.ids[node], tree.ids[parent], tree.tokens[node], chance, tree.roles[node]))
         return CandidateLayer(tree.ids[0], nodes)
 
-    def _read_mail(self) -> None:
+    def _read_inbox(self) -> None:
         while True:
             try:
-                message = self.mail.get_nowait()
+                message = self.inbox.get_nowait()
             except Empty:
                 return
             self._take(message)
@@ -199,7 +201,7 @@ class DraftLoop:
             if track is not None:
                 self._drafter.close(track.state)
         elif isinstance(message, Configure):
-            self._heed(self._tracks[message.key], message.orders)
+            self._configure(self._tracks[message.key], message.orders)
         elif isinstance(message, Pause):
             track = self._tracks[message.key]
             track.idle = True
@@ -210,13 +212,13 @@ class DraftLoop:
         elif message is not None:
             self._follow(self._tracks[message.key], message.correction)
 
-    def _heed(self, track: DraftedRequest, orders: DraftDirectives) -> None:
+    def _configure(self, track: DraftedRequest, orders: DraftDirectives) -> None:
         track.orders, track.layers = orders, 0
         self._drafter.configure(track.state, orders)
         track.idle = track.is_done
 
     def _follow(self, track: DraftedRequest, correction: Correction) -> None:
-        """Re-roots: after a hit the subtree lives on; after a miss there is a new root and nothing else."""
+        """Re-root a tree: after a hit the subtree lives on; after a miss only the new root exists."""
         old = track.tree
         if correction.is_hit:
             track.tree = old.copy(old.subtree(old.ids.index(correction.root_id)))

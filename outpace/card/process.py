@@ -1,7 +1,9 @@
-"""The drafter in a process of its own: its Python, too, then runs beside the target's.
+"""The drafter in a process of its own, so that its Python code runs in parallel with the target's too: both ends.
 
-A new interpreter and a socket pair: `multiprocessing.Process` would run the user's main script again in the child, load
-the models there a second time, and leave a process behind that tracks resources.
+The owner starts a new interpreter with one end of a socket pair as standard input; nothing else is shared.
+`multiprocessing.Process` would run the user's main script again in the child, load the models there a second time, and
+leave a resource tracker behind. In the child one thread reads, so that messages arrive while the drafter works; it ends
+the process when the owner is gone.
 """
 
 from __future__ import annotations
@@ -32,37 +34,37 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import set_num_threads
 from outpace.core.types import Drafter, Request, Rule
 
-_DIE_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
 class Start(NamedTuple):
-    """The owner's first message: what builds the drafter, pickled; and how many cores a forward may use."""
+    """The owner's first message: the pickled function that builds the drafter, and the CPU threads of a forward."""
 
     recipe: bytes
     threads: int
 
 
 class Ping(NamedTuple):
-    """The owner asks whether anybody reads; it is answered at once by Ready or Pong."""
+    """The owner asks for a sign of life; the child answers at once with Ready or Pong."""
 
 
 class Pong(NamedTuple):
-    """Somebody reads."""
+    """The child still reads messages."""
 
 
 class Ready(NamedTuple):
-    """The drafter stands."""
+    """The drafter is built."""
 
 
 class Grown(NamedTuple):
-    """New layers by request, and how long they took."""
+    """New layers by request, and the seconds that they took."""
 
     layers: Sequence[tuple[int, CandidateLayer]]
     seconds: float
 
 
 class Failed(NamedTuple):
-    """The last message: what was raised, with its traceback as text; `again`: another process may do better."""
+    """The child's last message: the exception, its traceback as text, and whether another process may do better."""
 
     error: BaseException
     traceback: str = ""
@@ -73,16 +75,16 @@ ChildMessage = Pong | Ready | Grown | Failed
 
 
 class ChildLoop:
-    """The process's two threads: one reads messages, the other drafts."""
+    """The child's two threads: one reads messages, the other drafts."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._saying = threading.Lock()
-        self._loop: DraftLoop | None = None  # the owner sends no requests before it is there
+        self._send_lock = threading.Lock()
+        self._loop: DraftLoop | None = None  # the owner sends no requests before it exists
         self._rules: dict[bytes, Rule] = {}
 
     def run(self) -> None:
-        """Builds the drafter and drafts until the owner goes; an exception is told and ends it."""
+        """Build the drafter and draft until the owner goes; an exception is reported and ends the process."""
         try:
             start: Start = pickle.loads(self._pipe.recv_bytes())
             threading.Thread(target=self._read, name="outpace-reader", daemon=True).start()
@@ -91,17 +93,17 @@ class ChildLoop:
             loop = DraftLoop(build())
             loop.begin_concurrent()
             self._loop = loop
-            self._say(Ready())
+            self._send_message(Ready())
             self._draft(loop)
         except BaseException as error:
-            self._say(Failed(picklable_error(error), traceback.format_exc(), again=self._loop is not None))
+            self._send_message(Failed(picklable_error(error), traceback.format_exc(), again=self._loop is not None))
 
     def _draft(self, loop: DraftLoop) -> None:
         while True:
             began = time.perf_counter()
             layers = loop.grow()
             if layers:
-                self._say(Grown(layers, time.perf_counter() - began))
+                self._send_message(Grown(layers, time.perf_counter() - began))
             elif not loop.has_work:
                 loop.wait()
 
@@ -110,31 +112,31 @@ class ChildLoop:
             while True:
                 message = pickle.loads(self._pipe.recv_bytes())
                 if isinstance(message, Ping):
-                    self._say(Pong())
+                    self._send_message(Pong())
                 elif self._loop is not None:
                     self._loop.post(self._with_known_rule(message))
         except (EOFError, OSError):
             pass  # the owner is gone
-        except Exception as error:  # a message of classes that cannot be imported here
-            self._say(Failed(picklable_error(error), traceback.format_exc(), again=False))
+        except Exception as error:  # a message with classes that cannot be imported here
+            self._send_message(Failed(picklable_error(error), traceback.format_exc(), again=False))
         finally:
             signal.raise_signal(signal.SIGTERM)
 
     def _with_known_rule(self, message: Message) -> Message:
-        """Requests of one rule get one instance of it, as their owner's have: then their rows go together."""
+        """Give requests of one rule the same instance, as in the owner's process, so that their rows share batches."""
         if not isinstance(message, Open):
             return message
         rule = message.request.rule
         known = self._rules.setdefault(pickle.dumps(rule), rule)
         return message._replace(request=replace(message.request, rule=known))
 
-    def _say(self, said: ChildMessage) -> None:
-        with self._saying:
-            self._pipe.send_bytes(pickle.dumps(said))
+    def _send_message(self, reply: ChildMessage) -> None:
+        with self._send_lock:
+            self._pipe.send_bytes(pickle.dumps(reply))
 
 
 def picklable_error(error: BaseException) -> BaseException:
-    """The exception where it can be rebuilt elsewhere, else one that says the same."""
+    """Return the exception if it can be pickled, otherwise a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -143,9 +145,9 @@ def picklable_error(error: BaseException) -> BaseException:
 
 
 def main() -> None:
-    """The process's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's
-    if sys.platform == "linux":  # reaches it even while it is stopped, and when another holds the owner's end
+    """Run the child process from start to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner
+    if sys.platform == "linux":  # works even while the process is stopped, or another process holds the owner's end
         prctl: Any = ctypes.CDLL(None).prctl
         prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     pipe = Connection(os.dup(0))
@@ -155,12 +157,12 @@ def main() -> None:
 
 
 _CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.card.process import main; main()"
-_POLL_SECONDS = 0.5  # how often a silent child is asked whether it reads, and whether the program has ended
-_STARTING = 10  # a child that imports and loads may be silent for so many times the patience
-_PAUSES = (0.2, 1.0, 5.0)  # seconds before each new start; then the drafter is given up
-_PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
-_TRIP_SECONDS = 0.005  # and a way to and fro
-_GRACE_SECONDS = 1.0  # for a child that was asked to end
+_POLL_SECONDS = 0.5  # interval of pings to a silent child, and of checks whether the program has ended
+_STARTING = 10  # patience factor for a child that is still importing and loading
+_PAUSES = (0.2, 1.0, 5.0)  # seconds before each restart; after the last one the drafter is given up
+_PATIENCE = 2.0  # longest wait, in average forwards per requested layer
+_TRIP_SECONDS = 0.005  # plus a round trip of messages
+_GRACE_SECONDS = 1.0  # time for a child to end by itself
 
 
 class DraftProcessError(RuntimeError):
@@ -168,8 +170,9 @@ class DraftProcessError(RuntimeError):
 
 
 @dataclass
-class _Told:
-    """A request as its owner knows it, so that any child can take it up: `child` is the last that was told of it."""
+class _KnownRequest:
+    """A request as the owner knows it, so that any child can take it over. `child`: the last one that knows the
+    request; `tokens`: the committed ones."""
 
     request: Request
     cache: CandidateCache
@@ -179,10 +182,11 @@ class _Told:
 
 
 class ProcessWorker(DraftWorker):
-    """Started once; the target goes on plainly until the child is ready, and while one that died is started again.
+    """Keeps a drafting process running. The target decodes plainly until the child is ready, and while a dead child is
+    replaced.
 
-    A request is handed to a new child at its next miss: then the cache holds nothing of the old one's. `failure` is
-    set while there is no child that drafts after one failed, and stays when it is not started again.
+    A request is handed to a new child at its next miss, when the cache holds nothing of the old child's. `failure` is
+    set from a child's failure until the next one drafts; after the last restart it stays.
     """
 
     def __init__(
@@ -194,31 +198,31 @@ class ProcessWorker(DraftWorker):
         pauses: Sequence[float] = _PAUSES,
     ) -> None:
         """`build` is called in the child and must be picklable: a module's function, or a partial of one. `threads`:
-        cores that a forward may use. A child that reads nothing for `patience` seconds is ended. UserError for a
-        `build` that cannot cross."""
+        CPU threads of a forward. A child that reads nothing for `patience` seconds is ended. `pauses`: seconds before
+        each restart. UserError for a `build` that cannot be pickled."""
         super().__init__()
         check_whole("draft_threads", threads, 1)
         self._start = Start(_pickled(build), threads)
         self._patience, self._pauses = patience, pauses
-        self._told: dict[int, _Told] = {}
+        self._requests: dict[int, _KnownRequest] = {}
         self._child: ChildProcess | None = None
-        self._ready: ChildProcess | None = None  # the same, once it drafts
+        self._ready: ChildProcess | None = None  # the child, once it drafts
         self._stopping = False
-        self._bell: SimpleQueue[None] = SimpleQueue()  # ends a rest
+        self._wake_up: SimpleQueue[None] = SimpleQueue()
         self.step_seconds = 0.01
-        self._heard = 0  # messages of the child so far
-        self._unanswered = -1  # what was heard when a wait was in vain
+        self._num_received = 0  # messages from the child
+        self._silent_since = -1  # value of `_num_received` when a wait was in vain
         self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
         self._thread.start()
 
     @property
     def pid(self) -> int | None:
-        """The drafting process, if there is one."""
+        """The process id of the child, if there is one."""
         return self._child.process.pid if self._child else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the drafter stands and takes requests."""
+        """Whether the drafter is built and takes requests."""
         return self._ready is not None
 
     @property
@@ -226,78 +230,80 @@ class ProcessWorker(DraftWorker):
         return super().is_working and self.is_ready
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """Not for a child that is not ready, that does not know the request, or that let a wait pass in silence."""
-        heard, ready = self._heard, self._ready
-        known = any(told.cache is cache and told.child is ready for told in self._told.values())
-        if ready is None or not known or heard == self._unanswered:
+        """Wait for the drafter, but not for a child that is not ready, does not know the request, or let a wait pass in
+        silence."""
+        received, ready = self._num_received, self._ready
+        known = any(record.cache is cache and record.child is ready for record in self._requests.values())
+        if ready is None or not known or received == self._silent_since:
             return
         cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
-        if self._heard == heard and not cache.has(layers, depth):
-            self._unanswered = heard
+        if self._num_received == received and not cache.has(layers, depth):
+            self._silent_since = received
 
     def close(self) -> None:
-        """Ends the child and waits for its end."""
+        """End the child and wait for its end."""
         self.stop()
         self._thread.join()
 
     def stop(self) -> None:
         self._stopping = True
-        self._bell.put(None)
+        self._wake_up.put(None)
         if child := self._child:
             child.process.terminate()
 
     def _post(self, message: Message) -> None:
-        """To a child that knows the request; to one that does not, at a miss, with all that was committed."""
+        """Send to a child that knows the request; at a miss, hand the request with all committed tokens to one that
+        does not."""
         ready = self._ready
         if isinstance(message, Open):
-            self._told[message.key] = _Told(message.request, self._caches[message.key], child=ready)
-        told = self._told.get(message.key)
-        if told is None:
+            self._requests[message.key] = _KnownRequest(message.request, self._caches[message.key], child=ready)
+        record = self._requests.get(message.key)
+        if record is None:
             return
         if isinstance(message, Close):
-            del self._told[message.key]
+            del self._requests[message.key]
         elif isinstance(message, Correct):
-            told.tokens += message.correction.tokens
+            record.tokens += message.correction.tokens
         elif isinstance(message, Configure):
-            told.orders = message.orders
+            record.orders = message.orders
         if ready is None:
             return
-        if told.child is ready:
+        if record.child is ready:
             ready.post(message)
         elif isinstance(message, Correct) and not message.correction.is_hit:
-            told.child = ready
-            ready.post(Open(message.key, told.request, told.cache.next_id))
-            ready.post(Correct(message.key, Correction([0], list(told.tokens), message.correction.root_id, False)))
-            ready.post(Configure(message.key, told.orders))
+            record.child = ready
+            ready.post(Open(message.key, record.request, record.cache.next_id))
+            ready.post(Correct(message.key, Correction([0], list(record.tokens), message.correction.root_id, False)))
+            ready.post(Configure(message.key, record.orders))
 
     def _run(self) -> None:
-        """One child after another. Of this thread, because a child ends with the thread that started it."""
+        """Run one child after another, all in this thread: a child dies with the thread that started it."""
         try:
             for pause in (*self._pauses, None):
-                end = self._live()
+                end = self._run_child()
                 if end is None:
                     return
                 self.failure = end.error
-                if pause is None or not end.again or not self._rest(pause):
+                if pause is None or not end.again or not self._sleep(pause):
                     return
         except BaseException as failure:
             self.failure = failure
 
     @property
     def _is_over(self) -> bool:
-        """Closed, or the program ends without closing it: that is neither held up nor torn down."""
+        """Whether the worker was closed, or the program is ending without closing it."""
         return self._stopping or not threading.main_thread().is_alive()
 
-    def _rest(self, seconds: float) -> bool:
-        """Lets some time pass; False where the worker is to end."""
+    def _sleep(self, seconds: float) -> bool:
+        """Sleep; return False if the worker is to end."""
         while seconds > 0 and not self._is_over:
             with suppress(Empty):
-                self._bell.get(timeout=min(seconds, _POLL_SECONDS))
+                self._wake_up.get(timeout=min(seconds, _POLL_SECONDS))
             seconds -= _POLL_SECONDS
         return not self._is_over
 
-    def _live(self) -> Failed | None:
-        """One child's life: why it ended, or None where it was to."""
+    def _run_child(self) -> Failed | None:
+        """Run one child; return why it failed, or None after a requested stop."""
         try:
             with ChildProcess(self._start) as child:
                 self._child = child
@@ -308,32 +314,32 @@ class ProcessWorker(DraftWorker):
                 cache.give_up()
 
     def _listen(self, child: ChildProcess) -> Failed | None:
-        silent = 0.0  # counted in polls: the whole program may have been stopped meanwhile
+        silence = 0.0  # counted in polls, because the whole program may have been stopped
         while not self._is_over:
-            said = child.on_root_moved(_POLL_SECONDS)
-            if isinstance(said, Failed):
-                return None if self._is_over else said
-            if said is not None:
-                self._take(child, said)
-            silent = silent + _POLL_SECONDS if said is None and self._told else 0.0
-            if silent > self._patience * (1 if self._ready else _STARTING):
-                return Failed(DraftProcessError(f"its process read nothing for {silent:g} seconds"))
-            if silent:
+            reply = child.receive(_POLL_SECONDS)
+            if isinstance(reply, Failed):
+                return None if self._is_over else reply
+            if reply is not None:
+                self._handle(child, reply)
+            silence = silence + _POLL_SECONDS if reply is None and self._requests else 0.0
+            if silence > self._patience * (1 if self._ready else _STARTING):
+                return Failed(DraftProcessError(f"its process read nothing for {silence:g} seconds"))
+            if silence:
                 child.post(Ping())
         return None
 
-    def _take(self, child: ChildProcess, said: ChildMessage) -> None:
-        self._heard += 1
-        if isinstance(said, Ready):
+    def _handle(self, child: ChildProcess, reply: ChildMessage) -> None:
+        self._num_received += 1
+        if isinstance(reply, Ready):
             self.failure = None
             self._ready = child
-        elif isinstance(said, Grown):
-            self._publish(said.layers)
-            self.step_seconds += 0.1 * (said.seconds - self.step_seconds)
+        elif isinstance(reply, Grown):
+            self._publish(reply.layers)
+            self.step_seconds += 0.1 * (reply.seconds - self.step_seconds)
 
 
 class ChildProcess(AbstractContextManager["ChildProcess"]):
-    """A process and the two ends of talk with it; a thread sends, because a stopped process takes nothing."""
+    """The owner's end of a child process. A thread of its own sends, because a stopped process reads nothing."""
 
     def __init__(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
@@ -348,7 +354,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         self._pipe = Connection(ours.detach())
         self._unsent: Exception | None = None
         self._outbox: SimpleQueue[Any] = SimpleQueue()
-        self._sender = threading.Thread(target=self._send, name="outpace-drafter-mail")
+        self._sender = threading.Thread(target=self._send, name="outpace-drafter-sender")
         self._sender.start()
         self.post(start)
 
@@ -360,23 +366,23 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         self._pipe.close()
 
     def post(self, message: Message | Ping | Start | None) -> None:
-        """Sends a message as soon as the child takes it; returns at once."""
+        """Send a message as soon as the child reads it; returns at once."""
         self._outbox.put(message)
 
-    def on_root_moved(self, seconds: float) -> ChildMessage | None:
-        """What the child says next, None where it says nothing for so long; its end is a Failed."""
+    def receive(self, seconds: float) -> ChildMessage | None:
+        """Return the child's next message, None if none comes within `seconds`; its end is a Failed."""
         try:
             if not self._pipe.poll(seconds):
                 return None if self.process.poll() is None else self._cause()
-            said: ChildMessage = pickle.loads(self._pipe.recv_bytes())
+            reply: ChildMessage = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             return self._cause()
-        if isinstance(said, Failed):
-            said.error.__cause__ = DraftProcessError(f"\n\nin the drafter's process:\n{said.traceback}")
-        return said
+        if isinstance(reply, Failed):
+            reply.error.__cause__ = DraftProcessError(f"\n\nin the drafter's process:\n{reply.traceback}")
+        return reply
 
     def _cause(self) -> Failed:
-        """Why a child that says nothing more has ended."""
+        """Return why a child that is silent has ended."""
         if self._unsent is not None:
             return Failed(self._unsent, again=False)
         status = child_process.stop(self.process, _GRACE_SECONDS)
@@ -387,7 +393,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
             while (message := self._outbox.get()) is not None:
                 self._pipe.send_bytes(pickle.dumps(message))
         except OSError:
-            pass  # the child is gone: who listens to it finds out
+            pass  # the child is gone: `receive` finds out
         except Exception as error:  # a request that cannot be pickled
             self._unsent = error
             self.process.kill()

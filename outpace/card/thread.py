@@ -1,4 +1,4 @@
-"""The drafter in a thread of its own that runs freely for the life of the engine and serves all its requests."""
+"""The drafter in a thread of its own, which runs freely for the life of the engine and serves all its requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from outpace.card.worker import DraftWorker
 from outpace.core.lazy import is_torch_loaded, torch
 from outpace.core.types import Drafter
 
-_POLL_SECONDS = 0.2  # how often an idle thread looks whether the program has ended
-_PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
+_POLL_SECONDS = 0.2  # how often an idle thread checks whether the program has ended
+_PATIENCE = 2.0  # longest wait, in average forwards per requested layer
 
 
 class ThreadWorker(DraftWorker):
-    """Never joined a round: it reads corrections between forwards. An exception ends it and is kept in `failure`."""
+    """Runs the drafter in a thread that reads corrections between forwards and never synchronises with the target's
+    rounds. An exception ends the thread and is kept in `failure`."""
 
     def __init__(self, drafter: Drafter, threads: int = 1, device: torch.device | str | None = None) -> None:
-        """`threads`: how many cores one forward of the drafter may use (CPU). `device`: where its model is; on CUDA it
-        works on a stream of its own, so that neither it nor the target waits for the other's work."""
+        """`threads`: CPU threads that one forward of the drafter may use. `device`: the device of its model; on CUDA
+        the thread has its own stream, so that neither it nor the target waits for the other's work."""
         super().__init__()
         self._loop = DraftLoop(drafter)
         self._loop.begin_concurrent()
@@ -40,7 +41,7 @@ class ThreadWorker(DraftWorker):
             self._ready.get()
         finally:
             if before:
-                torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
+                torch.set_num_threads(before)  # the count of a thread becomes the default of later threads
 
     @property
     def is_working(self) -> bool:
@@ -59,10 +60,10 @@ class ThreadWorker(DraftWorker):
 
     def stop(self) -> None:
         self._stopping = True
-        self._loop.mail.put(None)
+        self._loop.inbox.put(None)
 
     def close(self) -> None:
-        """Ends the thread after the forward that it is in, and the drafter."""
+        """End the thread after its current forward, and the drafter."""
         self.stop()
         self._thread.join()
         self._loop.end()
@@ -89,7 +90,7 @@ class ThreadWorker(DraftWorker):
                 cache.give_up()
 
     def _work(self) -> None:
-        """Turns until it is closed, or the program ends without closing it: that is neither held up nor torn down."""
+        """Run the loop until the worker is closed. If the program ends without closing it, the thread ends too."""
         main = threading.main_thread()
         while main.is_alive() and not self._stopping:
             self._resting = False
@@ -99,24 +100,24 @@ class ThreadWorker(DraftWorker):
                 self._publish(layers)
                 self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
             elif not self._loop.has_work:
-                self._resting = self._loop.mail.empty()
+                self._resting = self._loop.inbox.empty()
                 self._loop.wait(_POLL_SECONDS)
 
 
 @contextmanager
 def own_stream(device: torch.device | str | None) -> Iterator[Any]:
-    """A new CUDA stream for the thread that enters, behind all that was begun before; nothing on other devices.
+    """Enter a new CUDA stream that starts after all work begun before; do nothing on other devices.
 
-    Its priority is another than that of the streams on which passes are captured: torch deals the streams of one
-    priority out of 32, in turn, and what is launched on a stream that captures becomes part of what is captured.
+    Its priority differs from that of the streams on which passes are captured: torch hands out the streams of one
+    priority from a pool of 32, and work launched on a capturing stream would become part of the capture.
     """
     if not str(device).startswith("cuda"):
         yield None
         return
     stream = torch.cuda.Stream(device, priority=-1)
-    stream.wait_stream(torch.cuda.default_stream(device))  # the weights may still be on their way
+    stream.wait_stream(torch.cuda.default_stream(device))  # the weights may still be copied
     with torch.cuda.stream(stream):
         try:
             yield stream
         finally:
-            stream.synchronize()  # what it works on may be freed next, after a fault too
+            stream.synchronize()  # its tensors may be freed next, also after a fault

@@ -1,4 +1,5 @@
-"""What all workers share: a loop that drafts for the running requests, and the caches that its layers go to."""
+"""The base of all workers: the target's side of a drafter that runs in parallel, and the caches that its layers go
+to."""
 
 from __future__ import annotations
 
@@ -13,58 +14,57 @@ from outpace.core.types import Request
 
 
 class DraftWorker(ABC):
-    """Runs a drafter beside the target and never holds it up. Whoever starts a worker closes it.
+    """Runs a drafter in parallel with the target without ever blocking it. The owner that starts a worker closes it.
 
-    `failure` is the exception that ended it, or keeps it from drafting just now, if one does. Only requests,
-    corrections and layers cross between the two sides; the caches stay on the target's. `cores`: of those that the
-    target could use, how many the drafter takes while it works.
+    Only requests, directives, corrections and layers pass between the two sides; the caches are on the target's side.
+    `failure`: the exception that ended the drafter, or keeps it from drafting now. `cores`: CPU cores that the drafter
+    takes from the target while it works. `step_seconds`: moving average of the drafter's forwards, 0 if unknown.
     """
 
     cores = 0
-    step_seconds = 0.0  # of the drafter's forwards, on average; 0: not known yet
+    step_seconds = 0.0
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self._caches: dict[int, CandidateCache] = {}
-        self._resting_keys: set[int] = set()  # requests for which nothing is drafted, until another order comes
+        self._resting_keys: set[int] = set()  # requests that are not drafted until the next directive
 
     def open(self, key: int, request: Request, cache: CandidateCache) -> None:
-        """A request starts; its layers go to `cache`."""
+        """Start a request; its layers go to `cache`."""
         self._caches[key] = cache
         self._post(Open(key, request))
 
     def correct(self, key: int, correction: Correction) -> None:
-        """The target moved a request's root; returns at once."""
+        """Tell the drafter that a request's root moved; returns at once."""
         self._post(Correct(key, correction))
 
     def order(self, key: int, orders: DraftDirectives) -> None:
-        """How a request is drafted from now on; returns at once."""
+        """Set how a request is drafted from now on; returns at once."""
         (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
         self._post(Configure(key, orders))
 
     def pause(self, key: int) -> None:
-        """A request gives its keys and values back until there is room for them; returns at once."""
+        """Free a request's keys and values until `resume`; returns at once."""
         self._post(Pause(key))
 
     def resume(self, key: int) -> None:
-        """It goes on."""
+        """Continue a paused request."""
         self._post(Resume(key))
 
     def forget(self, key: int) -> None:
-        """A request is over."""
+        """End a request."""
         self._caches.pop(key, None)
         self._resting_keys.discard(key)
         self._post(Close(key))
 
     @property
     def is_working(self) -> bool:
-        """Whether the drafter works at the moment, or will when it has read its messages. What it was told to leave
-        alone is no work, though it reads that it was."""
+        """Whether the drafter works now, or will once it has read its messages. Requests that it is told not to draft
+        do not count."""
         return len(self._caches) > len(self._resting_keys) and self.failure is None
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        """The most bytes of keys and values that the drafter holds in this process for requests whose texts have so
-        many tokens each."""
+        """Return the most bytes of KV cache that the drafter holds in this process for texts of these lengths."""
         return 0
 
     @property
@@ -78,20 +78,20 @@ class DraftWorker(ABC):
 
     @abstractmethod
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """Lets the drafter add `layers` layers for one request, and reach `depth` below its root, within a bound of
-        some draft steps."""
+        """Let the drafter add `layers` layers for one request and reach `depth` below its root, for the time of a few
+        draft steps at most."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Tells the worker to end and returns at once, whoever calls: the collector of garbage may, under any lock."""
+        """Tell the worker to end and return at once; the garbage collector may call this, under any lock."""
 
     def close(self) -> None:
-        """Ends the worker and waits for its end."""
+        """End the worker and wait for its end."""
         self.stop()
 
     @abstractmethod
     def _post(self, message: Message) -> None:
-        """Hands a message to the drafter's side; returns at once."""
+        """Send a message to the drafter's side; returns at once."""
 
     def _publish(self, layers: Sequence[tuple[int, CandidateLayer]]) -> None:
         for key, layer in layers:

@@ -343,11 +343,17 @@ class Drafter(Carries):
         return None
 
     def open(self, request: Request) -> Any:
-        """Return a new DraftState for a request, with the prompt as its committed tokens."""
+        """Return a new DraftState for a request, with the prompt as its committed tokens. The root of its tree is the
+        last of them."""
         raise NotImplementedError
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Add the next nodes to every tree in one batch; return the number of nodes added to each."""
+        """Add the next nodes to every tree in one batch; return the number of nodes added to each, 0 if there is
+        nothing to add before the next observation.
+
+        Call `tree.add(parent, token, score)`; the score of a node is the log of the estimated probability that the
+        target accepts the path to it, so it is at most its parent's.
+        """
         raise NotImplementedError
 
     def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
@@ -355,7 +361,8 @@ class Drafter(Carries):
         return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
-        """Follow the target to its new root, perhaps over several rounds at once."""
+        """Follow the target to its new root, perhaps over several rounds at once: append `seen.tokens` to
+        `state.tokens`, and forget what is not below the root of `seen.tree`, which is the tree of the next `grow`."""
         raise NotImplementedError
 
     def read(self, state: Any, seen: TargetFeedback) -> None:
