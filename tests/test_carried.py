@@ -63,12 +63,12 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is timed: whoever plans goes by what he is told."""
 
     def seen(costs: CostModel, *_: object, is_first: bool = True) -> None:
-        costs._planned = costs.num_rounds if is_first else costs._planned
-        costs._rounds.seen += 1
+        costs._planned_at = costs.num_rounds if is_first else costs._planned_at
+        costs._rounds.num_rounds += 1
 
-    monkeypatch.setattr(CostModel, "round", seen)
-    monkeypatch.setattr(CostModel, "stepped", lambda *_: None)
-    monkeypatch.setattr(CostModel, "read", lambda *_: None)
+    monkeypatch.setattr(CostModel, "record_round", seen)
+    monkeypatch.setattr(CostModel, "record_step", lambda *_: None)
+    monkeypatch.setattr(CostModel, "record_prefill", lambda *_: None)
 
 
 def drafter_of(draft: NativeLlama, copies: bool, target: NativeLlama | None = None, **options: Any) -> Any:
@@ -121,7 +121,7 @@ class Ways:
         settings = EngineOptions(chunk=16, batch=batch, burst=burst, nodes=nodes)
         with self._patch.context() as patch, Engine(self.target, drafter, options=settings, clock=Clock()) as engine:
             if not carries:
-                patch.setattr(NativeRounds, "may_carry", lambda *_: None)
+                patch.setattr(NativeRounds, "lookup_sources", lambda *_: None)
             profile = {"rounds": rows or CHEAP, "draft": {"model": step, "ngram": 0.001}, "trust": {}, "growth": {}}
             engine.costs.load_state_dict(profile)
             runs = [engine.submit(request, decoder, method or decoder.Options()) for request in requests]
@@ -361,18 +361,18 @@ def test_what_gives_nothing_is_tried_ever_later(ways: Ways, monkeypatch: pytest.
     """And its time is none of a pass's."""
     calls: list[int] = []
     spent: list[float] = []
-    judge = Engine._judge
+    build = Engine._build_batch
 
     def nothing(*_: Any) -> list[Any]:
         calls.append(len(spent))
         return []
 
-    def watched(engine: Engine, start: float) -> Any:
+    def watched(engine: Engine) -> Any:
         spent.append(engine.drafting.spent)
-        return judge(engine, start)
+        return build(engine)
 
     monkeypatch.setattr(NativePair, "carry", nothing)
-    monkeypatch.setattr(Engine, "_judge", watched)
+    monkeypatch.setattr(Engine, "_build_batch", watched)
     (request,) = asked(1)
     ways.runs([replace(request, max_tokens=200)], carries=True, step=0.01)
     gaps = [later - before for before, later in pairwise(calls)]
@@ -476,13 +476,13 @@ def test_no_position_is_asked_for_behind_the_table(monkeypatch: pytest.MonkeyPat
 def test_what_is_noted_of_rounds_is_what_they_were(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and tokens of each, in their order, by the engine's costs and by the requests' own records."""
     noted: list[tuple[int, int]] = []
-    inner = CostModel.round
+    inner = CostModel.record_round
 
     def watched(costs: CostModel, requests: int, rows: int, tokens: int, *more: Any, **options: Any) -> None:
         noted.append((rows, tokens))
         inner(costs, requests, rows, tokens, *more, **options)
 
-    monkeypatch.setattr(CostModel, "round", watched)
+    monkeypatch.setattr(CostModel, "record_round", watched)
     for seed in range(6):
         noted.clear()
         ways.carried.clear()

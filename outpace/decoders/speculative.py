@@ -47,7 +47,7 @@ class Speculative(Decoder):
         rule, lengths = context.request.rule, _lengths(options)
         tree = TokenTree(context.last_token)
         while True:
-            tree.most = context.budget
+            tree.max_nodes = context.budget
             for _ in range(lengths.most if context.budget > 1 else 0):
                 known = len(tree)
                 if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):

@@ -211,7 +211,7 @@ class DraftRunner:
                 assert isinstance(sequence.ask, Draft)
                 if drafter.needs.session:
                     sequence.lend_session()
-                sequence.ask.tree.planter = drafter.name if source is None else source.name
+                sequence.ask.tree.current_source = drafter.name if source is None else source.name
                 states.append(sequence.draft.state)
                 trees.append(sequence.ask.tree)
             added = self.guarded(name, drafter.grow_by, source, states, trees)

@@ -135,7 +135,7 @@ class Planner:
     def _ask(self, tree: TokenTree, model: ModelSource) -> bool:
         """Prepare the request for a layer, which takes longer if the model must first read text."""
         if not model.layers:
-            tree.least = self._min_score(self._acceptance.trust(model.source))
+            tree.min_score = self._min_score(self._acceptance.trust(model.source))
             if not model.is_following:
                 self._costs.note_catch_up(model.source)
         self.asks = True
