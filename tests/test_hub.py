@@ -273,7 +273,7 @@ def test_a_shard_missing_in_the_cache(offline: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_cache(offline: Path) -> None:
-    with pytest.raises(UserError, match="no folder or file here, HF_HUB_OFFLINE keeps the hub out"):
+    with pytest.raises(UserError, match="no folder or file here, HF_HUB_OFFLINE is set"):
         find.resolve("owner/name")
 
 

@@ -219,19 +219,19 @@ class Followed:
         self._thread.start()
 
     def _run(self, connection: Any) -> None:
-        take = split._Follower.take
+        apply = split._Follower.apply
 
         def noted(follower: Any, name: str, *arguments: Any) -> None:
             self.sessions = follower._sessions
-            take(follower, name, *arguments)
+            apply(follower, name, *arguments)
 
         try:
-            split._Follower.take = noted
+            split._Follower.apply = noted
             split.follow(ForwardPasses(self.follower), connection)
         except BaseException as failure:
             self.failure = failure
         finally:
-            split._Follower.take = take
+            split._Follower.apply = apply
             connection.close()
 
     def end(self) -> BaseException | None:
@@ -280,14 +280,14 @@ def test_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypatch: p
     monkeypatch.setattr(split, "PATIENCE", 0.2)
     monkeypatch.setattr(split, "PATIENCE", 0.2)
     both = Followed(folder)
-    with pytest.raises(RuntimeError, match="failed alone"), both.lead.passes("plain", [1, 2]):
+    with pytest.raises(RuntimeError, match="failed alone"), both.lead.forward("plain", [1, 2]):
         raise ValueError("here alone")
     with pytest.raises(UserError, match="load it anew"):
         both.passes.plain([1])
     both = Followed(folder)
-    with both.lead.passes("plain", [10**6]):
+    with both.lead.forward("plain", [10**6]):
         pass  # it fails there alone
     time.sleep(0.5)
-    with pytest.raises(UserError, match="has ended"), both.lead.passes("plain", [1]):
+    with pytest.raises(UserError, match="has ended"), both.lead.forward("plain", [1]):
         pass
     assert isinstance(both.end(), IndexError)

@@ -175,8 +175,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             found = config.get(name)
             if found:
                 method = found.get("quant_method") if isinstance(found, Mapping) else found
-                said = f"is quantised ({name} {method!r:.50})"
-                raise UnsupportedModel(f"{path} {said}: {OTHER_RUNTIME} runs it, this runtime cannot")
+                reason = f"is quantised ({name} {method!r:.50})"
+                raise UnsupportedModel(f"{path} {reason}: {OTHER_RUNTIME} runs it, this runtime cannot")
 
     def _open_files(self) -> None:
         if exists(self.path / SINGLE):
@@ -215,10 +215,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Check the announced layer count before anything enumerates layers: each layer has tensors of its own."""
         layers = self.config.get("num_hidden_layers")
         if isinstance(layers, int) and layers > len(self._shards):
-            said = f"num_hidden_layers is {layers!r:.50}"
-            raise UserError(
-                f"{self.path / 'config.json'}: {said}, but the weight files hold {len(self._shards)} tensors"
-            )
+            announced = f"{self.path / 'config.json'}: num_hidden_layers is {layers!r:.50}"
+            raise UserError(f"{announced}, but the weight files hold {len(self._shards)} tensors")
 
 
 def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:

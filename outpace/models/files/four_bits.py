@@ -65,28 +65,28 @@ class QuantizedMatrix(NamedTuple):
     def values(self) -> np.ndarray:
         """Dequantise to float32 [outputs, inputs]."""
         zeros, scales = (part[:, self.groups] for part in (self.zeros, self.scales))
-        whole: np.ndarray = (self.q.astype(np.float32) - zeros) * scales.astype(np.float32)
-        return whole
+        values: np.ndarray = (self.q.astype(np.float32) - zeros) * scales.astype(np.float32)
+        return values
 
 
-def read_scheme(path: Path, said: Mapping[str, Any]) -> QuantizationScheme:
+def read_scheme(path: Path, settings: Mapping[str, Any]) -> QuantizationScheme:
     """Read config.json's quantization_config; UnsupportedModel for schemes that are not supported."""
-    method, bits, group = said.get("quant_method"), said.get("bits"), said.get("group_size")
+    method, bits, group = settings.get("quant_method"), settings.get("bits"), settings.get("group_size")
 
     def check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         if value not in allowed:
-            of = ", ".join(str(one) for one in allowed)
-            said = f"{path} is quantised by {method!s:.20} with {name} {value!r:.50}, supported: {of}"
-            raise UnsupportedModel(f"{said}; {OTHER_RUNTIME} may run it")
+            supported = ", ".join(str(one) for one in allowed)
+            reason = f"{path} is quantised by {method!s:.20} with {name} {value!r:.50}, supported: {supported}"
+            raise UnsupportedModel(f"{reason}; {OTHER_RUNTIME} may run it")
 
     check("quant_method", method, (GPTQ, AWQ))
     check("bits", bits, (4,))
     check("group_size", group, GROUP_SIZES)
     if method == AWQ:
-        check("version", str(said.get("version", "gemm")).lower(), ("gemm",))
+        check("version", str(settings.get("version", "gemm")).lower(), ("gemm",))
         return QuantizationScheme(AWQ, int(str(group)), 0)
-    check("checkpoint_format", said.get("checkpoint_format", GPTQ), (GPTQ, "gptq_v2"))
-    return QuantizationScheme(GPTQ, int(str(group)), 0 if said.get("checkpoint_format") == "gptq_v2" else 1)
+    check("checkpoint_format", settings.get("checkpoint_format", GPTQ), (GPTQ, "gptq_v2"))
+    return QuantizationScheme(GPTQ, int(str(group)), 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
 
 
 def read_matrix(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> QuantizedMatrix:
@@ -114,21 +114,23 @@ def read_zeros(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], wher
         raise UserError(f"{where}.scales is damaged: it holds values that are not finite")
     zeros = _nibbles(parts["qzeros"], _order(scheme))
     if scheme.first_zero and (zeros == MAX_NIBBLE).any():
-        said = f"qzeros holds {MAX_NIBBLE}, and readers differ in whether that means 0 or 16"
-        raise UnsupportedModel(f"{where}: {said}; {OTHER_RUNTIME} may run it")
+        reason = f"qzeros holds {MAX_NIBBLE}, and readers differ in whether that means 0 or 16"
+        raise UnsupportedModel(f"{where}: {reason}; {OTHER_RUNTIME} may run it")
     return zeros + np.uint8(scheme.first_zero)
 
 
-def read_groups(scheme: QuantizationScheme, said: np.ndarray | None, inputs: int, where: str) -> np.ndarray:
-    """Return the group of each input, int [inputs]. `said` is g_idx, which GPTQ's act-order permutes. Raises
+def read_groups(scheme: QuantizationScheme, stored: np.ndarray | None, inputs: int, where: str) -> np.ndarray:
+    """Return the group of each input, int [inputs]. `stored` is g_idx, which GPTQ's act-order permutes. Raises
     UserError."""
     own = scheme.groups_of(inputs)
-    if said is None:
+    if stored is None:
         return own
-    _check_shape(f"{where}.g_idx", said, (inputs,))
-    if said.min() < 0 or said.max() > own[-1]:
-        raise UserError(f"{where}.g_idx holds {said.min()} to {said.max()}, expected are groups from 0 to {own[-1]}")
-    return said
+    _check_shape(f"{where}.g_idx", stored, (inputs,))
+    if stored.min() < 0 or stored.max() > own[-1]:
+        raise UserError(
+            f"{where}.g_idx holds {stored.min()} to {stored.max()}, expected are groups from 0 to {own[-1]}"
+        )
+    return stored
 
 
 def _check_shape(what: str, part: np.ndarray, expected: tuple[int, ...]) -> None:
@@ -217,8 +219,8 @@ def is_four_bit_folder(path: Path) -> bool:
     """Return whether the folder's config.json declares GPTQ or AWQ."""
     if not exists(path / "config.json"):
         return False
-    said = read_json(path / "config.json").get(QUANTIZATION_CONFIG)
-    return isinstance(said, Mapping) and said.get("quant_method") in (GPTQ, AWQ)
+    settings = read_json(path / "config.json").get(QUANTIZATION_CONFIG)
+    return isinstance(settings, Mapping) and settings.get("quant_method") in (GPTQ, AWQ)
 
 
 class FourBitFolder(Checkpoint):
@@ -320,8 +322,8 @@ class FourBitFolder(Checkpoint):
     def _kind(self, name: str) -> str:
         """Return the matrix's block format, or why it has none."""
         method, inputs = self.scheme.method.upper(), self.shape(name)[1]
-        said = self._part(name, GROUP_INDEX) if GROUP_INDEX in self._parts(name) else None
-        groups = read_groups(self.scheme, said, inputs, self._where(name))
+        stored = self._part(name, GROUP_INDEX) if GROUP_INDEX in self._parts(name) else None
+        groups = read_groups(self.scheme, stored, inputs, self._where(name))
         if (groups != self.scheme.groups_of(inputs)).any():
             return f"{method} in act-order"
         return block_format(self.scheme, inputs) or f"{method} with {inputs} inputs"

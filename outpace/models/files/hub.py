@@ -141,14 +141,14 @@ def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
     wanted = name.file or ""
     if wanted in gguf:
         return wanted
-    apart = rf"(?:.*[./-])?{re.escape(wanted.lower())}(?:[.-].*)?"
-    fitting = [file for file in gguf if re.fullmatch(apart, file.lower())]
+    pattern = rf"(?:.*[./-])?{re.escape(wanted.lower())}(?:[.-].*)?"
+    fitting = [file for file in gguf if re.fullmatch(pattern, file.lower())]
     if len(fitting) == 1:
         return fitting[0]
     if not gguf:
         raise UserError(f"{name.repository} holds no GGUF file, leave out {':' + str(name.file)!r}")
-    said = f"{len(fitting)} of its files match" if fitting else "none of its files matches"
-    raise UserError(f"{name} names no GGUF file: {said}, there are {', '.join(fitting or gguf)}")
+    found = f"{len(fitting)} of its files match" if fitting else "none of its files matches"
+    raise UserError(f"{name} names no GGUF file: {found}, there are {', '.join(fitting or gguf)}")
 
 
 def _from_cache(name: HubName, error: Exception) -> Path:
@@ -190,18 +190,18 @@ def _reason(name: HubName, error: Exception) -> str:
     """Describe in one sentence what the hub's library raised."""
     from huggingface_hub import errors
 
-    said = f"{str(name)!r} is no folder or file here"
+    missing = f"{str(name)!r} is no folder or file here"
     if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated: accept its terms at https://huggingface.co/{name.repository}, then `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{said} and not on the hub; if it is private, log in with `hf auth login`"
+        return f"{missing} and not on the hub; if it is private, log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name.repository} has no revision {name.revision!r} on the hub"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{said}, HF_HUB_OFFLINE keeps the hub out, and no copy was downloaded before"
+        return f"{missing}, HF_HUB_OFFLINE is set, and no copy was downloaded before"
     # the hub's library has changed its HTTP client between versions
     if isinstance(error, errors.LocalEntryNotFoundError) or "Connect" in type(error).__name__:
-        return f"{said}, the hub cannot be reached and no copy was downloaded before"
+        return f"{missing}, the hub cannot be reached and no copy was downloaded before"
     words = " ".join(str(error).split())
     return f"{name} cannot be downloaded ({type(error).__name__}: {words:.300})"
 

@@ -16,18 +16,18 @@ WIDTHS = ("hidden_size", "n_embd", "d_model", "n_embed")  # configuration fields
 class DraftFamily(NamedTuple):
     """A model family and its draft.
 
-    `name` is searched in the target's lower-case name; if no name matches, a target belongs to the first family with
+    `pattern` is searched in the target's lower-case name; if none matches, a target belongs to the first family with
     its `model_types` and a vocabulary size in `vocab_sizes`. `draft` is a hub id or folder, `tuned` the draft for
     instruction-tuned targets. `width` is the draft's hidden size: a target must be wider.
     """
 
-    family: str
     name: str
+    pattern: str
     model_types: tuple[str, ...]
     vocab_sizes: tuple[int, ...]
     width: int
     draft: str
-    tuned: str
+    tuned: str | None = None
 
 
 LLAMA, QWEN2 = ("llama",), ("qwen2",)
@@ -36,7 +36,7 @@ DRAFT_FAMILIES = (
     DraftFamily(
         "Llama 3", r"llama-?3", LLAMA, (128256,), 2048, "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"
     ),
-    DraftFamily("Llama 2", r"llama-?2|vicuna", LLAMA, (32000,), 2048, *["TinyLlama/TinyLlama-1.1B-Chat-v1.0"] * 2),
+    DraftFamily("Llama 2", r"llama-?2|vicuna", LLAMA, (32000,), 2048, "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
     DraftFamily(
         "SmolLM2", r"smollm2", LLAMA, (49152,), 576, "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"
     ),
@@ -50,27 +50,20 @@ DRAFT_FAMILIES = (
         "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     ),
     DraftFamily(
-        "R1 distilled Qwen",
-        r"r1-distill-qwen",
-        QWEN2,
-        QWEN_SIZES,
-        1536,
-        *["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] * 2,
+        "R1 distilled Qwen", r"r1-distill-qwen", QWEN2, QWEN_SIZES, 1536, "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     ),
     DraftFamily("Qwen2", r"qwen2-\d", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2-0.5B", "Qwen/Qwen2-0.5B-Instruct"),
     DraftFamily("Qwen2.5", r"qwen2\.5|qwq", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
-    DraftFamily("Qwen3", r"qwen3-\d.*base", ("qwen3", "qwen3_moe"), (151936,), 1024, *["Qwen/Qwen3-0.6B-Base"] * 2),
-    DraftFamily("Qwen3", r"qwen3-\d|qwen3-coder", ("qwen3", "qwen3_moe"), (151936,), 1024, *["Qwen/Qwen3-0.6B"] * 2),
-    DraftFamily(
-        "Mistral Large", r"mistral-large", ("mistral",), (32768,), 4096, *["mistralai/Mistral-7B-Instruct-v0.3"] * 2
-    ),
+    DraftFamily("Qwen3", r"qwen3-\d.*base", ("qwen3", "qwen3_moe"), (151936,), 1024, "Qwen/Qwen3-0.6B-Base"),
+    DraftFamily("Qwen3", r"qwen3-\d|qwen3-coder", ("qwen3", "qwen3_moe"), (151936,), 1024, "Qwen/Qwen3-0.6B"),
+    DraftFamily("Mistral Large", r"mistral-large", ("mistral",), (32768,), 4096, "mistralai/Mistral-7B-Instruct-v0.3"),
     DraftFamily(
         "Mistral Small 3",
         r"mistral-small-(3|24b)",
         ("mistral", "mistral3"),
         (131072,),
         896,
-        *["alamios/Mistral-Small-3.1-DRAFT-0.5B"] * 2,
+        "alamios/Mistral-Small-3.1-DRAFT-0.5B",
     ),
     DraftFamily("Gemma", r"gemma-7b", ("gemma",), (256000,), 2048, "google/gemma-2b", "google/gemma-2b-it"),
     DraftFamily("Gemma 2", r"gemma-2-\d", ("gemma2",), (256000,), 2304, "google/gemma-2-2b", "google/gemma-2-2b-it"),
@@ -87,11 +80,11 @@ DRAFT_FAMILIES = (
         "OLMo 2", r"olmo-2", ("olmo2",), (100352,), 2048, "allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-Instruct"
     ),
     DraftFamily(
-        "Pythia", r"pythia.*deduped", ("gpt_neox",), (50304, 50432, 50688), 768, *["EleutherAI/pythia-160m-deduped"] * 2
+        "Pythia", r"pythia.*deduped", ("gpt_neox",), (50304, 50432, 50688), 768, "EleutherAI/pythia-160m-deduped"
     ),
-    DraftFamily("Pythia", r"pythia", ("gpt_neox",), (50304, 50432, 50688), 768, *["EleutherAI/pythia-160m"] * 2),
-    DraftFamily("OPT", r"\bopt-", ("opt",), (50272,), 768, *["facebook/opt-125m"] * 2),
-    DraftFamily("GPT-2", r"gpt2", ("gpt2",), (50257,), 768, *["distilbert/distilgpt2"] * 2),
+    DraftFamily("Pythia", r"pythia", ("gpt_neox",), (50304, 50432, 50688), 768, "EleutherAI/pythia-160m"),
+    DraftFamily("OPT", r"\bopt-", ("opt",), (50272,), 768, "facebook/opt-125m"),
+    DraftFamily("GPT-2", r"gpt2", ("gpt2",), (50257,), 768, "distilbert/distilgpt2"),
     DraftFamily("BLOOM", r"bloom", ("bloom",), (250880,), 1024, "bigscience/bloom-560m", "bigscience/bloomz-560m"),
 )
 
@@ -115,18 +108,18 @@ def find_draft(name: str, config: Mapping[str, Any]) -> str:
     names = [_plain(text) for text in (name, config.get("_name_or_path")) if isinstance(text, str)]
     if (shipped := shipped_draft(*names)) is not None:
         return shipped
-    pair = _find_family(names, config)
-    if pair is None:
-        known = ", ".join(dict.fromkeys(pair.family for pair in DRAFT_FAMILIES))
+    family = _find_family(names, config)
+    if family is None:
+        known = ", ".join(dict.fromkeys(family.name for family in DRAFT_FAMILIES))
         raise UserError(
             f"no draft is known for {name}, there is one for {known}: name a smaller model with the same tokens as the"
             " draft, or train one with `outpace distill`"
         )
-    draft = pair.tuned if any(INSTRUCT.search(text) for text in names) else pair.draft
+    draft = (family.tuned or family.draft) if any(INSTRUCT.search(text) for text in names) else family.draft
     width = next((config[key] for key in WIDTHS if isinstance(config.get(key), int)), None)
-    if width is not None and width <= pair.width:
+    if width is not None and width <= family.width:
         raise UserError(
-            f"{name} is not larger than {draft}, the draft of the family {pair.family}: train a smaller one with"
+            f"{name} is not larger than {draft}, the draft of the family {family.name}: train a smaller one with"
             " `outpace distill`, or leave the draft out"
         )
     return draft
@@ -136,9 +129,11 @@ def _find_family(names: list[str], config: Mapping[str, Any]) -> DraftFamily | N
     """Return the first family that the config allows, preferring one whose name matches."""
     kind, size = config.get("model_type"), config.get("vocab_size")
     fitting = [
-        pair for pair in DRAFT_FAMILIES if kind in pair.model_types and (size is None or size in pair.vocab_sizes)
+        family
+        for family in DRAFT_FAMILIES
+        if kind in family.model_types and (size is None or size in family.vocab_sizes)
     ]
-    named = [pair for pair in fitting if any(re.search(pair.name, text) for text in names)]
+    named = [family for family in fitting if any(re.search(family.pattern, text) for text in names)]
     return next(iter([*named, *fitting]), None)
 
 

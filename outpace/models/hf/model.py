@@ -177,14 +177,14 @@ class TransformersModel(Model):
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Score, and return the hidden states before each of `layers`. [layers, shown rows, width]"""
         check_forest(self, forest)
-        asked = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
-        rows = self._passes.score(asked, width=self.vocab_size, as_trees=self.trees, layers=layers)
+        scored = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
+        rows = self._passes.score(scored, width=self.vocab_size, as_trees=self.trees, layers=layers)
         wanted, shown, first = [], [], 0
-        for part, of in zip(forest, asked, strict=True):
-            places = {node: first + place for place, node in enumerate(of.wanted)}
+        for part, scored_part in zip(forest, scored, strict=True):
+            places = {node: first + place for place, node in enumerate(scored_part.wanted)}
             wanted += [places[node] for node in part.wanted]
             shown += [places[node] for node in part.shown]
-            first += len(of.wanted)
+            first += len(scored_part.wanted)
         hidden = rows[shown][:, self.vocab_size :].unflatten(1, (len(layers), -1))  # [shown rows, layers, width]
         return TargetOutput(rows[wanted][:, : self.vocab_size], hidden.transpose(0, 1))
 

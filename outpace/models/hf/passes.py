@@ -89,7 +89,7 @@ class TransformersSession(Session):
         for layer in self.layers:
             getattr(layer, name)(*arguments)
         if self._lead is not None:
-            self._lead.note(name, self.number, *arguments)
+            self._lead.queue(name, self.number, *arguments)
 
     def _resize(self, slots: int) -> None:
         self.on_layers("resize", slots, min(slots, self.length + self.pending))
@@ -101,7 +101,7 @@ class TransformersSession(Session):
     def _copy(self, other: TransformersSession, length: int) -> None:
         self.copy_layers(other, length)
         if self._lead is not None:
-            self._lead.note("copy", self.number, other.number, length)
+            self._lead.queue("copy", self.number, other.number, length)
 
 
 class TreeMask(NamedTuple):
@@ -238,7 +238,7 @@ class ForwardPasses:
 
     def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
         """Wrap a forward so that the other ranks repeat it."""
-        return nullcontext() if self.lead is None else self.lead.passes(name, *arguments)
+        return nullcontext() if self.lead is None else self.lead.forward(name, *arguments)
 
     @torch.inference_mode()
     def call(

@@ -45,20 +45,20 @@ class Leader:
     def number(self, session: object) -> int:
         """Assign a number by which the other ranks know the session until it is released."""
         number = next(self._numbers)
-        finalize(session, self.note, "close", number).atexit = False
+        finalize(session, self.queue, "close", number).atexit = False
         return number
 
-    def note(self, name: str, *arguments: Any) -> None:
+    def queue(self, name: str, *arguments: Any) -> None:
         """Queue an operation that the other ranks perform before the next forward."""
         self._notes.append((name, arguments))
 
     @contextmanager
-    def passes(self, name: str, *arguments: Any) -> Iterator[None]:
+    def forward(self, name: str, *arguments: Any) -> Iterator[None]:
         """Run a forward here and on the other ranks at the same time.
 
         If it fails, it must fail on all ranks: otherwise their state is unknown and the model unusable.
         """
-        self.note(name, *arguments)
+        self.queue(name, *arguments)
         self._send()
         try:
             yield
@@ -66,12 +66,12 @@ class Leader:
             if not all(map(_has_failed, self._links)):
                 self._links.clear()
                 raise RuntimeError(f"a process of the split model has ended or failed alone ({error})") from error
-            self.note(FAILED.decode())
+            self.queue(FAILED.decode())
             raise
 
     def end(self) -> None:
         """End the other ranks."""
-        self.note(END)
+        self.queue(END)
         with suppress(UserError):  # they have already ended
             self._send()
         for connect_to_leader in self._links:
@@ -220,7 +220,7 @@ def follow(passes: Any, connection: Connection) -> None:
             if name == END:
                 return
             try:
-                follower.take(name, *arguments)
+                follower.apply(name, *arguments)
             except Exception as error:
                 failure = error
                 connection.send_bytes(FAILED)
@@ -236,7 +236,7 @@ class _Follower:
         self._passes = passes
         self._sessions: dict[int, Any] = {}
 
-    def take(self, name: str, *arguments: Any) -> None:
+    def apply(self, name: str, *arguments: Any) -> None:
         """Perform one operation of rank 0."""
         if name == "plain":
             self._passes.plain(*arguments)

@@ -55,8 +55,12 @@ def _long_scaling(header: GgufHeader, own: Mapping[str, Any], trained: Any) -> d
     """Return LongRoPE's scaling: a factor for each rotary pair, and the original context length."""
     factors = {name: _divisors(header, tensor) for name, tensor in LONG.items() if tensor in header.tensors}
     gain = shortest_decimal(own.get("rope.scaling.attn_factor"))
-    said = {"original_max_position_embeddings": trained, "attention_factor": gain}
-    return {"rope_type": "longrope", **factors, **{name: value for name, value in said.items() if value is not None}}
+    optional = {"original_max_position_embeddings": trained, "attention_factor": gain}
+    return {
+        "rope_type": "longrope",
+        **factors,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
 
 
 def _divisors(header: GgufHeader, name: str) -> list[float]:
@@ -146,13 +150,13 @@ REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
 class GgufModel:
     """A model's config.json fields (`settings`), and the GGUF name of each Hugging Face tensor (`sources`).
 
-    `is_paired`: query and key rows are stored in llama.cpp's interleaved order.
+    `has_interleaved_rope`: query and key rows are stored in llama.cpp's interleaved order.
     """
 
     settings: dict[str, Any]
     config: sizes.LlamaConfig
     sources: dict[str, str]
-    is_paired: bool
+    has_interleaved_rope: bool
 
 
 def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -309,9 +309,9 @@ def join_parts(first: GgufHeader, further: Sequence[GgufHeader]) -> GgufHeader:
     """Merge the headers of all parts; UserError if they do not belong together."""
     tensors: dict[str, TensorEntry] = dict(first.tensors)
     for number, part in enumerate(further, 1):
-        said, expected = (part.metadata.get(NUMBER), part.metadata.get(COUNT)), (number, len(further) + 1)
-        if said != expected:
-            has, needs = (f"{NUMBER} {one} and {COUNT} {other}" for one, other in (said, expected))
+        found, expected = (part.metadata.get(NUMBER), part.metadata.get(COUNT)), (number, len(further) + 1)
+        if found != expected:
+            has, needs = (f"{NUMBER} {one} and {COUNT} {other}" for one, other in (found, expected))
             raise UserError(f"{part.path} does not belong to {first.path}: it has {has}, expected are {needs}")
         for name, entry in part.tensors.items():
             if name in tensors:

@@ -189,15 +189,15 @@ def _stored_bytes(header: GgufHeader, source: str) -> int:
 def rope_rows(model: GgufModel, name: str) -> int:
     """Return the number of rows per head if the tensor is in llama.cpp's interleaved order, else 1."""
     part = name.split(".")[2] if name.startswith("blk.") else ""
-    return model.config.head_dim if model.is_paired and part in ("attn_q", "attn_k") else 1
+    return model.config.head_dim if model.has_interleaved_rope and part in ("attn_q", "attn_k") else 1
 
 
 def read_values(header: GgufHeader, model: GgufModel, name: str) -> np.ndarray:
     """Return the tensor as float32 in Hugging Face's order; UserError if a value is not finite."""
     kind = header.tensors[name].kind
     pieces = [_as_float(piece, kind) for piece in _pieces(header, model, name)]
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return whole.reshape(header.tensors[name].shape)
+    values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return values.reshape(header.tensors[name].shape)
 
 
 def _as_float(values: np.ndarray, kind: int) -> np.ndarray:
@@ -210,11 +210,11 @@ def _as_float(values: np.ndarray, kind: int) -> np.ndarray:
 def _pieces(header: GgufHeader, model: GgufModel, name: str) -> Iterator[np.ndarray]:
     """Yield the tensor's rows in Hugging Face's order, in their stored type."""
     unit = rope_rows(model, name)
-    is_paired = unit > 1
+    has_interleaved_rope = unit > 1
     entry = header.tensors[name]
     columns = entry.shape[-1]
     raw = header.raw(name).reshape(prod(entry.shape[:-1]), -1)  # [rows, bytes]
-    if is_paired and len(entry.shape) == 1:  # a bias
+    if has_interleaved_rope and len(entry.shape) == 1:  # a bias
         raw, columns = raw.reshape(columns, -1), 1
     step = max(1, PIECE_VALUES // (columns * unit)) * unit
     offset = _norm_offset(header, model, name)
@@ -222,7 +222,7 @@ def _pieces(header: GgufHeader, model: GgufModel, name: str) -> Iterator[np.ndar
         piece = _read(header, name, raw[start : start + step])
         if offset:
             piece = (piece.view(np.float32) - np.float32(offset)).view(piece.dtype)
-        yield np.ascontiguousarray(deinterleave_rope(piece, len(piece) // unit) if is_paired else piece)
+        yield np.ascontiguousarray(deinterleave_rope(piece, len(piece) // unit) if has_interleaved_rope else piece)
 
 
 def _norm_offset(header: GgufHeader, model: GgufModel, name: str) -> float:

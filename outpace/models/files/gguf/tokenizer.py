@@ -243,7 +243,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     Kept as integers until sorted: a vocabulary of 262,144 tokens has half a million.
     """
     ids, tokens = vocabulary.ids, vocabulary.tokens
-    whole, lefts, rights = array("i"), array("i"), array("i")
+    joined, lefts, rights = array("i"), array("i"), array("i")
     for token, index in ids.items():
         if len(token) > LONGEST_PIECE:
             allowed = f"at most {LONGEST_PIECE} are"
@@ -251,11 +251,11 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         for cut in range(1, len(token)):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
-                whole.append(index)
+                joined.append(index)
                 lefts.append(left)
                 rights.append(right)
-    scores = np.array(vocabulary.numbers("scores"), np.float64)[np.asarray(whole)]
-    order = np.lexsort([np.asarray(rights), np.asarray(lefts), np.asarray(whole), -scores])
+    scores = np.array(vocabulary.numbers("scores"), np.float64)[np.asarray(joined)]
+    order = np.lexsort([np.asarray(rights), np.asarray(lefts), np.asarray(joined), -scores])
     return [(tokens[lefts[place]], tokens[rights[place]]) for place in order.tolist()]
 
 
