@@ -144,7 +144,7 @@ def test_bad_methods_are_refused(text: str, message: str) -> None:
 
 
 def test_a_worker_that_no_method_has_is_refused() -> None:
-    with pytest.raises(UserError, match="none of which has a worker: leave out worker 'process'"):
+    with pytest.raises(UserError, match="none of them has a worker: leave out worker 'process'"):
         contenders.parse_methods("speculative,auto", {"worker": "process"})
 
 

@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_a_stated_pair(run: Run, tmp_path: Path) -> None:
     code, out, err = run("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL)
     assert code == 0, err
-    assert "in turn, chain" in out
+    assert "sequential, chain" in out
     found = json.loads(out.strip().splitlines()[-1])
     assert [row["method"] for row in found["rows"]] == ["autoregressive", "speculative-chain", "card"]
     assert (found["nodes"], found["width"], found["devices"]) == (8, 3, 2)

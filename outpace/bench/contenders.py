@@ -62,7 +62,7 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
         shared = {} if needs is None else {n: v for n, v in common.items() if n != "worker" or needs == "worker"}
         found[label] = Contender(label, name, {**shared, **values})
     if "worker" in common and all("worker" not in contender.options for contender in found.values()):
-        raise UserError(f"methods is {text!r}, none of which has a worker: leave out worker {common['worker']!r}")
+        raise UserError(f"methods is {text!r}, none of them has a worker: leave out worker {common['worker']!r}")
     return list(found.values())
 
 

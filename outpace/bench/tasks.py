@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outpace.api.prompt_file import read_prompt_file
 from outpace.bench import scoring
 from outpace.bench.scoring import Reference
 from outpace.core.errors import UserError, unknown
@@ -15,7 +15,6 @@ from outpace.core.errors import UserError, unknown
 HUB = "hub:"
 BUILT_IN = "builtin"
 SHIPPED = (BUILT_IN, "repetition", "summaries", "answers")  # files of the folder `prompts`
-FORM = 'a JSON object with "turns", a list of texts'
 TEXT_FIELDS = ("turns", "prompt", "question", "instruction", "text")
 REFERENCE_FIELDS = ("reference", "answer_number", "answer")
 KNOWN = {  # name: hub data set, configuration, split
@@ -88,30 +87,12 @@ def _read_source(source: str, count: int, turns: int) -> Iterable[TaskPrompt]:
 
 
 def read_file(file: Path, turns: int = 1) -> list[TaskPrompt]:
-    """Read the first turns of every line; UserError names a line that is torn, empty or of another form."""
-    try:
-        with file.open("rb") as stream:
-            found = [prompt for place, line in enumerate(stream, 1) for prompt in _parse_line(file, place, line, turns)]
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
-    if not found:
-        raise UserError(f"{file} is empty; a file of prompts has {FORM} a line")
-    return found
-
-
-def _parse_line(file: Path, place: int, line: bytes, max_turns: int) -> list[TaskPrompt]:
-    where = f"{file}, line {place}"
-    if not line.strip():
-        raise UserError(f"{where} is empty; it must be {FORM}")
-    try:
-        entry = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        torn = "" if line.endswith(b"\n") else "; the file seems torn"
-        raise UserError(f"{where} is not JSON ({error}){torn}") from error
-    turns = entry.get("turns") if isinstance(entry, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise UserError(f"{where} must be {FORM}, none of them empty")
-    return _prompts_of(entry, file.stem, str(place), where, max_turns)
+    """Read the first turns of every line of a file of prompts, each named by its line number unless it has an id."""
+    return [
+        prompt
+        for place, entry in enumerate(read_prompt_file(file), 1)
+        for prompt in _prompts_of(entry, file.stem, str(place), f"{file}, line {place}", turns)
+    ]
 
 
 def _prompts_of(entry: Mapping[str, Any], task: str, name: str, where: str, max_turns: int) -> list[TaskPrompt]:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from outpace.api.prompt_file import read_prompt_file
 from outpace.core.errors import UserError
 
 HUB = "hub:"
 BUILT_IN = "builtin"
 CHAT_FIELDS = ("messages", "conversations", "turns")  # of a hub data set
 TEXT_FIELDS = ("prompt", "instruction", "question", "text")  # of a hub data set without conversations
-FORM = 'a JSON object with "turns", a list of texts'
 HELD_OUT_ONE_IN = 50
 
 
@@ -53,30 +53,8 @@ def evaluation_prompts(files: Sequence[str], sources: Sequence[str]) -> dict[str
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read the first turn of every line; UserError names a line that is torn, empty or of another form."""
-    try:
-        with file.open("rb") as stream:
-            texts = [_first_turn(file, place, line) for place, line in enumerate(stream, start=1)]
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
-    if not texts:
-        raise UserError(f"{file} is empty; a file of prompts has {FORM} a line")
-    return texts
-
-
-def _first_turn(file: Path, place: int, line: bytes) -> str:
-    where = f"{file}, line {place}"
-    if not line.strip():
-        raise UserError(f"{where} is empty; it must be {FORM}")
-    try:
-        entry = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        torn = "" if line.endswith(b"\n") else "; the file seems torn"
-        raise UserError(f"{where} is not JSON ({error}){torn}") from error
-    turns = entry.get("turns") if isinstance(entry, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise UserError(f"{where} must be {FORM}, none of them empty")
-    return str(turns[0])
+    """Read the first turn of every line of a file of prompts."""
+    return [entry["turns"][0] for entry in read_prompt_file(file)]
 
 
 def _from_hub(name: str) -> Iterator[str]:

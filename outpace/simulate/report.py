@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,49 +26,44 @@ def by_setup(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
     return found
 
 
+def _details(rows: Sequence[Outcome]) -> list[list[str]]:
+    """Return the columns besides the speedups, each with a text per ratio of times."""
+    return [
+        [f"{row.figures.mean_accepted_length:.2f}" for row in rows],
+        [f"{row.rows_per_token:.1f}" for row in rows],
+        [_percent(row.figures.hit_rate) for row in rows],
+        [_percent(row.target_idle) for row in rows],
+        [_percent(row.draft_idle) for row in rows],
+    ]
+
+
 def table(outcomes: Sequence[Outcome], title: str) -> Table:
     """Build the table of speedups by ratio of times, with figures of all ratios in one column each."""
     from rich import box
     from rich.table import Table
 
-    costs = list(dict.fromkeys(outcome.costs for outcome in outcomes))
     made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("T_target /\nT_draft", min_width=12)
-    for name in costs:
+    for name in dict.fromkeys(outcome.costs for outcome in outcomes):
         made.add_column(name, justify="right", style="bold", no_wrap=True)
     for name in ("tokens\na pass", "rows a\ntoken", "hit\nrate", "target\nidle", "drafter\nidle"):
         made.add_column(name, justify="right")
     for rows in by_setup(outcomes).values():
-        details = (
-            " ".join(f"{row.figures.mean_accepted_length:.2f}" for row in rows),
-            " ".join(f"{row.rows_per_token:.1f}" for row in rows),
-            " ".join(_percent(row.figures.hit_rate) for row in rows),
-            " ".join(_percent(row.target_idle) for row in rows),
-            " ".join(_percent(row.draft_idle) for row in rows),
-        )
         is_plain = rows[0].setup.method == PLAIN
-        made.add_row(
-            _title(rows),
-            *(f"{row.speedup:.2f}" for row in rows),
-            *(("1.00", "1.0", "", "", "") if is_plain else details),
-        )
+        details = ("1.00", "1.0", "", "", "") if is_plain else (" ".join(texts) for texts in _details(rows))
+        made.add_row(_title(rows), *(f"{row.speedup:.2f}" for row in rows), *details)
     return made
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """Return the table as Markdown."""
     costs = list(dict.fromkeys(outcome.costs for outcome in outcomes))
-    made = "tokens a pass | rows a token | hit rate | target idle | drafter idle"
-    lines = [f"| T_target / T_draft | {' | '.join(costs)} | {made} |"]
-    lines.append("|---" * (len(costs) + 6) + "|")
+    names = "tokens a pass | rows a token | hit rate | target idle | drafter idle"
+    lines = [f"| T_target / T_draft | {' | '.join(costs)} | {names} |", "|---" * (len(costs) + 6) + "|"]
     for rows in by_setup(outcomes).values():
-        cells = [f"{row.speedup:.2f}" for row in rows]
-        cells.append(", ".join(f"{row.figures.mean_accepted_length:.2f}" for row in rows))
-        cells.append(", ".join(f"{row.rows_per_token:.1f}" for row in rows))
-        for name in ("hit_rate", "target_idle", "draft_idle"):
-            shares = [row.figures.hit_rate if name == "hit_rate" else getattr(row, name) for row in rows]
-            cells.append("" if None in shares else ", ".join(_percent(share) for share in shares))
-        lines.append(f"| {_title(rows)} | {' | '.join(cells)} |")
+        details = ("" if "-" in texts else ", ".join(texts) for texts in _details(rows))
+        cells = [_title(rows), *(f"{row.speedup:.2f}" for row in rows), *details]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -88,29 +83,26 @@ def about(trace: Trace, sizes: SetupSizes, devices: int) -> dict[str, Any]:
 
 def as_rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """Return the outcomes for JSON."""
-    return [_row(outcome) for outcome in outcomes]
-
-
-def _row(outcome: Outcome) -> dict[str, Any]:
-    figures = outcome.figures
-    row: Mapping[str, Any] = {
-        "method": outcome.setup.name,
-        "costs": outcome.costs,
-        "ratio": round(outcome.ratio, 4),
-        "speedup": round(outcome.speedup, 4),
-        "speedup_by_task": {task: round(speedup, 4) for task, speedup in outcome.speedups.items()},
-        "mean_accepted_length": round(figures.mean_accepted_length, 4),
-        "hit_rate": None if figures.hit_rate is None else round(figures.hit_rate, 4),
-        "hits": figures.by_kind,
-        "acceptance_by_position": [round(rate, 4) for rate in figures.acceptance_by_position[:8]],
-        "rows_a_token": round(outcome.rows_per_token, 4),
-        "target_idle": round(outcome.target_idle, 4),
-        "draft_idle": round(outcome.draft_idle, 4),
-        "draft_length": outcome.draft_length,
-        "tokens": outcome.tokens,
-        "equal_text": True,  # another text raises an error
-    }
-    return dict(row)
+    return [
+        {
+            "method": outcome.setup.name,
+            "costs": outcome.costs,
+            "ratio": round(outcome.ratio, 4),
+            "speedup": round(outcome.speedup, 4),
+            "speedup_by_task": {task: round(speedup, 4) for task, speedup in outcome.speedups.items()},
+            "mean_accepted_length": round(outcome.figures.mean_accepted_length, 4),
+            "hit_rate": None if outcome.figures.hit_rate is None else round(outcome.figures.hit_rate, 4),
+            "hits": outcome.figures.by_kind,
+            "acceptance_by_position": [round(rate, 4) for rate in outcome.figures.acceptance_by_position[:8]],
+            "rows_a_token": round(outcome.rows_per_token, 4),
+            "target_idle": round(outcome.target_idle, 4),
+            "draft_idle": round(outcome.draft_idle, 4),
+            "draft_length": outcome.draft_length,
+            "tokens": outcome.tokens,
+            "equal_text": True,  # another text raises an error
+        }
+        for outcome in outcomes
+    ]
 
 
 def _title(rows: Sequence[Outcome]) -> str:

@@ -73,8 +73,8 @@ def setups(sizes: SetupSizes) -> list[Setup]:
     n = sizes.nodes
     found = [
         Setup(PLAIN, "plain", PLAIN, 1),
-        Setup("speculative-chain", "in turn, chain", "speculative", max(LENGTHS) + 1, chain, LENGTHS),
-        Setup("speculative-tree", f"in turn, {n}-node tree", "speculative", n, tree, LENGTHS),
+        Setup("speculative-chain", "sequential, chain", "speculative", max(LENGTHS) + 1, chain, LENGTHS),
+        Setup("speculative-tree", f"sequential, {n}-node tree", "speculative", n, tree, LENGTHS),
     ]
     for name in registry.names("decoders"):
         if name not in (PLAIN, "speculative", *_TITLES):

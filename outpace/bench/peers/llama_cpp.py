@@ -5,10 +5,9 @@ llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q8_0 has a sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from outpace.core.errors import UserError, install_command
 
 INSTALL = f"`{install_command('llama-cpp')}` (it is compiled, which takes minutes)"
 BATCH = 512  # rows per forward, llama.cpp's default
+Propose = Callable[[np.ndarray], np.ndarray]
 
 
 def build(settings: PeerSettings) -> Peer:
@@ -26,35 +26,29 @@ def build(settings: PeerSettings) -> Peer:
     return LlamaCpp("llama_cpp", settings, "Q8_0")
 
 
-class LlamaDrafter(Protocol):
-    """Proposes tokens to llama.cpp."""
-
-    def propose(self, text: np.ndarray) -> np.ndarray:
-        """Return drafts [drafts] int32 for the text so far, [tokens] int32."""
-
-    def reset(self) -> None:
-        """Prepare for another prompt."""
-
-    def close(self) -> None:
-        """Free the memory."""
-
-
 class LlamaCpp:
-    """The target as a GGUF file with matrices of type `kind`, and optionally a drafter."""
+    """The target as a GGUF file with matrices of type `kind`.
 
-    def __init__(self, name: str, settings: PeerSettings, kind: str, drafter: LlamaDrafter | None = None) -> None:
+    `propose` returns drafts, int32 [drafts], for the text so far, int32 [tokens]; `draft` is the llama.cpp model that
+    it uses, if any.
+    """
+
+    def __init__(
+        self, name: str, settings: PeerSettings, kind: str, propose: Propose | None = None, draft: Any = None
+    ) -> None:
         self.name, self.precision = name, kind
-        self._settings, self._drafter = settings, drafter
-        self._adapter: Any = None if drafter is None else _adapt(drafter)
-        flash = drafter is None  # a few percent faster for one row, as much slower for several
+        self._settings = settings
+        self._adapter: Any = None if propose is None else _adapt(propose)
+        flash = propose is None  # a few percent faster for one row, as much slower for several
         self._llama = open_llama(name, gguf_file(settings.target, kind), settings, self._adapter, flash)
+        self._models = [self._llama] if draft is None else [self._llama, draft]
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
         """Continue the prompt until a stop token, which is included, or `max_tokens`."""
         check_length(self.name, self._settings, prompt, max_tokens)
-        self._llama.reset()  # else it keeps the KV cache of the prefix shared with the last prompt
-        if self._drafter is not None:
-            self._drafter.reset()
+        for llama in self._models:
+            llama.reset()  # else it keeps the KV cache of the prefix shared with the last prompt
+        if self._adapter is not None:
             self._adapter.begin()
         recorder = RoundRecorder(self._settings.stop_ids, max_tokens)
         num_calls = -1
@@ -71,9 +65,8 @@ class LlamaCpp:
 
     def close(self) -> None:
         """Free the memory."""
-        self._llama.close()
-        if self._drafter is not None:
-            self._drafter.close()
+        for llama in self._models:
+            llama.close()
 
 
 def open_llama(name: str, file: Path, settings: PeerSettings, draft_model: Any = None, flash: bool = False) -> Any:
@@ -91,27 +84,8 @@ def open_llama(name: str, file: Path, settings: PeerSettings, draft_model: Any =
         raise UserError(f"peer {name} cannot load {file} ({error!s:.200})") from error
 
 
-class ModelDrafter:
-    """Drafts `count` tokens with a model, which keeps its KV cache for the unchanged part of the text."""
-
-    def __init__(self, llama: Any, count: int) -> None:
-        self._llama, self._count = llama, count
-
-    def propose(self, text: np.ndarray) -> np.ndarray:
-        """Return the model's greedy continuation."""
-        return np.array(list(islice(self._llama.generate(text.tolist(), temp=0.0), self._count)), dtype=np.intc)
-
-    def reset(self) -> None:
-        """Clear the KV cache."""
-        self._llama.reset()
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._llama.close()
-
-
-def _adapt(drafter: LlamaDrafter) -> Any:
-    """Wrap a drafter in llama-cpp-python's interface; it counts calls and stores the last drafts."""
+def _adapt(propose: Propose) -> Any:
+    """Wrap a function that drafts in llama-cpp-python's interface; it counts calls and stores the last drafts."""
     from llama_cpp.llama_speculative import LlamaDraftModel
 
     class Adapter(LlamaDraftModel):
@@ -119,7 +93,7 @@ def _adapt(drafter: LlamaDrafter) -> Any:
             self.num_calls, self.last_drafts = 0, list[int]()
 
         def __call__(self, input_ids: np.ndarray, /, **kwargs: Any) -> np.ndarray:
-            proposed = drafter.propose(input_ids)
+            proposed = propose(input_ids)
             self.num_calls, self.last_drafts = self.num_calls + 1, proposed.tolist()
             return proposed
 

@@ -5,10 +5,14 @@ Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Dec
 
 from __future__ import annotations
 
+from itertools import islice
+
+import numpy as np
+
 from outpace.bench.peer import Peer, PeerSettings
 from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._rounds import check_draft, require
-from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp, ModelDrafter, open_llama
+from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp, open_llama
 
 NAME = "llama_cpp_draft"
 DRAFT_LENGTH = 2
@@ -22,4 +26,8 @@ def build(settings: PeerSettings) -> Peer:
     require(NAME, "llama_cpp", INSTALL)
     draft = check_draft(NAME, settings)
     llama = open_llama(NAME, gguf_file(draft, "Q8_0"), settings, flash=True)
-    return LlamaCpp(NAME, settings, "Q8_0", ModelDrafter(llama, DRAFT_LENGTH))
+
+    def propose(text: np.ndarray) -> np.ndarray:
+        return np.array(list(islice(llama.generate(text.tolist(), temp=0.0), DRAFT_LENGTH)), dtype=np.intc)
+
+    return LlamaCpp(NAME, settings, "Q8_0", propose, llama)
