@@ -216,9 +216,9 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 
 OPTION_MUTATIONS = [
-    mutation("options: penalties without the path", ADJUSTING, "adjusted", without_path),
-    mutation("options: bias of the neighbour's row", ADJUSTING, "adjusted", by_the_neighbour),
-    mutation("options: nothing is adjusted", ADJUSTING, "adjusted", never),
+    mutation("options: penalties without the path", ADJUSTING, "adjust_logits", without_path),
+    mutation("options: bias of the neighbour's row", ADJUSTING, "adjust_logits", by_the_neighbour),
+    mutation("options: nothing is adjusted", ADJUSTING, "adjust_logits", never),
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
@@ -246,7 +246,7 @@ OPTION_MUTATIONS = [
     mutation(
         "rejection: the likeliest token judged as if drawn", distribution.RandomSource, "draw", draw_the_likeliest
     ),
-    mutation("rejection: a picked token is half as certain", _ratio, "certain", half_certain),
+    mutation("rejection: a picked token is half as certain", _ratio, "one_hot", half_certain),
     mutation("rejection: keys return in a later round", distribution.RandomSource, "number", key_of_a_place),
     mutation("rejection: one key for two purposes", distribution.RandomSource, "number", one_purpose),
     mutation("rejection: reuse noise across choices", distribution, "uniform", key_without(1)),

@@ -16,7 +16,7 @@ from mutation_checks import BROKEN, Mutation, Original
 from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
-from outpace.decoders import Pearl, Planned, Ssd
+from outpace.decoders import pearl, planned, ssd
 from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
 from outpace.drafters._composite import DraftSelector
@@ -116,7 +116,7 @@ PART_MUTATIONS = [
     mutation(
         "offers on a device: the host waits for each row",
         rules_base,
-        "_best_on_device",
+        "_top_k_on_device",
         nothing,
         "test_waiting.py::test_the_host_waits_once_for_a_batch",
     ),
@@ -150,14 +150,14 @@ PART_MUTATIONS = [
     ),
     mutation(
         "pearl: nobody waits for the chain",
-        Pearl,
+        pearl,
         "Await",
         lambda f: lambda **given: f(),
         "test_beside.py::test_a_perfect_drafter_is_waited_for",
     ),
     mutation(
         "ssd: nobody waits for the chain",
-        Ssd,
+        ssd,
         "Await",
         lambda f: lambda **given: f(),
         "test_beside.py::test_a_perfect_drafter_is_waited_for",
@@ -172,27 +172,27 @@ PART_MUTATIONS = [
     mutation(
         "ssd: one outcome is drafted for",
         _tree_expander,
-        "for_outcomes",
+        "outcome_frontier",
         one_outcome,
         "test_beside.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for",
     ),
     mutation(
         "planned: the drafter never rests",
-        Planned.WaitPlanner,
+        planned.WaitPlanner,
         "during",
         lambda f: lambda self, rows: DraftDirectives(),
         "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
     ),
     mutation(
         "planned: however many leaves share the chance, a layer gains the same",
-        Planned,
+        planned,
         "sqrt",
         lambda f: lambda of: 1.0,
         "test_planned.py::test_a_layer_gains_by_the_chance_at_its_leaves_and_by_how_few_they_are",
     ),
     mutation(
         "planned: never in turn",
-        Planned._Modes,
+        planned._Modes,
         "choose",
         nothing,
         "test_planned.py::test_on_one_device_it_drafts_in_turn",
@@ -214,7 +214,7 @@ PART_MUTATIONS = [
     mutation(
         "model: orders are not heeded",
         ModelDrafter,
-        "heed",
+        "configure",
         nothing,
         "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come",
     ),
@@ -277,7 +277,7 @@ PART_MUTATIONS = [
     mutation(
         "scorer: spaces and case count",
         scoring,
-        "_plain",
+        "_normalised",
         lambda f: lambda text: text,
         "test_scoring.py::test_an_exact_text",
     ),

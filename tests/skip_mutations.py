@@ -86,7 +86,7 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
 
 
 SKIP_MUTATIONS = [
-    _mutation("a trial is committed", layer_skip, "agreements", commit_what_was_tried),
+    _mutation("a trial is committed", layer_skip, "find_agreements", commit_what_was_tried),
     _mutation("the set that agrees less stays", SublayerSearch, "learn", keep_the_worse),
     _mutation(
         "lent before the last round is committed", running.TokenSequence, "lend_session", lend_before_it_is_committed

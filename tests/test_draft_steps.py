@@ -12,7 +12,6 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.cuda.draft_steps import ExactGraphLlama, SteppingLlama
 from test_llama import TINIES
 from turns import in_turn
 
@@ -26,6 +25,7 @@ from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda import step_choice
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.cuda.step_choice import own_bit
 from outpace.rules import base, greedy, gumbel, match
 
