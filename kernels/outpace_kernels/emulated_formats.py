@@ -1,4 +1,4 @@
-"""What the blocks of a file mean, in numpy: weights c * (q - bias) + m, with c and m those of a part of a row.
+"""Decode the blocks of a file in numpy: weights c * (q - bias) + m, with c and m for each part of a row.
 
 The formats are ggml's (https://github.com/ggml-org/ggml, ggml-quants.c); U4_32 and U4_64 are ours, for what GPTQ and
 AWQ write: c * (q - zero), held as c and -zero. Every number is exact in float32. A function with the name of a format
@@ -17,8 +17,9 @@ IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 
 
 def round_to_q4_1(weights: np.ndarray, out: np.ndarray) -> None:
-    """Floats to four bits: weights float32 [rows, columns], columns a multiple of 32, to the blocks of Q4_1, uint8
-    [rows, bytes]. Of the range of 32 weights and 12 narrower ones, that with the least sum of squared errors."""
+    """Round weights float32 [rows, columns], columns a multiple of 32, to the blocks of Q4_1, uint8 [rows, bytes].
+
+    Among the range of 32 weights and 12 narrower ones, the one with the least sum of squared errors is used."""
     blocks = weights.reshape(-1, 32)
     low, high = blocks.min(axis=1), blocks.max(axis=1)
     ends = [(low, high)]
@@ -53,52 +54,52 @@ class Parts(NamedTuple):
 
 
 def half(block: np.ndarray, start: int) -> np.ndarray:
-    """Two bytes of every block as a number in half precision: float32 [rows, blocks]."""
+    """Return two bytes of every block as a half-precision number: float32 [rows, blocks]."""
     return np.ascontiguousarray(block[..., start : start + 2]).view(np.float16)[..., 0].astype(F)
 
 
 def nibbles(data: np.ndarray) -> np.ndarray:
-    """The lower halves of some bytes, then the upper ones."""
+    """Return the lower nibbles of some bytes, then the upper ones."""
     return np.concatenate([data & 15, data >> 4], axis=-1).astype(np.int16)
 
 
 def single_bits(data: np.ndarray) -> np.ndarray:
-    """Bits of bytes, the lowest first."""
+    """Return the bits of bytes, the lowest first."""
     return np.unpackbits(data, axis=-1, bitorder="little").astype(np.int16)
 
 
 def q4_0(block: np.ndarray) -> Parts:
-    """A block: c, nibbles with a bias of 8."""
+    """Decode c and nibbles with a bias of 8."""
     return Parts(nibbles(block[..., 2:]) - 8, half(block, 0), None)
 
 
 def q4_1(block: np.ndarray) -> Parts:
-    """A block: c, m, nibbles."""
+    """Decode c, m and nibbles."""
     return Parts(nibbles(block[..., 4:]), half(block, 0), half(block, 2))
 
 
 def q5_0(block: np.ndarray) -> Parts:
-    """A block: c, the fifth bits, nibbles; a bias of 16."""
+    """Decode c, the fifth bits and nibbles, with a bias of 16."""
     return Parts(nibbles(block[..., 6:]) + 16 * single_bits(block[..., 2:6]) - 16, half(block, 0), None)
 
 
 def q5_1(block: np.ndarray) -> Parts:
-    """A block: c, m, the fifth bits, nibbles."""
+    """Decode c, m, the fifth bits and nibbles."""
     return Parts(nibbles(block[..., 8:]) + 16 * single_bits(block[..., 4:8]), half(block, 0), half(block, 2))
 
 
 def q8_0(block: np.ndarray) -> Parts:
-    """A block: c, bytes with a sign."""
+    """Decode c and signed bytes."""
     return Parts(block[..., 2:].view(np.int8).astype(np.int16), half(block, 0), None)
 
 
 def iq4_nl(block: np.ndarray) -> Parts:
-    """A block: c, nibbles that choose one of sixteen numbers."""
+    """Decode c and nibbles that select one of sixteen numbers."""
     return Parts(IQ4_NL[nibbles(block[..., 2:])], half(block, 0), None)
 
 
 def six_bits(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Twelve bytes as eight c and eight m of six bits: [rows, blocks, 8] twice."""
+    """Decode twelve bytes as eight c and eight m of six bits: [rows, blocks, 8] twice."""
     first, second, third = (data[..., i : i + 4] for i in (0, 4, 8))
     c = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
     m = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
@@ -106,7 +107,7 @@ def six_bits(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def k_parts(block: np.ndarray, low: np.ndarray, high: np.ndarray | int) -> Parts:
-    """Eight parts of 32: the lower nibbles of 32 bytes, then their upper ones. `high`: the fifth bits, in place."""
+    """Decode eight parts of 32: the lower nibbles of 32 bytes, then the upper ones. `high`: shifted fifth bits."""
     by_32 = low.reshape(*low.shape[:-1], 4, 32)
     q = np.stack([by_32 & 15, by_32 >> 4], axis=-2).reshape(*low.shape[:-1], 8, 32).astype(np.int16) + high
     c, m = six_bits(block[..., 4:16])
@@ -114,18 +115,18 @@ def k_parts(block: np.ndarray, low: np.ndarray, high: np.ndarray | int) -> Parts
 
 
 def q4_k(block: np.ndarray) -> Parts:
-    """256 inputs in eight parts: factors of c and m, c and m in six bits, nibbles."""
+    """Decode 256 inputs in eight parts: factors of c and m, c and m in six bits, nibbles."""
     return k_parts(block, block[..., 16:], 0)
 
 
 def q5_k(block: np.ndarray) -> Parts:
-    """256 inputs in eight parts: as q4_k, with the fifth bits before the nibbles."""
+    """Decode 256 inputs in eight parts: as q4_k, with the fifth bits before the nibbles."""
     fifth = block[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # bit i of 32 bytes: part i
     return k_parts(block, block[..., 48:], 16 * fifth.astype(np.int16))
 
 
 def q6_k(block: np.ndarray) -> Parts:
-    """256 inputs in sixteen parts: nibbles, upper two bits, c in a byte, its factor; a bias of 32."""
+    """Decode 256 inputs in sixteen parts: nibbles, upper two bits, c in a byte, its factor; a bias of 32."""
     low = block[..., :128].reshape(*block.shape[:-1], 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
     pairs = block[..., 128:192].reshape(*block.shape[:-1], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     q = low.reshape(*block.shape[:-1], 256) | pairs.reshape(*block.shape[:-1], 256) << 4
@@ -134,14 +135,14 @@ def q6_k(block: np.ndarray) -> Parts:
 
 
 def u4(block: np.ndarray) -> Parts:
-    """Four bytes of c and -zero, then 16 for every 32 inputs, of which each has them."""
+    """Decode four bytes of c and -zero, shared by all inputs, then 16 bytes for every 32 inputs."""
     q = nibbles(block[..., 4:].reshape(*block.shape[:-1], -1, 16))
     c = np.repeat(half(block, 0)[..., None], q.shape[-2], axis=-1)
     return Parts(q, c, c * half(block, 2)[..., None])
 
 
 class Format(NamedTuple):
-    """Inputs and bytes of a block, and what a block means."""
+    """Inputs and bytes of a block, and its decoder."""
 
     inputs: int
     bytes: int
@@ -163,11 +164,11 @@ FORMATS = {
 }
 
 
-FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numbers of files that have no blocks, which are rounded
+FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # formats of floats, which are rounded
 
 
 def floats_of(name: str, data: np.ndarray) -> np.ndarray:
-    """Rows of floats as the file has them, uint8 [rows, bytes], in float32; ValueError for what is not finite."""
+    """Convert rows of floats in a file, uint8 [rows, bytes], to float32. Raise ValueError if one is not finite."""
     values = np.ascontiguousarray(data).view(FLOATS[name])
     values = (values.astype(np.uint32) << 16).view(F) if name == "BF16" else values.astype(F)
     if not np.isfinite(values).all():
@@ -176,7 +177,7 @@ def floats_of(name: str, data: np.ndarray) -> np.ndarray:
 
 
 def parts_of(name: str, data: np.ndarray) -> Parts:
-    """Rows of a tensor as the file has them, uint8 [rows, bytes]; parts are 32 inputs, of Q6_K 16."""
+    """Decode rows of a tensor in a file, uint8 [rows, bytes]; parts have 32 inputs, 16 for Q6_K."""
     form = FORMATS[name]
     found = form.parts(data.reshape(len(data), -1, form.bytes))
     q = found.q.reshape(len(data), -1, 16 if name == "Q6_K" else 32)

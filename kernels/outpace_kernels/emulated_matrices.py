@@ -1,4 +1,4 @@
-"""The kernels' products, in numpy: weights in int8, or as a file has them."""
+"""The kernels' products in numpy, with weights in int8 or in a file's format."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from outpace_kernels.emulated_formats import FLOATS, Parts, floats_of, parts_of
 from outpace_kernels.emulated_numbers import GROUP, HALF, QUARTER, F, fma, groups_of, half_up, quantize
 
-INT8 = "Q8_0"  # what floats are rounded to
+INT8 = "Q8_0"  # the format of rounded floats
 
 
 class Room:
-    """Memory that matrices share in the kernels; here each has its own."""
+    """A stand-in for memory that matrices share in the kernels; here each has its own."""
 
 
 class Matrix:
-    """Weights [outputs, inputs] as a file has them, or rounded to int8."""
+    """Weights [outputs, inputs] in a file's format or rounded to int8."""
 
     def __init__(
         self, weights: np.ndarray, bias: Sequence[float] = (), threads: int = 1, room: Room | None = None
     ) -> None:
-        """Of floats, rounded to int8."""
+        """Round floats to int8."""
         self._hold(weights.shape, [(np.arange(len(weights)), _rounded(weights))], bias)
 
     def _hold(self, shape: tuple[int, int], sections: list[tuple[np.ndarray, Parts]], bias: Sequence[float]) -> None:
@@ -44,8 +44,11 @@ class Matrix:
         threads: int = 1,
         room: Room | None = None,
     ) -> Matrix:
-        """What a file holds: output i is row rows[i] of all parts one behind the other, zeros below 0; where `chunk` is
-        not 0, so many inputs each are padded to whole groups. `rounded`: in int8, as floats are in any case."""
+        """Take rows of a file: output i is row rows[i] of the concatenated parts, zeros if negative.
+
+        Unless `chunk` is 0, each `chunk` inputs are padded to whole groups. `rounded`: convert to int8, as floats
+        always are.
+        """
         if parts[0][0] in FLOATS:
             whole = np.concatenate([floats_of(name, data) for name, data in parts])
             chosen = np.where(rows[:, None] >= 0, whole[rows], F(0))
@@ -62,11 +65,11 @@ class Matrix:
         return cls(held.values(), bias) if rounded and {name for name, _ in parts} != {INT8} else held
 
     def read(self, outputs: np.ndarray, out: np.ndarray) -> None:
-        """The weights of some outputs as they are used."""
+        """Return the dequantized weights of some outputs."""
         out[:] = self.values()[outputs]
 
     def values(self) -> np.ndarray:
-        """All weights, float32 [outputs, inputs]."""
+        """Return all weights, float32 [outputs, inputs]."""
         whole = np.zeros((self.outputs, self.inputs), F)
         for chosen, (q, c, m) in self.sections:
             values = q.astype(F) * c[..., None]
@@ -75,7 +78,7 @@ class Matrix:
         return whole
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """x [rows, inputs] float32, rounded to int8, to W x + bias [rows, outputs]: part after part."""
+        """Round x [rows, inputs] float32 to int8 and return W x + bias [rows, outputs], adding part after part."""
         total = np.zeros((len(x), self.outputs), F)
         for chosen, parts in self.sections:
             total[:, chosen] = _times(parts, *quantize(x, self.shared))
@@ -83,8 +86,11 @@ class Matrix:
 
 
 def _rounded(weights: np.ndarray) -> Parts:
-    """Floats to int8: 32 of an output share the scale (largest / 127), up to half precision. ValueError for a weight
-    that is not finite, or too large."""
+    """Round floats to int8; 32 of an output share the scale largest / 127, rounded up to half precision.
+
+    Raises:
+        ValueError: if a weight is not finite or too large.
+    """
     if not np.isfinite(weights).all():
         raise ValueError("a weight is not finite")
     whole = groups_of(weights)
@@ -97,7 +103,7 @@ def _rounded(weights: np.ndarray) -> Parts:
 
 
 def _padded(parts: Parts, chunk: int) -> Parts:
-    """Every `chunk` inputs are followed by zeros up to whole groups; without it the row is."""
+    """Pad each `chunk` inputs, or the whole row if it is 0, with zeros to whole groups."""
     inputs = parts.q.shape[2]
     each = chunk // inputs or parts.q.shape[1]
     more = -each % (GROUP // inputs)
@@ -112,8 +118,8 @@ def _padded(parts: Parts, chunk: int) -> Parts:
 
 
 def _times(parts: Parts, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Activations int8 [rows, shares, inputs of a share] with their scales times weights: [rows, outputs]."""
-    count = values.shape[2] // parts.q.shape[2]  # parts of what shares a scale
+    """Multiply activations int8 [rows, shares, inputs of a share] with their scales by weights: [rows, outputs]."""
+    count = values.shape[2] // parts.q.shape[2]  # parts per scale
     total = np.zeros((len(values), len(parts.q)), F)
     for part in range(parts.q.shape[1]):
         share, at = divmod(part, count)

@@ -1,4 +1,4 @@
-"""The kernels' operations on numbers, in numpy: rounding to int8, sums in their order, exponentials.
+"""The kernels' operations on numbers in numpy: rounding to int8, sums in a fixed order, exponentials.
 
 Every number is float32 and every operation IEEE; `fma` rounds once, by way of long double (where that has 64 bits of
 mantissa or more). Integers are summed exactly, so how they are summed does not matter; float sums have the order that
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 GROUP, LANES, MAX_DEPTH = 64, 16, 256
-HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row share a scale by 32; by 16 where all weights do (Q6_K)
-ARITHMETIC = 2  # raised by whoever changes the bits of scores
+HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row share a scale by 32; by 16 if all weights do (Q6_K)
+ARITHMETIC = 2  # increase when a change affects the bits of logits
 F = np.float32
 TINY = F(1e-30)
 KV_DTYPES = {"float32": 4, "float16": 2, "int8": 1}  # bytes of an entry of a key or value
@@ -21,19 +21,21 @@ SCALED = 32  # entries that share a scale in int8
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(F)
 
 
 def groups_of(x: np.ndarray, size: int = GROUP) -> np.ndarray:
-    """[..., n] to [..., groups, size], with zeros at the end."""
+    """Reshape [..., n] to [..., groups, size], padded with zeros."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
     return np.pad(x, padding).reshape(*x.shape[:-1], -1, size)
 
 
 def quantize(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Activations [..., n] to int8 and their scales: largest / 127, q = round(x * (127 / largest)). `size` of them
-    share a scale, and there are whole groups: [..., groups * GROUP / size, size], [..., groups * GROUP / size]."""
+    """Round activations [..., n] to int8; each `size` share a scale largest / 127, and q = round(x * (127 / largest)).
+
+    Returns q [..., groups * GROUP / size, size] and scales [..., groups * GROUP / size].
+    """
     whole = groups_of(x)
     grouped = whole.reshape(*whole.shape[:-2], -1, size)
     top = np.abs(grouped).max(axis=-1)
@@ -45,19 +47,19 @@ def quantize(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bfloat16_up(x: np.ndarray) -> np.ndarray:
-    """The smallest bfloat16 numbers not below x >= 0, as float32."""
+    """Return the smallest bfloat16 numbers >= x >= 0, as float32."""
     return ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(F)
 
 
 def half_up(x: np.ndarray) -> np.ndarray:
-    """The smallest numbers in half precision not below x >= 0, as float32."""
-    with np.errstate(over="ignore"):  # which is infinity
+    """Return the smallest half-precision numbers >= x >= 0, as float32."""
+    with np.errstate(over="ignore"):  # overflow gives infinity
         nearest = x.astype(np.float16)
     return (nearest.view(np.uint16) + (nearest.astype(F) < x)).astype(np.uint16).view(np.float16).astype(F)
 
 
 def as_bytes(x: np.ndarray) -> np.ndarray:
-    """Keys or values [..., depth] as int8 holds them: 32 entries share the scale (largest / 127), up to bfloat16."""
+    """Round keys or values [..., depth] to int8; 32 entries share the scale largest / 127, rounded up to bfloat16."""
     grouped = groups_of(x, SCALED)
     top = np.abs(grouped).max(axis=-1)
     scales = np.where(top > TINY, bfloat16_up((top / F(127)).astype(F)), F(0))[..., None]
@@ -67,7 +69,7 @@ def as_bytes(x: np.ndarray) -> np.ndarray:
 
 
 def sum_lanes(x: np.ndarray, squared: bool = False) -> np.ndarray:
-    """Sum over the last axis: 16 partial sums by index mod 16, then halves of them added three times and once more."""
+    """Sum over the last axis: 16 partial sums by index mod 16, then halves are added four times."""
     blocks = groups_of(x, LANES)
     total = np.zeros((*x.shape[:-1], LANES), F)
     for number in range(blocks.shape[-2]):
@@ -80,13 +82,13 @@ def sum_lanes(x: np.ndarray, squared: bool = False) -> np.ndarray:
 
 
 def inverse_rms(x: np.ndarray, epsilon: float) -> np.ndarray:
-    """1 / sqrt(mean of squares + epsilon) over the last axis, kept as an axis of one."""
+    """Return 1 / sqrt(mean of squares + epsilon) over the last axis, which is kept."""
     mean = sum_lanes(x, squared=True) / F(x.shape[-1])
     return (F(1) / np.sqrt(mean + F(epsilon)))[..., None]
 
 
 def exponential(x: np.ndarray) -> np.ndarray:
-    """e^x = 2^n e^r: n = round(x / ln 2), a polynomial for e^r, both in float32."""
+    """Return e^x = 2^n e^r with n = round(x / ln 2) and a polynomial for e^r, in float32."""
     x = np.minimum(np.maximum(x, F(-86.5)), F(88))
     n = np.rint(x * F(1.44269504))
     r = fma(n, F(-0.693359375), x)
@@ -98,11 +100,11 @@ def exponential(x: np.ndarray) -> np.ndarray:
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    """x / (1 + e^-x)"""
+    """Return x / (1 + e^-x)."""
     return x / (F(1) + exponential(-x))
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by e^x"""
+    """Return x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), computed by e^x."""
     slope = fma(x * x, F(-0.0713548162), F(-1.59576912))
     return x / (F(1) + exponential(x * slope))

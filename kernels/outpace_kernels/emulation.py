@@ -1,4 +1,4 @@
-"""The kernels' arithmetic in numpy: slow, to be read, and bit by bit what the kernels give.
+"""The kernels' arithmetic in numpy: slow and readable, with the same bits as the kernels.
 
 It has the kernels' names and signatures, so a model can be built from it in their place. emulated_numbers.py has the
 operations, emulated_matrices.py the products.
@@ -40,13 +40,13 @@ FORMATS = {name: form.inputs for name, form in FILE_FORMATS.items()}
 
 
 def instruction_sets() -> list[str]:
-    """What stands for those of the kernels."""
+    """Return a stand-in for the kernels' list."""
     return ["emulation"]
 
 
 @dataclass
 class Layer:
-    """One layer's weights, as the kernels take them."""
+    """One layer's weights, with the kernels' signature."""
 
     attention_norm: np.ndarray
     mlp_norm: np.ndarray
@@ -65,14 +65,14 @@ class Layer:
 
 @dataclass
 class Heads:
-    """The sizes of attention."""
+    """Sizes of attention."""
 
     queries: int
     keys: int
     depth: int
     kv_dtype: str
     epsilon: float
-    scale: float = 0.0  # of scores; 0: 1 / sqrt(depth)
+    scale: float = 0.0  # of attention scores; 0: 1 / sqrt(depth)
 
 
 class Store:
@@ -84,39 +84,39 @@ class Store:
 
     @staticmethod
     def bytes_of(heads: Heads, layers: int, slots: int) -> int:
-        """What so many slots take."""
+        """Return the bytes of `slots` slots."""
         entry = heads.depth * KV_DTYPES[heads.kv_dtype]
         scales = -(-heads.depth // SCALED) * 2 if heads.kv_dtype == "int8" else 0
         return layers * 2 * heads.keys * slots * (entry + scales)
 
     def resize(self, slots: int) -> None:
-        """Makes or forgets slots at the end."""
+        """Add or drop slots at the end."""
         kept = self.data[..., :slots, :]
         more = np.zeros((*kept.shape[:3], slots - kept.shape[3], kept.shape[4]), F)
         self.data = np.concatenate([kept, more], axis=3)
 
     def put(self, layer: int, slot: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """One slot of one layer: [kv_heads, depth] twice."""
+        """Store one slot of one layer: [kv_heads, depth] twice."""
         both = np.stack([keys, values])
         if self.kv_dtype == "float16":
             both = both.clip(-65504, 65504).astype(np.float16)
         self.data[layer, :, :, slot] = as_bytes(both) if self.kv_dtype == "int8" else both
 
     def move(self, source: Sequence[int], start: int) -> None:
-        """Slots `source` to start, start + 1, ..."""
+        """Move slots `source` to start, start + 1, ..."""
         self.data[..., start : start + len(source), :] = self.data[..., source, :]
 
     def copy(self, other: Store, count: int) -> None:
-        """The first `count` slots of another store."""
+        """Copy the first `count` slots of another store."""
         self.data[..., :count, :] = other.data[..., :count, :]
 
     def read(self, layer: int, count: int, out: np.ndarray) -> None:
-        """One layer's first `count` slots."""
+        """Return one layer's first `count` slots."""
         out[:] = self.data[layer, :, :, :count]
 
 
 class Model:
-    """A model, as the kernels take it; `instruction_set` and `threads` change nothing."""
+    """A model with the kernels' signature; `instruction_set` and `threads` have no effect."""
 
     instruction_set = instruction_sets()[0]
 
@@ -155,7 +155,7 @@ class Model:
         inputs: Mapping[int, np.ndarray] = {},
         steer: Mapping[int, np.ndarray] = {},
     ) -> None:
-        """Scores of the wanted rows; see `outpace_kernels.Model.forward`."""
+        """Compute logits of the wanted rows; see `outpace_kernels.Model.forward`."""
         x = np.empty((len(tokens), self.embedding.inputs), F)
         self.embedding.read(tokens, x)
         x *= self.embedding_scale
@@ -173,19 +173,19 @@ class Model:
             self.project(x[wanted], scores)
 
     def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:
-        """Scores of hidden states."""
+        """Compute logits of hidden states."""
         scores[:] = self.head(self._normed(hidden, self.norm))
 
     def _mixed(
         self, number: int, x: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
     ) -> np.ndarray:
-        """A layer's attention."""
+        """Run a layer's attention."""
         layer = self.layers[number]
         mixed = layer.qkv(self._normed(x, layer.attention_norm))
         return self._added(x, layer.output(self._attend(number, mixed, turns, spans, gaps)), layer.mixed_norm)
 
     def _fed(self, number: int, x: np.ndarray, steer: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
-        """A layer's MLP."""
+        """Run a layer's MLP."""
         layer = self.layers[number]
         both = layer.gate_up(self._normed(x, layer.mlp_norm)).reshape(len(x), -1, 2, LANES)
         for rows, added in steer:
@@ -194,7 +194,7 @@ class Model:
         return self._added(x, layer.down((gated * both[:, :, 1]).reshape(len(x), -1)), layer.fed_norm)
 
     def _added(self, x: np.ndarray, branch: np.ndarray, norm: Sequence[float]) -> np.ndarray:
-        """The residual and a sublayer's output, which is normed before where there is a norm for it."""
+        """Add a sublayer's output to the residual, normalized first if there is a norm for it."""
         return x + (self._normed(branch, np.array(norm, F)) if len(norm) else branch)
 
     def _normed(self, x: np.ndarray, norm: np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ class Model:
     def _attend(
         self, number: int, mixed: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
     ) -> np.ndarray:
-        """Every row's heads, each padded to whole groups: [rows, heads * padded depth]."""
+        """Return every row's heads, each padded to whole groups: [rows, heads * padded depth]."""
         heads, layer = self.heads, self.layers[number]
         parts = mixed.reshape(len(mixed), -1, heads.depth)
         queries, keys, values = np.split(parts, [heads.queries, heads.queries + heads.keys], axis=1)
@@ -224,7 +224,7 @@ class Model:
         return groups_of(np.stack(out)).reshape(len(mixed), -1)
 
     def _turned(self, x: np.ndarray, norm: Sequence[float], turns: np.ndarray) -> np.ndarray:
-        """Heads [rows, heads, depth] normed where there is a norm, their pairs (i, i + depth / 2) turned."""
+        """Normalize heads [rows, heads, depth] if there is a norm and rotate their pairs (i, i + depth / 2)."""
         if len(norm):
             x = x * inverse_rms(x, self.heads.epsilon) * np.array(norm, F)
         first, second = np.split(x, 2, axis=-1)
@@ -232,7 +232,7 @@ class Model:
         return np.concatenate([fma(first, cosine, -(second * sine)), fma(first, sine, second * cosine)], axis=-1)
 
     def _mix(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """One row: softmax(queries keys) values, position after position. [heads, depth]"""
+        """Return softmax(queries keys) values of one row, adding position after position: [heads, depth]."""
         group = self.heads.queries // self.heads.keys
         keys, values = np.repeat(keys, group, axis=0), np.repeat(values, group, axis=0)  # [heads, positions, depth]
         scores = np.zeros(keys.shape[:2], F)
@@ -246,6 +246,6 @@ class Model:
 
 
 def _rows_of(spans: Sequence[Any]) -> list[slice]:
-    """Each span's rows."""
+    """Yield each span's rows."""
     ends = np.cumsum([0, *(count for _, _, _, count, _ in spans)]).tolist()
     return [slice(first, end) for first, end in pairwise(ends)]

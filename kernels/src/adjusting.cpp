@@ -6,7 +6,7 @@
 namespace outpace {
 namespace {
 
-/// Where a token stands in rows, or below 0.
+/// Returns the index of a token in rows, or a negative number.
 int column_of(const int64_t* names, int held, int token) {
     if (!names) return token < held ? token : -1;
     const int64_t* place = std::lower_bound(names, names + held, static_cast<int64_t>(token));
@@ -54,7 +54,7 @@ void Adjusting::apply(float* scores, const int64_t* names, int held, const std::
     for (const auto& [token, value] : asked_.bias)
         if (float* score = find(scores, names, held, token)) *score += value;
     if (asked_.repeats() || asked_.counts()) {
-        std::vector<std::pair<float*, float>> drafted;  // what replaces the score of a token of the path
+        std::vector<std::pair<float*, float>> drafted;  // previous logits of drafted tokens
         for (std::size_t n = 0; n < path.size(); ++n) {
             float* score = find(scores, names, held, path[n]);
             if (!score || std::find(path.begin(), path.begin() + n, path[n]) != path.begin() + n) continue;

@@ -1,10 +1,10 @@
-// Attention over keys in position order. To be read after a lanes_*.h and rowwise.h.
+// Attention over keys in position order. Include after a lanes_*.h and rowwise.h.
 //
 // score[p] = q . k[p], a chain of fused multiply-adds over the entries of the head; weight[p] = e^(score[p] - largest)
 // out = (sum over positions p of weight[p] v[p]) / (sum of weights), a chain over p for every entry.
 //
-// Scores are computed by slot, 16 at once, also for slots that a row does not see; then what it sees is moved together
-// in position order. So the result does not depend on where in the storage an ancestor lies.
+// Scores are computed by slot, 16 at once, also for slots that a row does not see; then the scores of visible slots are
+// compacted in position order. So the result does not depend on the slot of an ancestor.
 #pragma once
 
 #include "exponential.h"
@@ -19,9 +19,9 @@ namespace {
 struct Query {
     const float* entries;  // [depth]
     Reach reach;
-    float* scores;  // by slot from the tile's first one on, then by what is seen
+    float* scores;  // by slot from the tile's first slot on, later in position order
     float inverse;  // 1 / sum of weights
-    int before, after;  // of what is seen, so many stand before the slots that all queries of the tile see, and up to their end
+    int before, after;  // slots that it sees before and after the slots that all queries of the tile see
 };
 
 /// Slots that all queries of a tile see, and the first of the tile's whole blocks.
@@ -30,14 +30,14 @@ struct Common {
     int base;
 };
 
-/// Scores of Q queries with the keys of `blocks` times 32 slots. `fetches`: the next keys are fetched from memory
-/// meanwhile, and the slots' values, which are needed afterwards.
+/// Computes scores of Q queries with the keys of `blocks` times 32 slots. `fetches`: prefetch the next keys and the
+/// values of these slots.
 template <class K, int Q>
 inline void score_keys(const uint8_t* keys, const uint8_t* values, const Heads& heads, int blocks, bool fetches,
                        Query* queries) {
     const int depth = heads.depth;
     const int64_t size = static_cast<int64_t>(heads.key_bytes()) * kLanes;
-    const int share = 2 * kLanes * heads.value_bytes() / depth;  // of a block's values, fetched at every entry
+    const int share = 2 * kLanes * heads.value_bytes() / depth;  // lines of a block's values to prefetch per entry
     for (int block = 0; block < blocks; ++block, keys += 2 * size) {
         Floats low[Q], high[Q];
         for (int q = 0; q < Q; ++q) low[q] = high[q] = Floats::all(0.0f);
@@ -65,7 +65,7 @@ inline void score_keys(const uint8_t* keys, const uint8_t* values, const Heads& 
     }
 }
 
-/// Adds V vectors of values that one query sees, from the place `begin` of what it sees to `end`.
+/// Adds V vectors of values that one query sees, for the positions from `begin` to `end`.
 template <class K, int V>
 inline void add_values(const uint8_t* values, const Heads& heads, int first, const Query& query, int begin, int end,
                        Floats (&total)[V]) {
@@ -77,7 +77,7 @@ inline void add_values(const uint8_t* values, const Heads& heads, int first, con
     }
 }
 
-/// V vectors of entries, beginning with entry `first`, of Q queries' results.
+/// Computes V vectors of the results of Q queries, starting with entry `first`.
 template <class K, int Q, int V>
 inline void mix_values(const uint8_t* values, const Heads& heads, int first, const Common& common, const Query* queries,
                        float* out) {
@@ -132,7 +132,8 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
         const bool is_common = common.begin < common.end;
         query.before = is_common ? common.begin - reach.first : 0;
         query.after = is_common ? common.end - reach.first : 0;
-        const int skipped = reach.first - common.base;  // what is seen rises, so no score is overwritten before it is read
+        // slots are ascending, so no score is overwritten before it is read
+        const int skipped = reach.first - common.base;
         for (int i = 0; skipped > 0 && i < reach.run; ++i) query.scores[i] = query.scores[skipped + i];
         for (int i = 0; i < reach.num_more; ++i) query.scores[reach.run + i] = query.scores[reach.more[i] - common.base];
         query.inverse = exponentials(query.scores, reach.count());
@@ -145,7 +146,7 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
         mix_values<K, Q, 1>(values, heads, first, common, queries, out);
 }
 
-/// As attend_queries, for `count` queries of Q at most.
+/// Does the same as attend_queries for `count` queries, Q at most at a time.
 template <class K, int Q>
 void attend_some(int count, const Heads& heads, const uint8_t* keys, const uint8_t* values, bool fetches,
                  Query* queries, float* out) {

@@ -1,4 +1,4 @@
-// The Python module: buffers in, buffers out. It knows numpy's arrays by their layout alone.
+// The Python module: buffers in, buffers out. It reads numpy arrays by their layout only.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -41,7 +41,7 @@ std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float
                                     room);
 }
 
-/// A matrix of rows of a file's tensors, see stored.h; `rounded` to int8 where that is asked for.
+/// Makes a matrix of rows of a file's tensors (stored.h); `rounded`: converted to int8.
 std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Blocks>>& parts,
                                     const Array<const int32_t, 1>& rows, int inputs, int chunk,
                                     const std::vector<float>& bias, bool rounded, int threads, Room* room) {
@@ -57,7 +57,7 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, room);
 }
 
-/// Floats to the blocks of Q4_1, row by row.
+/// Rounds floats to blocks of Q4_1, row by row.
 void round_rows(const Grid& weights, const Array<uint8_t, 2>& out) {
     const auto rows = static_cast<int64_t>(weights.shape(0)), columns = static_cast<int64_t>(weights.shape(1));
     if (columns % kRounded.inputs || out.shape(0) != weights.shape(0) ||
@@ -68,7 +68,7 @@ void round_rows(const Grid& weights, const Array<uint8_t, 2>& out) {
         round_to_q4_1(weights.data() + row * columns, columns, out.data() + row * out.shape(1));
 }
 
-/// The words of a matrix by GPTQ, or `by_output` AWQ, as the blocks of the format `name`, see words.h.
+/// Converts the words of a GPTQ or (`by_output`) AWQ matrix to blocks of the format `name` (words.h).
 void convert_words(const std::string& name, const Array<const uint32_t, 2>& weights, const Array<const uint32_t, 2>& zeros,
                    const Array<const uint16_t, 2>& scales, int group, bool by_output, int first_zero,
                    const Array<uint8_t, 2>& out) {
@@ -96,7 +96,7 @@ std::vector<std::string> format_names(const Matrix& matrix) {
     return names;
 }
 
-/// The formats of files that are taken, and the inputs of a block of each.
+/// Returns the supported formats of files with the number of inputs per block.
 nb::dict file_formats() {
     nb::dict found;
     for (const FileFormat& format : kFileFormats)
@@ -104,7 +104,7 @@ nb::dict file_formats() {
     return found;
 }
 
-/// The formats of floats that are read where they lie.
+/// Returns the formats of floats that are read in place.
 nb::list float_formats() {
     nb::list found;
     for (const FileFormat& format : kFileFormats)
@@ -112,7 +112,7 @@ nb::list float_formats() {
     return found;
 }
 
-/// The weights of some outputs as they are used, [outputs, inputs].
+/// Reads the dequantized weights of some outputs, [outputs, inputs].
 void read_rows(const Matrix& matrix, const Array<const int32_t, 1>& outputs, const Array<float, 2>& out) {
     if (out.shape(0) != outputs.shape(0) || out.shape(1) != static_cast<std::size_t>(matrix.inputs()))
         throw std::invalid_argument("out has the wrong shape");
@@ -125,7 +125,7 @@ void read_rows(const Matrix& matrix, const Array<const int32_t, 1>& outputs, con
     }
 }
 
-/// Norms of the hidden state are padded with zeros to whole groups.
+/// Pads norms of the hidden state with zeros to whole groups.
 std::vector<float> padded(std::vector<float> values) {
     values.resize(round_up(static_cast<int>(values.size()), kGroup), 0.0f);
     return values;
@@ -159,7 +159,7 @@ nb::tuple kv_formats() {
     return nb::make_tuple(kKvFormats[0], kKvFormats[1], kKvFormats[2]);
 }
 
-/// `scale`: of scores; 0: 1 / sqrt(depth).
+/// `scale` of the attention scores; 0: 1 / sqrt(depth).
 Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon, float scale) {
     if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
     const auto found = std::find(std::begin(kKvFormats), std::end(kKvFormats), kv_dtype);
@@ -186,7 +186,7 @@ void check_slots(const Store& store, const std::vector<int>& source, int start) 
         throw std::invalid_argument("a slot is out of range");
 }
 
-/// `capacity` slots at most, of which there are `slots`; below 0: all.
+/// Creates a store for at most `capacity` slots that holds `slots` slots; negative: all of them.
 void init_store(Store* place, const Heads& heads, int layers, int capacity, int slots) {
     if (layers < 1 || capacity < 0 || slots > capacity) throw std::invalid_argument("capacity is out of range");
     new (place) Store(heads, layers, capacity, slots < 0 ? capacity : slots);
@@ -228,8 +228,8 @@ std::vector<std::string> instruction_sets() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    // What is alive when the interpreter ends is no leak: a daemon thread or a cache may have a model then. Models hold
-    // layers, layers hold matrices, and none of them can hold anything else, so there are no circles to be found.
+    // Objects alive at interpreter exit are not leaks: a daemon thread or a cache may hold a model. Models hold layers,
+    // layers hold matrices, and these hold nothing else, so there are no cycles to report.
     nb::set_leak_warnings(false);
     m.attr("ARITHMETIC") = kArithmetic;
     m.attr("GROUP") = kGroup;

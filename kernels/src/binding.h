@@ -1,4 +1,4 @@
-// What the files of the Python module share.
+// Declarations shared by the files of the Python module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,22 +23,22 @@ using Tokens = Array<const int64_t, 1>;
 /// Tokens, best first, and their values.
 using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
 
-/// The best `count` tokens of a row; none where it has no order.
+/// Returns the best `count` tokens of a row, or none if it has no order.
 Offer offer_of(const Kernels& kernels, const Ranking& task, int count);
 
 /// top_k, top_p and min_p.
 using FilterTuple = std::tuple<int, double, double>;
 
-/// Throws std::invalid_argument for what no filter can be.
+/// Throws std::invalid_argument for values that are not valid filters.
 Filters filters_of(const FilterTuple& given);
 
-/// The passes of a model: `forward`, `score` and `project`.
+/// Binds the passes of a model: `forward`, `score` and `project`.
 void bind_forward(nb::class_<Model>& model);
 
-/// `rank`.
+/// Binds `rank`.
 void bind_rank(nb::module_& m);
 
-/// A pair's rounds, what they take and give.
+/// Binds whole rounds of a target and its draft model.
 void bind_pair(nb::module_& m);
 
 }  // namespace outpace

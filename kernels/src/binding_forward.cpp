@@ -1,4 +1,4 @@
-// The Python side of a pass: arrays to a forest, each with its shape checked.
+// Python bindings of a pass: arrays to a forest, each with its shape checked.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -40,7 +40,7 @@ void add_spans(Forest& forest, const std::vector<SpanTuple>& spans) {
     }
 }
 
-/// What single spans have beside their tokens.
+/// Adds optional inputs to single spans: gaps, vectors and steering.
 void add_to_spans(const Model& model, Forest& forest, const std::map<int, int>& gaps, const Grids& inputs,
                   const Grids& steer) {
     for (const auto& [number, gap] : gaps) span_at(forest, number).gap = gap;
@@ -55,9 +55,9 @@ void add_to_spans(const Model& model, Forest& forest, const std::map<int, int>& 
     }
 }
 
-/// Scores of the wanted rows. All that follows them may be left out: which sublayers are passed by, the rows whose
-/// hidden states are written to `hidden` after so many `layers` each, and by number of the span how many of its
-/// committed slots are not there, vectors in place of its tokens, and what steers its MLPs.
+/// Computes logits of the wanted rows. Everything after them is optional: skipped sublayers, the rows whose hidden
+/// states after each of `layers` are written to `hidden`, and by number of the span its gap, vectors in place of its
+/// tokens, and steering of its MLPs.
 void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& tokens,
              const Array<const float, 3>& turns, const Numbers& wanted, const Array<float, 2>& scores,
              const Array<const bool, 2>& skipped, const Numbers& shown, const Numbers& layers,
@@ -88,7 +88,7 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
     model.forward(forest, scores.data());
 }
 
-/// What each pair of a row turns by, from a table by position [positions, rotations * depth / 2, 2].
+/// Looks up the rotation of each row by its position in a table [positions, rotations * depth / 2, 2].
 std::vector<float> turns_at(const Numbered& positions, const Array<const float, 3>& table, std::size_t floats) {
     require_shape(table.shape(1) * table.shape(2) == floats, "turns");
     std::vector<float> turns(positions.size() * floats);
@@ -100,11 +100,10 @@ std::vector<float> turns_at(const Numbered& positions, const Array<const float, 
     return turns;
 }
 
-/// As `forward`, of those who ask for scores alone: from Python's own lists, and each span's `sees` from its bytes. Made
-/// arrays they would take longer than all else before a small model's pass: what numpy needs for it is not in the caches
-/// after the pass before. Gives the best `count` tokens of each wanted row, by the logarithms of their shares where they
-/// are several; 0: nobody asks for them. `names`: the tokens that the first scores of a row stand for, or the `held`
-/// first ones are 0, 1, ...
+/// Does the same as `forward` for callers that need logits only: takes Python lists, and each span's `sees` as bytes.
+/// Building numpy arrays would take longer than everything else before a small model's pass, because numpy's code is
+/// not in the caches then. Returns the best `count` tokens of each wanted row, by log-probability if count > 1; none
+/// for 0. `names`: the tokens of the first `held` logits of a row, or null for 0, 1, ...
 std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, const Numbered& tokens,
                          const Numbered& positions, const Array<const float, 3>& table, const Numbered& wanted,
                          const Array<float, 2>& scores, int count, int held, const Tokens& names) {

@@ -1,4 +1,4 @@
-// The Python side of a pair's rounds: plans and trees in, what became of them out.
+// Python bindings of whole rounds: plans and trees in, outcomes out.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -16,7 +16,7 @@ using Numbers = std::vector<int>;
 using Values = std::vector<double>;
 using Turns = Array<const float, 3>;
 
-/// A model with the arrays that its rows are read by, which it keeps alive.
+/// A model with the arrays that it reads, which it keeps alive.
 struct HeldSide {
     Model* model;
     Tokens names;
@@ -84,7 +84,7 @@ void go_on(Adjusting& adjusting, const Numbers& tokens) {
     adjusting.extend(tokens);
 }
 
-/// A row's scores, in place.
+/// Adjusts the logits of a row in place.
 void adjust_row(const Adjusting& adjusting, const Array<float, 1>& scores, Tokens names, const Numbers& path) {
     require(!names.is_valid() || names.size() == scores.size(), "names has the wrong shape");
     adjusting.apply(scores.data(), names.is_valid() ? names.data() : nullptr, static_cast<int>(scores.size()), path);

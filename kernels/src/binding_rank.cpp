@@ -1,4 +1,4 @@
-// The Python side of ranking: the best tokens of rows of scores.
+// Python bindings of ranking: the best tokens of rows of logits.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -10,10 +10,9 @@
 namespace outpace {
 namespace {
 
-using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // of any stride
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // any strides
 
-/// The best of every row, on the scale of its temperature and noise, of what its filters leave where there are some; an
-/// empty row where there is no order.
+/// Returns the best tokens of every row after temperature, noise and filters; an empty row has no order.
 std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
                         const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole,
                         const std::vector<FilterTuple>& filters) {

@@ -6,12 +6,12 @@
 namespace outpace {
 namespace {
 
-/// Adds bit 4 of every number: `bits` holds the 32 of a half, the first in the lowest bit.
+/// Adds bit 4 to 32 numbers; `bits` holds them, the first in the lowest bit.
 void add_fifth_bits(uint32_t bits, uint32_t* words) {
     for (int i = 0; i < kHalfGroup; ++i) words[i / 4] |= (bits >> i & 1u) << (8 * (i % 4) + 4);
 }
 
-/// 32 nibbles of 16 bytes: the lower ones, then the upper ones.
+/// Unpacks 32 nibbles of 16 bytes: the lower ones, then the upper ones.
 void unpack_nibbles(const uint8_t* low, uint32_t* words) {
     for (int i = 0; i < kHalfGroupWords / 2; ++i) {
         words[i] = word(low + 4 * i) & kNibbles;
@@ -19,7 +19,7 @@ void unpack_nibbles(const uint8_t* low, uint32_t* words) {
     }
 }
 
-/// Blocks of 32 inputs: one half of a group.
+/// Unpacks a block of 32 inputs, one half of a group.
 void unpack_half(Format format, const uint8_t* block, int half, Group& group) {
     uint32_t* words = group.words + half * kHalfGroupWords;
     const bool has_min = format == Format::q4_1 || format == Format::q5_1 || format == Format::u4_32;
@@ -35,14 +35,14 @@ void unpack_half(Format format, const uint8_t* block, int half, Group& group) {
     if (has_fifth) add_fifth_bits(word(bytes), words);
 }
 
-/// A block of U4_64: a whole group.
+/// Unpacks a block of U4_64, a whole group.
 void unpack_group(const uint8_t* block, Group& group) {
     for (int which = 0; which < 2; ++which) group.numbers[0][which] = short_word(block + 2 * which);
     for (int half = 0; half < kHalves; ++half)
         unpack_nibbles(block + 4 + half * kHalfGroup / 2, group.words + half * kHalfGroupWords);
 }
 
-/// c and m of part `part` of eight, six bits each, in twelve bytes.
+/// Unpacks c and m, six bits each, of one of eight parts, from twelve bytes.
 void unpack_six_bits(const uint8_t* p, int part, uint16_t* numbers) {
     if (part < 4) {
         numbers[0] = p[part] & 63;
@@ -53,10 +53,10 @@ void unpack_six_bits(const uint8_t* p, int part, uint16_t* numbers) {
     }
 }
 
-/// Group `at` of four of a block of Q4_K or Q5_K.
+/// Unpacks group `at` of the four in a block of Q4_K or Q5_K.
 void unpack_k45(const uint8_t* block, bool has_fifth, int at, Group& group) {
     group.scales[0] = short_word(block);
-    group.scales[1] = short_word(block + 2) ^ 0x8000u;  // it is taken away
+    group.scales[1] = short_word(block + 2) ^ 0x8000u;  // it is subtracted
     for (int part = 0; part < 2; ++part) unpack_six_bits(block + 4, 2 * at + part, group.numbers[part]);
     const uint8_t *fifth = block + 16, *low = block + (has_fifth ? 48 : 16) + 32 * at;
     for (int i = 0; i < kHalfGroupWords; ++i) {
@@ -66,7 +66,7 @@ void unpack_k45(const uint8_t* block, bool has_fifth, int at, Group& group) {
     }
 }
 
-/// Group `at` of four of a block of Q6_K.
+/// Unpacks group `at` of the four in a block of Q6_K.
 void unpack_k6(const uint8_t* block, int at, Group& group) {
     const uint8_t *low = block + 64 * (at / 2), *high = block + 128 + 32 * (at / 2), *scales = block + 192 + 4 * at;
     const int shift = 4 * (at % 2);
@@ -78,7 +78,7 @@ void unpack_k6(const uint8_t* block, int at, Group& group) {
     }
 }
 
-/// The block of 32 inputs that is half `half` of a group; below 0 where the group is padded there.
+/// Returns the index of the block of 32 inputs that is half `half` of a group, or a negative number for padding.
 int find_block(const Stored& stored, int group, int half) {
     const Stored::Run run = stored.run_at(group * kGroup + half * kHalfGroup);
     return run.count > 0 ? run.first / kHalfGroup : -1;

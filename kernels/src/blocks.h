@@ -1,4 +1,4 @@
-// The blocks of a file, and what a group of inputs is in all of them.
+// Blocks of a file, unpacked to a common form: groups of inputs.
 #pragma once
 
 #include <cstring>
@@ -23,14 +23,14 @@ inline uint16_t short_word(const uint8_t* p) {
     return two;
 }
 
-/// One group of one output: four inputs in a word, each in a byte of its own.
+/// One group of one output: four inputs per word, one in each byte.
 struct Group {
     uint32_t words[kWords];
-    uint16_t scales[2];      // of the block: c and m, as half precision
-    uint16_t numbers[4][2];  // of each part that has its own: c and m, half precision or whole numbers
+    uint16_t scales[2];  // c and m of the block, half precision
+    uint16_t numbers[4][2];  // c and m of each part, half precision or whole numbers
 };
 
-/// Group `number` of a row of the file, zeros where it is padded; `row` null: all zeros.
+/// Unpacks group `number` of a row; zeros for padding, or if `row` is null.
 Group unpack(Format format, const uint8_t* row, const Stored& stored, int number);
 
 }  // namespace outpace

@@ -6,7 +6,7 @@
 namespace outpace {
 namespace {
 
-// The same numbers as in outpace/drafters/_lookup.py and ngram.py.
+// The same constants as in the Python drafter.
 constexpr int kCounted = 64;
 constexpr int kLengths[] = {0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65};
 constexpr int kGrades = 3;
@@ -29,7 +29,7 @@ void note(Planted& below, int token, int kind) {
 
 Copies::Copies(const Copying& copying) : copying_(copying) {}
 
-/// The n-gram that ends before a place: tokens of up to 21 bits.
+/// Encodes the n-gram that ends at a position: tokens of up to 21 bits each.
 uint64_t Copies::key(int end, int length) const {
     uint64_t bits = 0;
     for (int at = end - length; at < end; ++at) bits = bits << 21 | static_cast<uint64_t>(tokens_[at]);
@@ -52,8 +52,8 @@ void Copies::extend(const std::vector<int>& tokens) {
     }
 }
 
-/// Places where the last tokens stood: of those that are looked at, the longest n-gram's and of equal ones the latest
-/// first, the ones with the longest matches.
+/// Finds earlier places of the last tokens. Among the places looked at, those of the longest n-gram and the latest come
+/// first; the ones with the longest matches are returned.
 std::vector<Copies::Match> Copies::matches() const {
     std::vector<Match> found;
     const int count = copying_.places, oldest = std::max(size() - copying_.window, 0);
@@ -85,8 +85,8 @@ void Copies::plant(PlannedTree& tree, const std::vector<double>& log_rates, std:
     }
 }
 
-/// Plants what stands at a place, one token below the other, below the root. The grade is that of the first token that
-/// another branch has no part in.
+/// Adds the tokens that follow a place as a chain below the root. Its grade is that of the first token that no other
+/// branch shares.
 void Copies::branch(PlannedTree& tree, const Match& match, bool is_first, const std::vector<double>& log_rates,
                     std::vector<Planted>& planted) const {
     Grade grade = is_first ? kSure : kOther;

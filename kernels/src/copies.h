@@ -1,5 +1,5 @@
-// What followed the last tokens of a text where they stood before: places of equal n-grams, and the branches of a token
-// tree that copy what stands there. What outpace/drafters/ngram.py, _index.py and _grafter.py do in Python.
+// Copies of what followed earlier places of the last tokens: an index of n-grams, and branches of a token tree. It does
+// what outpace/drafters/ngram.py does in Python.
 #pragma once
 
 #include <cstddef>
@@ -13,35 +13,35 @@
 namespace outpace {
 
 constexpr std::size_t kCopyKinds = 36;
-constexpr int kLongestCopied = 3;  // tokens of an n-gram: three have room in one key
+constexpr int kLongestCopied = 3;  // tokens of an n-gram; three fit into one key
 
-/// How copies are made; natural logarithms of chances.
+/// Options of copying; natural logarithms of probabilities.
 struct Copying {
-    int longest;    // the last tokens that are matched, fewer where there is no match
-    int tokens;     // copied of each match
-    int branches;   // the most different copies
-    int window;     // the last tokens of the text in which matches are sought
-    double least;   // what is less likely to be reached is not planted
-    int places;     // that are looked at: those with the longest matches are copied
+    int longest;  // most tokens to match
+    int tokens;  // tokens copied of each match
+    int branches;  // most different copies
+    int window;  // number of last tokens in which matches are searched
+    double least;  // nodes less likely to be reached are not added
+    int places;  // places looked at; those with the longest matches are copied
 };
 
-/// Tokens that were planted below a node, each with its kind.
+/// Tokens added below a node, each with its kind.
 using Planted = std::vector<std::pair<int, int>>;
 
 class Copies {
   public:
     explicit Copies(const Copying& copying);
 
-    /// The tokens of the text that are known.
+    /// Number of known tokens of the text.
     int size() const { return static_cast<int>(tokens_.size()); }
 
     int places() const { return copying_.places; }
 
-    /// The text goes on.
+    /// Appends tokens to the text.
     void extend(const std::vector<int>& tokens);
 
-    /// Plants branches below the root; `log_rates` by kind say how often such copies come true. What was planted below
-    /// each node is added to `planted`.
+    /// Adds branches below the root. `log_rates` by kind are the logarithms of measured acceptance rates. The tokens
+    /// added below each node are appended to `planted`.
     void plant(PlannedTree& tree, const std::vector<double>& log_rates, std::vector<Planted>& planted) const;
 
   private:
@@ -49,8 +49,8 @@ class Copies {
         int length, place;
     };
     struct Chains {
-        std::unordered_map<uint64_t, int> heads;  // by n-gram: the latest place behind it
-        std::vector<int> before;                  // by place: the one before it
+        std::unordered_map<uint64_t, int> heads;  // by n-gram: the latest position after it
+        std::vector<int> before;  // by position: the one before it
     };
 
     uint64_t key(int end, int length) const;

@@ -1,4 +1,4 @@
-// Which instruction sets this machine can run.
+// Finds the instruction sets that this machine can run.
 #include "kernels.h"
 
 #ifdef OUTPACE_X86
@@ -27,11 +27,11 @@ extern const Kernels neon_kernels;
 #ifdef OUTPACE_X86
 namespace {
 
-/// What the processor has and the operating system keeps for a thread; the compilers' own question needs a library that
-/// Clang lacks on Windows.
+/// Features of the processor that the operating system also saves for threads. The compilers' builtin needs a library
+/// that Clang lacks on Windows.
 struct Processor {
     unsigned one = 0, seven_b = 0, seven_c = 0, seven_one_a = 0;  // registers of cpuid, by leaf
-    unsigned kept = 0;                                           // by the operating system
+    unsigned kept = 0;  // register state saved by the operating system
     bool is_amd = false;
 
     Processor() {

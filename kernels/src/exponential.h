@@ -1,4 +1,4 @@
-// e^x and what is made of it, of IEEE operations alone: the same bits everywhere. To be read after a lanes_*.h.
+// e^x and functions of it from IEEE operations only, so the bits are the same everywhere. Include after a lanes_*.h.
 #pragma once
 
 #include "layout.h"
@@ -6,13 +6,13 @@
 namespace outpace {
 namespace {
 
-/// e^x to 2 units in the last place; x is held between -86.5 and 88, where results are normal numbers.
+/// e^x to 2 units in the last place; x is clamped to [-86.5, 88], where results are normal numbers.
 /// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r.
 inline Floats exponential(Floats x) {
     x = min(max(x, Floats::all(-86.5f)), Floats::all(88.0f));
     const Ints n = round(x * Floats::all(1.44269504f));
     const Floats count = n.to_floats();
-    Floats r = fma(count, Floats::all(-0.693359375f), x);  // ln 2 in two parts, the first of few bits
+    Floats r = fma(count, Floats::all(-0.693359375f), x);  // ln 2 in two parts, the first with few bits
     r = fma(count, Floats::all(2.12194440e-4f), r);
     Floats p = Floats::all(1.0f / 720);
     p = fma(p, r, Floats::all(1.0f / 120));
@@ -27,13 +27,13 @@ inline Floats exponential(Floats x) {
 /// x / (1 + e^-x)
 inline Floats silu(Floats x) { return x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f))); }
 
-/// x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is x / (1 + e^-2y) with y what tanh is taken of
+/// x / 2 (1 + tanh(y)) with y = sqrt(2 / pi) (x + 0.044715 x^3), computed as x / (1 + e^-2y)
 inline Floats gelu(Floats x) {
     const Floats slope = fma(x * x, Floats::all(-0.0713548162f), Floats::all(-1.59576912f));
     return x / (Floats::all(1.0f) + exponential(x * slope));
 }
 
-/// Numbers to e^(x - largest), in place; `x` has room for a multiple of 16. Returns 1 / their sum.
+/// Replaces numbers by e^(x - largest); `x` has space for a multiple of 16. Returns 1 / their sum.
 inline float exponentials(float* x, int count) {
     const int padded = round_up(count, kLanes);
     for (int i = count; i < padded; ++i) x[i] = -__builtin_inff();

@@ -1,4 +1,4 @@
-// Whether passes of one or two rows ask for their weights ahead, found out by doing both.
+// Measures whether passes of one or two rows should prefetch weights.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 
 namespace outpace {
 
-/// With AMD's processors such passes take down to 0.75 of the time where they ask; with Intel's one generation takes 0.78
-/// where another is served better by what the machine fetches itself. Where the maker does not tell, the layers of the
-/// first passes of one row take turns, and the way with the smaller median stays. No bit depends on it.
+/// On AMD's processors prefetching takes down to 0.75 of the time of such passes; on Intel's it takes 0.78 on one
+/// generation and more than 1 on another. For unknown processors the layers of the first passes of one row alternate
+/// between both, and the variant with the smaller median is kept. The results have the same bits.
 class FetchTrial {
   public:
     static constexpr int kFewRows = 2;
 
     explicit FetchTrial(Fetching known) : is_open_(!known.few_ask) {}
 
-    /// To be called before each pass, while nothing else happens: ends the trial if enough is known.
+    /// Call before each pass, while no other work runs: ends the trial once enough is known.
     void begin_pass() {
         if (!is_open_) return;
         ++passes_;
@@ -29,7 +29,7 @@ class FetchTrial {
 
     bool asks(int layer) const { return is_open_ ? is_odd(layer) : asks_; }
 
-    /// Whether layers of a pass over so many rows should be timed.
+    /// Whether to time the layers of a pass with this number of rows.
     bool wants(int rows) const { return is_open_ && rows == 1; }
 
     void note(int layer, std::chrono::steady_clock::duration time) { times_[is_odd(layer)].push_back(time.count()); }

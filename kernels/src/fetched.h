@@ -1,4 +1,4 @@
-// What a product asks its memory for while it computes, which changes no bit of it. To be read after a lanes_*.h.
+// Prefetches of products, which do not change any bit. Include after a lanes_*.h.
 #pragma once
 
 #include "kernels.h"
@@ -6,8 +6,8 @@
 namespace outpace {
 namespace {
 
-/// Within its caller by order: a compiler's own measure ends with so many formats, and sums that pass through memory take
-/// half as long again. Under a sanitizer such functions would take minutes to compile.
+/// Force inlining: a compiler's own limit is exceeded by the number of formats, and sums that pass through memory take
+/// half as long again. Not under sanitizers, where such functions take minutes to compile.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define OUTPACE_WITHIN inline
 #else
@@ -15,14 +15,14 @@ namespace {
 #endif
 
 constexpr int kSteps = kGroup / 4;
-constexpr int kLine = 64;          // bytes that come together
-constexpr int kNearBytes = 8192;   // about so far ahead lie lines that are fetched near
+constexpr int kLine = 64;  // bytes of a cache line
+constexpr int kNearBytes = 8192;  // distance of near prefetches
 constexpr int kFirstCache = 65536;  // bytes, at most
 
-/// Some rows of a product that are computed together, and what is fetched from memory meanwhile. Far: in those steps of every
-/// group whose bit is set the lines that lie `ahead` bytes further on, so that the next panel has arrived when this one is
-/// done; two tiles take turns, of more the last does it. Spread over the steps: processors drop what is asked for in one
-/// go. Near: the lines of this panel that are needed soon, and at its end those of the panel `next` bytes further on.
+/// Rows of a product that are computed together, and their prefetches. Far: in the steps of each group whose bit is
+/// set, the lines `ahead` bytes later, so that the next panel has arrived when this one is done; two tiles share them,
+/// of more the last one does it. They are spread over steps because processors drop bursts of prefetches. Near: the
+/// lines of this panel that are needed soon, and at its end those of the panel `next` bytes later.
 struct Tile {
     int first;
     int rows;
@@ -33,25 +33,25 @@ struct Tile {
     bool is_alone;
 };
 
-/// What a group fetches: lines so many bytes ahead of its own.
+/// Prefetches of a group: lines at these distances from its own.
 struct Lines {
     int64_t far, near;
     uint32_t far_steps;
     bool is_near;
 };
 
-/// What R rows times V vectors of a panel's weights fetch. Rows that are alone fetch near, unless they are many and weights
-/// have few bits: these are multiplied no sooner than they come from afar. Weights of many bits are fetched near by others
-/// as well where the first cache does not hold a panel of them. Lanes that take one vector at a time multiply too slowly to
-/// wait for memory, and do not fetch near. `Block`: the bytes of `Groups` groups that lie together.
+/// Decides what R rows times V vectors of a panel's weights prefetch. Single tiles prefetch near, unless they have many
+/// rows and weights of few bits, which then compute as slowly as far lines arrive. Weights of many bits are prefetched
+/// near in other tiles too if the first cache does not hold a panel. Lanes with one vector at a time are too slow to
+/// wait for memory and do not prefetch near. `Block`: bytes of `Groups` adjacent groups.
 template <int Block, int Groups, int Bits, int R, int V>
 struct Fetched {
-    static constexpr int kNear = (kNearBytes + Block / 2) / Block * Groups;  // groups
+    static constexpr int kNear = (kNearBytes + Block / 2) / Block * Groups;  // in groups
     static_assert(kNear > 0);
 
     const Tile& tile;
     const bool is_near;
-    const int last;  // from this group on what is near lies in the next panel
+    const int last;  // from this group on near lines are in the next panel
     const int64_t within, behind;
 
     OUTPACE_WITHIN Fetched(const Tile& tile, int groups)
@@ -66,8 +66,8 @@ struct Fetched {
     }
 };
 
-/// Asks for what lies ahead of the lines of step `step` of a group of so many bytes: from afar into the second cache, and
-/// from near into the first. `vector`: whose, where one is computed after the other.
+/// Prefetches what follows the lines of step `step` of a group of `Bytes` bytes: far lines into the second cache, near
+/// ones into the first. `vector`: the index if vectors are computed one after another.
 template <int Bytes, int V>
 OUTPACE_WITHIN void fetch_lines(const uint8_t* group, int step, int vector, const Lines& lines) {
     constexpr int kLines = Bytes / kLine;

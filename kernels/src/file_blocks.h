@@ -1,4 +1,4 @@
-// The formats of files: their names, and the inputs and bytes of a block of each.
+// Formats of files: names, and the inputs and bytes of a block.
 #pragma once
 
 #include <stdexcept>

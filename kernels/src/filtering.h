@@ -1,8 +1,8 @@
-// The best of what filters leave of a row of scores: top-k, top-p and min-p, as outpace/core/sampling.py says. To
-// be read after ranking.h.
+// The best tokens of a row after top-k, top-p and min-p, as outpace/core/sampling.py defines them. Include after
+// ranking.h.
 //
-// That definition sums in float32, in an order of its own. Tokens at the border, of which it may say otherwise than the
-// sums here, are known as such.
+// That definition sums in float32 in its own order. Tokens so close to the border that its result may differ are marked
+// as uncertain.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@
 namespace outpace {
 namespace {
 
-/// A token that may be left: its place in the row, and y = x / temperature.
+/// A token that may remain: its index in the row, and y = x / temperature.
 struct Possible {
     int place;
     float y;
 };
 
-/// Of a row's tokens in falling order: so many are left by the sums here, so many surely, and so many at most.
+/// Numbers of tokens, in descending order, that remain: by the sums here, certainly, and at most.
 struct Border {
     int sure, left, most;
 
@@ -30,13 +30,13 @@ struct Border {
     }
 };
 
-constexpr double kDoubt = 1e-4;  // of the whole: no more may two sums of a row's shares differ near 0
-constexpr double kCoarse = 2.5e-7;  // more for each 1 that the largest y is away from 0: logarithms are coarse there
-constexpr float kReaches[] = {10.0f, 40.0f, kInfinity};  // below the largest y
+constexpr double kDoubt = 1e-4;  // relative; near 0, two sums of a row's probabilities differ by less
+constexpr double kCoarse = 2.5e-7;  // more for each 1 of the largest |y|, because logarithms are coarse there
+constexpr float kReaches[] = {10.0f, 40.0f, kInfinity};  // distances below the largest y
 constexpr int kBins = 64;
-constexpr float kFar = 256.0f;  // from 0: there the values of float32 lie 3e-5 apart
+constexpr float kFar = 256.0f;  // from here on neighbouring float32 values differ by 3e-5
 
-/// The tokens whose y is at least `least`.
+/// Collects the tokens whose y is at least `least`.
 inline void gather(const Ranking& task, float least, std::vector<Possible>& found) {
     alignas(64) float room[kStretch], y[kStretch];
     const auto temperature = static_cast<float>(task.temperature);
@@ -52,14 +52,14 @@ inline void gather(const Ranking& task, float least, std::vector<Possible>& foun
     }
 }
 
-/// Largest first, equal ones by place.
+/// Sorts descending, equal ones by index.
 inline void sort(std::vector<Possible>& found) {
     std::sort(found.begin(), found.end(), [](const Possible& a, const Possible& b) {
         return a.y > b.y || (a.y == b.y && a.place < b.place);
     });
 }
 
-/// Leaves the `count` largest tokens, and their equals: sorting all takes longer.
+/// Keeps the `count` largest tokens and their equals, which is faster than sorting all.
 inline void keep_largest(std::vector<Possible>& found, int count) {
     if (count >= static_cast<int>(found.size())) return;
     const auto last = found.begin() + (count - 1);
@@ -69,8 +69,8 @@ inline void keep_largest(std::vector<Possible>& found, int count) {
                 found.end());
 }
 
-/// Drops what lies below the largest tokens whose shares come to `mass`, the largest being 1, as far as whole bins of y
-/// do. False: all of them do not come to as much.
+/// Drops tokens below the largest ones whose probabilities, relative to the largest, sum to `mass`, in whole bins of y.
+/// Returns false if all of them do not sum to it.
 inline bool narrow(std::vector<Possible>& found, float peak, float reach, double mass) {
     const float scale = kBins / reach;
     const auto bin = [&](float y) { return std::min(static_cast<int>((peak - y) * scale), kBins - 1); };
@@ -85,20 +85,20 @@ inline bool narrow(std::vector<Possible>& found, float peak, float reach, double
     return true;
 }
 
-/// So many tokens, and those that are equal to the last of them.
+/// Returns `count` plus the number of tokens that equal the last one.
 inline int with_equals(const std::vector<Possible>& found, int count) {
     while (count > 0 && count < static_cast<int>(found.size()) && found[count].y == found[count - 1].y) ++count;
     return count;
 }
 
-/// The shares of the first `count` tokens together, the largest being 1.
+/// Sums the probabilities of the first `count` tokens relative to the largest.
 inline double mass_of(const std::vector<Possible>& found, int count, float peak) {
     double mass = 0.0;
     for (int i = 0; i < count; ++i) mass += __builtin_exp(static_cast<double>(found[i].y) - peak);
     return mass;
 }
 
-/// Those of all tokens. Far from 0, where y is coarse in float32, they are the sum of what is made of the coarse y.
+/// Sums those of all tokens. Far from 0, where y is coarse in float32, the coarse y are summed.
 inline double mass_of_row(const Ranking& task, float top, float peak, std::vector<Possible>& found) {
     if (__builtin_fabsf(peak) <= kFar)
         return __builtin_exp(log_of_sum(task, top, static_cast<float>(1.0 / task.temperature)));
@@ -106,8 +106,8 @@ inline double mass_of_row(const Ranking& task, float top, float peak, std::vecto
     return mass_of(found, static_cast<int>(found.size()), peak);
 }
 
-/// How many of the first `count` tokens top-p leaves, where all of them together are `whole` and the largest is 1; it
-/// leaves the first with which their sum comes to its share. By `doubt` of the whole, sums may differ.
+/// Returns how many of the first `count` tokens top-p keeps if all of them sum to `whole` relative to the largest: up
+/// to the first one with which the sum reaches its share. Sums may differ by `doubt` of the whole.
 inline Border border_of_mass(const std::vector<Possible>& found, int count, double whole, double top_p, double doubt) {
     Border below{0, 0, 0};
     double mass = 0.0;
@@ -121,8 +121,8 @@ inline Border border_of_mass(const std::vector<Possible>& found, int count, doub
     return {up_to(below.sure), up_to(below.left), up_to(below.most)};
 }
 
-/// How many tokens min-p leaves, which have at least this y. By `doubt` it may be another in other arithmetic; the
-/// largest is left in any.
+/// Returns how many tokens min-p keeps: those with at least this y, which may differ by `doubt` in other arithmetic.
+/// The largest always remains.
 inline Border border_of_share(const std::vector<Possible>& found, float least, float doubt) {
     Border border{0, 0, 0};
     for (const Possible& one : found) {
@@ -133,7 +133,7 @@ inline Border border_of_share(const std::vector<Possible>& found, float least, f
     return border;
 }
 
-/// What is left of a row whose largest score is `top`. As many tokens are gathered as that needs.
+/// Applies all filters to a row whose largest logit is `top`, collecting only as many tokens as needed.
 inline Border border_of(const Ranking& task, float top, std::vector<Possible>& found) {
     const Filters& filters = task.filters;
     const float peak = top / static_cast<float>(task.temperature);
@@ -142,7 +142,7 @@ inline Border border_of(const Ranking& task, float top, std::vector<Possible>& f
     const float near = 1e-6f * (1.0f + __builtin_fabsf(peak) + __builtin_fabsf(least));
     const double doubt = kDoubt + kCoarse * __builtin_fabsf(peak);
     const double whole_row = has_mass && !filters.top_k ? mass_of_row(task, top, peak, found) : 0.0;
-    const bool is_bounded = !filters.top_k && !has_mass;  // by min-p alone
+    const bool is_bounded = !filters.top_k && !has_mass;  // min-p only
     for (float reach : kReaches) {
         gather(task, is_bounded ? least - near : peak - reach, found);
         if (is_bounded || reach == kInfinity) break;
@@ -162,7 +162,7 @@ inline Border border_of(const Ranking& task, float top, std::vector<Possible>& f
     return border;
 }
 
-/// As `rank`. Not `whole`, a row has no order either where its best token may be one that is not left.
+/// Does the same as `rank` with filters. Unless `whole`, a row also has no order if its best token may not remain.
 int rank_filtered(const Ranking& task, int count, Ranked* best) {
     const float top = top_score(task);
     if (top == kInfinity || task.temperature < 1e-30 || !(__builtin_fabs(top / task.temperature) < 1e30)) return 0;
@@ -171,13 +171,13 @@ int rank_filtered(const Ranking& task, int count, Ranked* best) {
     const float peak = top / static_cast<float>(task.temperature);
     Podium podium{best, count};
     double sum = 0.0;
-    int first = 0;  // which of them is best
+    int first = 0;  // index of the best
     for (int i = 0; i < (task.whole ? border.left : border.most); ++i) {
         const int place = found[i].place;
         const int64_t token = task.tokens ? task.tokens[place] : place;
-        const double beside = static_cast<double>(found[i].y) - peak;
-        const double value = task.key ? beside + noise(hash_of(static_cast<uint32_t>(token), *task.key)) : beside;
-        sum += __builtin_exp(beside);
+        const double relative = static_cast<double>(found[i].y) - peak;
+        const double value = task.key ? relative + noise(hash_of(static_cast<uint32_t>(token), *task.key)) : relative;
+        sum += __builtin_exp(relative);
         if (value <= podium.floor()) continue;
         if (!podium.count || value > best[0].value) first = i;
         podium.add({token, value});

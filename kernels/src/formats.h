@@ -1,12 +1,12 @@
-// What the numbers of a format mean, and how they lie in a panel: those of a file without a second rounding, and int8, which
-// is Q8_0.
+// Formats of weights: the meaning of their numbers, and their layout in a panel. Numbers of a file are not rounded again;
+// int8 is Q8_0.
 //
 // A weight is c * (q - bias) + m, with q a whole number of `bits` bits (or, where there is a table, table[q]), and c and
 // m those of its part: 32 inputs, or 16. In the K formats c is a whole number times the scale of 256 inputs, and so
 // is m; their products are exact in float32. What the numbers mean: https://github.com/ggml-org/ggml (ggml-quants.c).
 //
 // U4_32 and U4_64 are ours, for what GPTQ and AWQ write: c * (q - zero), where 32 or 64 inputs share c and zero. Half
-// precision holds no -c * zero, so m stands in steps of c, as -zero, and float32 holds their product exactly.
+// precision cannot hold -c * zero exactly, so m is -zero, in steps of c, and float32 holds the product exactly.
 //
 // A block of a panel is one group of inputs, in the K formats four:
 //     K formats: 32 scales in half precision, then 32 of the minimum, its sign turned, where there is one

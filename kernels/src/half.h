@@ -17,7 +17,7 @@ inline float half_to_float(Half h) {
         bits = sign | 0x7f800000u | (mantissa << 13);
     } else if (exponent != 0) {
         bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
-    } else {  // zero, or a number below 2^-14: a count of 2^-24
+    } else {  // zero, or a number below 2^-14: a multiple of 2^-24
         const float value = static_cast<float>(mantissa) * 5.9604644775390625e-8f;
         std::memcpy(&bits, &value, 4);
         bits |= sign;
@@ -27,14 +27,14 @@ inline float half_to_float(Half h) {
     return result;
 }
 
-/// To the nearest, ties to even; beyond 65504 the largest finite number, so that no score becomes infinite.
+/// Rounds to nearest, ties to even. Larger numbers become 65504, so that no value is infinite.
 inline Half float_to_half(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
     bits &= 0x7fffffffu;
     if (bits >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7bffu)};
-    if (bits < 0x38800000u) {  // below 2^-14: adding 0.5 leaves a count of 2^-24 in the last bits, rounded
+    if (bits < 0x38800000u) {  // below 2^-14: adding 0.5 leaves a multiple of 2^-24 in the last bits, rounded
         float small;
         std::memcpy(&small, &bits, 4);
         small += 0.5f;
@@ -45,7 +45,7 @@ inline Half float_to_half(float value) {
     return {static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)))};
 }
 
-/// The smallest number in half precision that is not below `value` >= 0: infinity beyond 65504.
+/// Returns the smallest half-precision number >= `value` >= 0, infinity above 65504.
 inline Half to_half_up(float value) {
     const Half nearest = float_to_half(value);
     return {static_cast<uint16_t>(nearest.bits + (half_to_float(nearest) < value))};
@@ -58,7 +58,7 @@ inline float from_bfloat16(uint16_t high) {
     return value;
 }
 
-/// The smallest bfloat16 number that is not below `value` >= 0.
+/// Returns the smallest bfloat16 number >= `value` >= 0.
 inline uint16_t to_bfloat16_up(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);

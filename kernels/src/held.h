@@ -1,9 +1,9 @@
-// How keys and values are held, as attention reads and writes them. To be read after a lanes_*.h.
+// Storage formats of keys and values, as attention reads and writes them. Include after a lanes_*.h.
 //
-// float32 and half precision: the numbers. int8: 32 entries of a head share a scale, (largest |x| / 127) rounded up to
-// bfloat16, and an entry is round(x / scale); what is read is entry * scale, exact in float32, so attention computes as
-// it does with float32. Keys lie 16 slots side by side, entry after entry, in int8 with their scales behind them so too;
-// a value lies in one piece, in int8 with its scales behind it.
+// float32 and half precision store the numbers. int8: 32 entries of a head share a scale, (largest |x| / 127) rounded
+// up to bfloat16, and an entry is round(x / scale); entry * scale is exact in float32, so attention computes as it does
+// with float32. Keys of 16 slots are interleaved entry by entry, in int8 followed by their scales in the same way; a
+// value is contiguous, in int8 followed by its scales.
 #pragma once
 
 #include "kernels.h"
@@ -14,7 +14,7 @@ namespace {
 /// Numbers of type T, float or Half.
 template <class T>
 struct HeldNumbers {
-    static constexpr int kRun = kDepthMax;  // entries that share what `scales` gives
+    static constexpr int kRun = kDepthMax;  // entries that share a result of `scales`
     struct Scales {};
 
     static Scales scales(const uint8_t*, int, int) { return {}; }
@@ -29,7 +29,7 @@ struct HeldNumbers {
 struct HeldBytes {
     static constexpr int kRun = kScaled;
 
-    /// Of 16 slots' keys, for the entries from `entry` on.
+    /// Returns the scales of 16 slots' keys for the entries from `entry` on.
     static Floats scales(const uint8_t* block, int depth, int entry) {
         return load_bfloat16(block + (depth + entry / kScaled * 2) * kLanes);
     }
@@ -46,7 +46,7 @@ struct HeldBytes {
 inline void put(float value, float* place) { *place = value; }
 inline void put(float value, Half* place) { *place = float_to_half(value); }
 
-/// One head's key and value; `block`: of 16 slots' keys, of which this is number `lane`.
+/// Stores one head's key and value. `block`: the keys of 16 slots; this one has index `lane`.
 template <class T>
 inline void hold_numbers(const Heads& heads, uint8_t* block, int lane, uint8_t* slot, const float* key,
                          const float* value) {
@@ -56,7 +56,7 @@ inline void hold_numbers(const Heads& heads, uint8_t* block, int lane, uint8_t* 
     for (int i = heads.depth; i < heads.width(); ++i) put(0.0f, values + i);
 }
 
-/// `count` numbers to bytes that lie `stride` apart, and their scales to `scales`, as far apart as so many of them are.
+/// Converts `count` numbers to bytes at distance `stride`; their scales go to `scales` at the same distance.
 inline void hold_bytes(const float* x, int count, uint8_t* entries, int stride, uint8_t* scales) {
     for (int first = 0; first < count; first += kScaled) {
         const int end = first + kScaled < count ? first + kScaled : count;

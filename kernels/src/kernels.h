@@ -1,4 +1,4 @@
-// The work that a forward is cut into, and the table of functions that one instruction set gives for it.
+// Units of work of a forward, and the table of functions that each instruction set provides for them.
 #pragma once
 
 #include <string>
@@ -8,45 +8,46 @@
 
 namespace outpace {
 
-constexpr int kRotateRows = 16;  // of a unit of Rotate
+constexpr int kRotateRows = 16;  // rows per unit of Rotate
 
-/// x (rows of `stride` floats, zero beyond `size`) to x / rms(x) * weight in int8. One unit: one row.
+/// Converts x (rows of `stride` floats, zero after `size`) to x / rms(x) * weight in int8. One unit: one row.
 struct Normalize {
     const float* x;
-    const float* weight;  // [stride], zero beyond `size`
+    const float* weight;  // [stride], zero after `size`
     int size;
     int stride;
     float epsilon;
-    const int* rows;  // which rows of x, or null for all in order
+    const int* rows;  // indices of rows of x, or null for all in order
     Activations out;
 };
 
-/// x[row] += branch[row] / rms(branch[row]) * weight. One unit: one row. What pads a row of `branch` may hold anything.
+/// x[row] += branch[row] / rms(branch[row]) * weight. One unit: one row. The padding of a row of `branch` may hold
+/// anything.
 struct AddNormed {
     float* x;
     float* branch;
-    const float* weight;  // [stride], zero beyond `size`
+    const float* weight;  // [stride], zero after `size`
     int size;
     int stride;
     float epsilon;
 };
 
-/// Which weights a product asks for before it needs them, as far as the processor's maker tells. AMD's take down to 0.75 of
-/// the time where one and two rows ask, and down to half where what is asked for is near.
+/// What products prefetch, by the processor's maker. AMD's take down to 0.75 of the time if one and two rows prefetch,
+/// and down to half with near prefetches.
 struct Fetching {
-    bool few_ask;  // one or two rows ask for what comes next; where not, it is tried, see fetch_trial.h
-    bool is_near;  // rows ask also a few kilobytes ahead, into the first cache
+    bool few_ask;  // one or two rows prefetch; otherwise this is measured (fetch_trial.h)
+    bool is_near;  // rows also prefetch a few kilobytes ahead into the first cache
 };
 Fetching fetching();
 
-/// What a thread reads when it has done its own units of a product: while the one before unit `end` is computed, `next` is
-/// fetched from memory; while another is, the one behind it.
+/// What a thread prefetches for after its own units of a product: `next` while it computes the unit before `end`,
+/// otherwise the next unit.
 struct Following {
     int end;
     const uint8_t* next;
-    bool asks;  // for it, and for the weights of the next unit
+    bool asks;  // for that, and for the weights of the next unit
 
-    /// Bytes from the weights of `unit`, at `place`, to what is needed after it. `bytes`: of a unit.
+    /// Returns the distance from the weights of `unit`, at `place`, to what is needed after it. `bytes`: of a unit.
     int64_t ahead(int unit, const uint8_t* place, int64_t bytes) const {
         return unit + 1 == end ? reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(place) : bytes;
     }
@@ -70,21 +71,21 @@ struct GatedProduct {
     Activations in;
     int rows;
     Activations out;
-    const float* const* steer;  // of each row, or null: what is added to its ups begins `steer_first` further on
+    const float* const* steer;  // of each row, or null: the values added to its ups start `steer_first` later
     int64_t steer_first;
-    bool is_gelu;  // f is GELU by tanh, else SiLU
+    bool is_gelu;  // f is GELU (tanh), else SiLU
 };
 
-/// Where one session's keys and values of one layer lie.
-/// keys [kv_heads, slots / 16, depth, 16], values [kv_heads, slots, width], width = depth rounded up to 16; how they
-/// are held, and where scales lie: held.h.
+/// The keys and values of one session in one layer.
+/// keys [kv_heads, slots / 16, depth, 16], values [kv_heads, slots, width], width = depth rounded up to 16; formats and
+/// scales: held.h.
 struct KeyValues {
     uint8_t* keys;
     uint8_t* values;
     int slots;  // a multiple of 32
 };
 
-/// What a row sees, in the order of positions: slots first .. first + run - 1, then the slots `more`, which rise.
+/// Slots that a row sees, in position order: first .. first + run - 1, then the slots `more`, ascending.
 struct Reach {
     int first;
     int run;
@@ -95,7 +96,7 @@ struct Reach {
     int slot(int place) const { return place < run ? first + place : more[place - run]; }
     int last_slot() const { return slot(count() - 1); }
 
-    /// The last `window` of it, or all where they are no more; 0: all.
+    /// Returns the last `window` of them, or all if there are no more; 0: all.
     Reach within(int window) const {
         const int drop = window && count() > window ? count() - window : 0;
         const int of_run = drop < run ? drop : run, of_more = drop - of_run;
@@ -103,13 +104,13 @@ struct Reach {
     }
 };
 
-/// Which sizes the attention of all layers has.
+/// Sizes of attention, the same for all layers.
 struct Heads {
-    int queries;    // heads
-    int keys;       // heads of keys and values
-    int depth;      // of a head
-    KvFormat held;  // keys and values
-    float scale;    // of scores
+    int queries;  // number of query heads
+    int keys;  // number of heads of keys and values
+    int depth;  // entries of a head
+    KvFormat held;  // format of keys and values
+    float scale;  // of attention scores
     float epsilon;  // of the norms of queries and keys
 
     int group() const { return queries / keys; }
@@ -128,26 +129,26 @@ struct Heads {
     }
 };
 
-/// Norms (where there are any), turns and scales queries; norms, turns and stores keys; stores values. One unit: a head
-/// of queries, or of keys and values, in so many rows. So a thread finds most of what it works on where it wrote it.
+/// Normalizes (if there are norms), rotates and scales queries; normalizes, rotates and stores keys; stores values. One
+/// unit: a head in up to kRotateRows rows, so that a thread finds most of its input where it wrote it.
 struct Rotate {
     Heads heads;
     int rows;
-    float* mixed;             // [rows, queries then keys then values]; the queries are worked on in place
-    const float* turns;       // [rows, depth / 2, 2]: cosine and sine; null where the layer knows no positions
-    int turns_stride;         // floats from one row's to the next one's
+    float* mixed;  // [rows, queries then keys then values]; queries are changed in place
+    const float* turns;  // [rows, depth / 2, 2]: cosine and sine; null for layers without positions
+    int turns_stride;  // floats from one row to the next
     const float* query_norm;  // [depth] or null
     const float* key_norm;
-    const int* slots;      // of each row, in its session
-    const int* row_spans;  // of each row, its session's number
+    const int* slots;  // of each row, in its session
+    const int* row_spans;  // index of each row's session
     const KeyValues* spans;
 
     int units_a_block() const { return heads.queries + heads.keys; }
     int units() const { return units_a_block() * ((rows + kRotateRows - 1) / kRotateRows); }
 };
 
-/// Some queries that share their keys: numbers first .. first + count - 1 in the order (row, head of the group). The
-/// first tile of keys fetches them from memory; those that follow find them in the cache.
+/// Queries that share their keys: numbers first .. first + count - 1 in the order (row, head of the group). The first
+/// tile of keys prefetches them from memory; later ones find them in the cache.
 struct QueryTile {
     int span;
     int key_head;
@@ -164,10 +165,10 @@ struct Attend {
     const KeyValues* spans;
     const QueryTile* tiles;
     Activations out;  // every head padded to whole groups
-    int window;       // tokens that a row sees, itself included; 0: all
+    int window;  // number of tokens that a row sees, itself included; 0: all
 };
 
-/// Which tokens of a row are left, as outpace/core/sampling.py says; 0, 1 and 0 leave all.
+/// Filters of a row's tokens, as in outpace/core/sampling.py; 0, 1 and 0 keep all.
 struct Filters {
     int top_k;
     double top_p, min_p;
@@ -175,14 +176,14 @@ struct Filters {
     bool are_there() const { return top_k || top_p < 1.0 || min_p > 0.0; }
 };
 
-/// A row of scores, and what its tokens are ranked by: x / temperature, and the noise that `key` gives a token.
+/// A row of logits, ranked by x / temperature plus the noise of `key`.
 struct Ranking {
-    const float* scores;    // [held]
+    const float* scores;  // [held]
     const int64_t* tokens;  // [held], or null: 0, 1, ...
     int held;
     double temperature;
-    const uint64_t* key;  // or null: no noise
-    bool whole;           // values less the logarithm of the sum of e^(x / temperature)
+    const uint64_t* key;  // values minus the logarithm of the sum of e^(x / temperature)
+    bool whole;  // values minus the logarithm of the sum of e^(x / temperature)
     Filters filters = {0, 1.0, 0.0};
 };
 
@@ -191,23 +192,23 @@ struct Ranked {
     double value;
 };
 
-/// One instruction set. Every table gives the same bits as the portable one.
+/// The functions of one instruction set. All sets give the same bits as the portable one.
 struct Kernels {
     const char* name;
-    int tile_queries;  // most queries that Attend likes in a tile
+    int tile_queries;  // preferred number of queries in a tile of Attend
     void (*normalize)(const Normalize&, int row);
     void (*add_normed)(const AddNormed&, int row);
     void (*product)(const Product&, int panel);
     void (*gated_product)(const GatedProduct&, int group);
     void (*rotate)(const Rotate&, int unit);
-    void (*attend)(const Attend&, int tile, float* scores);  // scores: room for tile_queries times slots
-    int (*rank)(const Ranking&, int count, Ranked* best);  // how many were found; 0 for a row that has no order
+    void (*attend)(const Attend&, int tile, float* scores);  // scores: space for tile_queries times slots
+    int (*rank)(const Ranking&, int count, Ranked* best);  // returns the number found, 0 for a row without order
 };
 
-/// The tables that this machine can run, the fastest first; the last is the portable one.
+/// Returns the sets that this machine can run, the fastest first; the last is the portable one.
 std::vector<const Kernels*> available_kernels();
 
-/// The table of that name; the fastest where the name is empty; null where this machine has none of that name.
+/// Returns the set with this name, the fastest for an empty name, or null if this machine cannot run it.
 const Kernels* find_kernels(const std::string& name);
 
 }  // namespace outpace

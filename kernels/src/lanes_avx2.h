@@ -13,7 +13,7 @@ namespace outpace {
 namespace {
 
 constexpr int kTileRows = 4;
-constexpr int kTileVectors = 1;  // 8 registers of int32 sums; the float32 sums are touched once a part
+constexpr int kTileVectors = 1;  // 8 registers of int32 sums; the float32 sums are touched once per part
 constexpr int kQueries = 2;
 constexpr int kMixVectors = 2;
 
@@ -112,7 +112,7 @@ struct Bytes {
 
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
 
-/// Shifts move 16 bits at once; the mask drops what comes from the other byte.
+/// Shifts move 16 bits at once; the mask drops bits of the other byte.
 template <int Left, int Mask>
 inline __m256i bits(__m256i a) {
     const __m256i mask = _mm256_set1_epi8(Mask);
@@ -189,10 +189,10 @@ struct Quad {
     }
 };
 
-inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed: nothing to take back
+inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed, so there is nothing to subtract
 
-/// Compilers like to add the products of a whole part as a tree, for which there are not enough registers. This leaves
-/// them no other order than the written one.
+/// Keeps the written order: compilers would add the products of a whole part as a tree, for which there are not enough
+/// registers.
 inline __m256i in_order(__m256i sums) {
     asm("" : "+x"(sums));
     return sums;
@@ -216,7 +216,7 @@ inline Weights lookup(Bytes a) {
 }
 
 /// Sums of nibbles times bytes in 16 bits: two products are at most 2 * 15 * 127 = 3810, so the eight of a part's 32
-/// inputs fit. They take two instructions each where sums in int32 take three.
+/// inputs fit. They take two instructions each instead of three.
 struct NibbleSums {
     __m256i lo = _mm256_setzero_si256(), hi = _mm256_setzero_si256();
 

@@ -58,7 +58,7 @@ struct Ints {
     Floats to_floats() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
-/// As that of rowwise.h.
+/// Does the same as the function in rowwise.h.
 inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
     __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a[0].v));
     all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(a[1].v), 1);
@@ -108,7 +108,7 @@ struct Bytes {
 
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 
-/// Shifts move 16 bits at once; the mask drops what comes from the other byte.
+/// Shifts move 16 bits at once; the mask drops bits of the other byte.
 template <int Left, int Mask>
 inline Bytes bits(Bytes a) {
     const __m512i mask = _mm512_set1_epi8(Mask);

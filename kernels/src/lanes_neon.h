@@ -112,7 +112,7 @@ struct Quad {
     }
 };
 
-inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed: nothing to take back
+inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed, so there is nothing to subtract
 
 /// sdot: four signed products summed in int32.
 inline Ints dot(Ints sums, const Weights& w, Quad a) {
@@ -152,7 +152,7 @@ inline Weights lookup(const Bytes& a) {
 
 using NibbleSums = Ints;
 
-/// Numbers up to 63 are the same with a sign.
+/// Numbers up to 63 have the same bits with a sign.
 inline Ints dot(Ints sums, const Bytes& q, Quad a) {
     for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], vreinterpretq_s8_u8(q.v[i]), a.v);
     return sums;

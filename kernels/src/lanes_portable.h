@@ -1,4 +1,4 @@
-// Sixteen lanes in plain C++: what every other instruction set must equal, bit by bit.
+// Sixteen lanes in plain C++: the reference that every other instruction set must equal bit by bit.
 #pragma once
 
 #include <cmath>
@@ -11,10 +11,10 @@
 namespace outpace {
 namespace {
 
-constexpr int kTileRows = 2;     // rows of a product that are worked on together; more take long to compile
+constexpr int kTileRows = 2;  // rows of a product computed together; more take long to compile
 constexpr int kTileVectors = 1;  // times 16 outputs
-constexpr int kQueries = 2;      // queries of attention that are worked on together
-constexpr int kMixVectors = 2;   // times 16 entries of a value
+constexpr int kQueries = 2;  // queries of attention computed together
+constexpr int kMixVectors = 2;  // times 16 entries of a value
 
 struct Floats {
     float v[kLanes];
@@ -51,7 +51,7 @@ inline Floats max(Floats a, Floats b) { return each([&](int i) { return a.v[i] >
 inline Floats min(Floats a, Floats b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Floats abs(Floats a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
 
-/// Lanes i and i + 8 are added, then i and i + 4, i + 2, i + 1: the one order of a sum over lanes.
+/// Adds lanes i and i + 8, then i and i + 4, i + 2, i + 1: the order of every sum over lanes.
 inline float sum(Floats a) {
     for (int half = kLanes / 2; half; half /= 2)
         for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
@@ -84,7 +84,7 @@ inline int32_t sum(Ints a) {
     for (int32_t lane : a.v) total += lane;
     return total;
 }
-/// To the nearest whole number, ties to the even one.
+/// Rounds to the nearest whole number, ties to even.
 inline Ints round(Floats a) {
     Ints r;
     for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<int32_t>(std::lrintf(a.v[i]));
@@ -124,7 +124,7 @@ struct Quad {
     }
 };
 
-/// Where a product's int32 sums begin: -128 * (sum of activations), for the weights stand there as w + 128.
+/// Initial int32 sums of a product: -128 * (sum of activations), because weights are stored as w + 128.
 inline Ints begin(int32_t offset) { return Ints::all(offset); }
 
 /// sums + (w + 128) * a over four inputs, for 16 outputs.
@@ -134,7 +134,7 @@ inline Ints dot(Ints sums, const Weights& w, Quad a) {
     return sums;
 }
 
-/// 64 whole numbers from 0 to 63 of a file's weights, or what they are made of.
+/// 64 whole numbers from 0 to 63 of a file's weights, or their packed bits.
 struct Bytes {
     uint8_t v[64];
 
@@ -154,13 +154,13 @@ inline Bytes each_byte(F f) {
 }
 inline Bytes operator|(const Bytes& a, const Bytes& b) { return each_byte([&](int i) { return a.v[i] | b.v[i]; }); }
 
-/// The bits of `Mask` after a shift of each byte by `Left` bits, to the right where that is below 0.
+/// Returns the bits of `Mask` after shifting each byte left by `Left` bits, or right if that is negative.
 template <int Left, int Mask>
 inline Bytes bits(const Bytes& a) {
     return each_byte([&](int i) { return (Left < 0 ? a.v[i] >> -Left : a.v[i] << Left) & Mask; });
 }
 
-/// What numbers from 0 to 15 stand for, as weights.
+/// Looks up the weights of numbers from 0 to 15.
 inline Weights lookup(const Bytes& a) {
     Weights r;
     for (int i = 0; i < 64; ++i) r.v[i] = kTable[a.v[i]];

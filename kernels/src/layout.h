@@ -1,24 +1,24 @@
-// Sizes and plain views that every file of the native pass agrees on.
+// Sizes and plain views shared by all files of the native pass.
 #pragma once
 
 #include <cstdint>
 
 namespace outpace {
 
-constexpr int kArithmetic = 2;  // raised by whoever changes the bits of scores
+constexpr int kArithmetic = 2;  // increase when a change affects the bits of logits
 
-constexpr int kGroup = 64;   // inputs that are worked on together
-constexpr int kLanes = 16;   // float32 or int32 numbers that are worked on at once, whatever the machine's registers
-constexpr int kPanel = 32;   // outputs that are packed together: two times kLanes
+constexpr int kGroup = 64;  // inputs that are processed together
+constexpr int kLanes = 16;  // float32 or int32 numbers that are processed at once, on every machine
+constexpr int kPanel = 32;  // outputs that are packed together: two times kLanes
 constexpr int kDepthMax = 256;  // largest head size
 
-constexpr int kStep = kPanel * 4;  // bytes of a panel's outputs x 4 inputs, in a byte each
+constexpr int kStep = kPanel * 4;  // bytes of a panel's outputs x 4 inputs, one byte each
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-constexpr int kScaled = 32;  // entries of a key or value that share a scale where they are held in int8
+constexpr int kScaled = 32;  // entries of a key or value that share a scale in int8
 
-/// How keys and values are held, see held.h.
+/// Storage formats of keys and values (held.h).
 enum class KvFormat { float32, float16, int8 };
 
 /// A number in IEEE half precision.
@@ -26,31 +26,31 @@ struct Half {
     uint16_t bits;
 };
 
-constexpr int kHalves = 2;    // of a group; weights have a scale for 32 inputs,
+constexpr int kHalves = 2;  // of a group; weights have a scale for 32 inputs,
 constexpr int kQuarters = 4;  // or for 16
 
-/// What a product needs of a group of int8 activations beside its values. One stands beside the other: were each of these
-/// numbers in an array of its own, threads that write neighbouring rows would take the arrays' lines from each other. Two
-/// fill a line: with a third in part of it a pass of eight rows took 7 % longer.
+/// Values that products need for a group of int8 activations. They are adjacent: if each were an array of its own,
+/// threads that write neighbouring rows would share cache lines. Two fill a line; with a third value in part of it a
+/// pass of eight rows took 7 % longer.
 struct GroupFacts {
     int32_t sums[kQuarters];  // of 16 values each
-    float numbers[kQuarters];  // four scales; or two, and behind them two minimums
+    float numbers[kQuarters];  // four scales, or two scales followed by two minimums
 
-    /// Of each quarter, where each is rounded by its own; else of each half.
+    /// Scales of quarters if each is rounded separately, otherwise of halves.
     float* scales() { return numbers; }
     const float* scales() const { return numbers; }
 
-    /// Of each half, and none by quarters: scale * (sum of 32 values), what a weight's smallest value is multiplied by.
+    /// For each half, not with quarters: scale * (sum of 32 values), the factor of a weight's smallest value.
     float* mins() { return numbers + kHalves; }
     const float* mins() const { return numbers + kHalves; }
 };
 
 static_assert(sizeof(GroupFacts) == 32 && 2 * kHalves == kQuarters);
 
-/// Rows of int8 activations: `groups` groups of kGroup values each. The same group of all rows lies together, so a product
-/// of some rows finds all it needs at fixed distances. Each half of a group is rounded by its own scale, which costs
-/// products nothing, for they multiply by a weight's scale for 32 inputs; by quarters: each quarter is, for weights that
-/// all have a scale for 16.
+/// Rows of int8 activations: `groups` groups of kGroup values each. The same group of all rows is contiguous, so a
+/// product of some rows finds its input at fixed distances. Each half of a group has its own scale, which costs
+/// nothing, because products multiply by a weight's scale for 32 inputs. by_quarters: each quarter has one, for weights
+/// that all have a scale for 16.
 struct Activations {
     int8_t* values;
     GroupFacts* facts;
@@ -58,26 +58,26 @@ struct Activations {
     int groups;
     bool by_quarters = false;
 
-    /// Group `group` of all rows from row `row` on.
+    /// Returns group `group` of all rows from `row` on.
     Activations from(int row, int group) const {
         const int64_t at = static_cast<int64_t>(group) * rows + row;
         return {values + at * kGroup, facts + at, rows, groups, by_quarters};
     }
 
-    /// Asks for the first row's lines, to be written soon: other cores, which read what they held, have to give them up.
+    /// Prefetches the first row's lines for writing, because other cores that read them hold copies.
     void claim() const {
         __builtin_prefetch(values, 1);
         __builtin_prefetch(facts, 1);
     }
 };
 
-/// How weights are held: as a file has them, by ggml's names and two of ours (see formats.h). The last three are a file's
-/// alone: they are rounded to int8, which is Q8_0.
+/// Formats of weights, by ggml's names and two of ours (formats.h). The last three occur in files only; they are
+/// rounded to int8, which is Q8_0.
 enum class Format { q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64, f32, f16, bf16 };
 
 constexpr bool is_float(Format format) { return format >= Format::f32; }
 
-/// Panels of one format that follow each other, from panel `first` of a matrix on.
+/// Consecutive panels of one format, starting with panel `first` of a matrix.
 struct Section {
     Format format;
     int first;
@@ -89,7 +89,7 @@ struct Section {
 struct Panels {
     const Section* sections;
     int num_sections;
-    const float* bias;  // one an output, padded to whole panels; null where there is none
+    const float* bias;  // one per output, padded to whole panels, or null
     int outputs;
     int groups;
 

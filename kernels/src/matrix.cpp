@@ -10,7 +10,7 @@
 namespace outpace {
 namespace {
 
-/// f(number) for every number below `count`, by so many threads.
+/// Calls f(number) for every number below `count`, on several threads.
 template <class F>
 void share(int threads, int count, F f) {
     threads = std::clamp(count, 1, threads);
@@ -23,7 +23,7 @@ void share(int threads, int count, F f) {
     for (std::thread& other : others) other.join();
 }
 
-/// One section for all panels of one format that follow each other.
+/// Makes one section for each run of panels with one format.
 std::vector<Section> cut_sections(const Stored& stored, int groups) {
     std::vector<Section> sections;
     for (int output = 0; output < stored.outputs; ++output) {
@@ -64,7 +64,7 @@ Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
     set_bias(bias);
 }
 
-/// Blocks of a file, as they are.
+/// Copies blocks of a file unchanged.
 void Matrix::keep(const Stored& stored, int threads, Room* room) {
     allocate(cut_sections(stored, groups_), room);
     std::atomic<bool> is_sound{true};
@@ -80,7 +80,7 @@ void Matrix::keep(const Stored& stored, int threads, Room* room) {
     if (!is_sound) throw std::domain_error("a scale is not finite");
 }
 
-/// Floats of a file, to int8, a group at a time.
+/// Rounds floats of a file to int8, a group at a time.
 void Matrix::round(const Stored& stored, int threads, Room* room) {
     pack(threads, room, [&](int output, int group, float* out) {
         Format format;
@@ -89,7 +89,8 @@ void Matrix::round(const Stored& stored, int threads, Room* room) {
     });
 }
 
-/// Makes room for all weights and rounds them to int8. `read` (output, group, out [kGroup]) gives some of them, zeros behind the last input.
+/// Allocates all weights and rounds them to int8. `read` (output, group, out [kGroup]) returns them, zeros after the
+/// last input.
 template <class F>
 void Matrix::pack(int threads, Room* room, F read) {
     allocate({{Format::q8_0, 0, outpace::panel_bytes(Format::q8_0, groups_), nullptr}}, room);
@@ -113,7 +114,7 @@ void Matrix::set_bias(const float* bias) {
     bias_.resize(round_up(outputs_, kPanel), 0.0f);
 }
 
-/// Room for the panels of these sections, one behind the other.
+/// Allocates the panels of these sections, one after another.
 void Matrix::allocate(std::vector<Section> sections, Room* room) {
     sections_ = std::move(sections);
     const uint8_t* place;

@@ -1,4 +1,4 @@
-// Weight matrices, packed in panels for products with few rows: rounded to int8, or as a file has them.
+// Weight matrices packed in panels for products with few rows: rounded to int8, or in a file's format.
 #pragma once
 
 #include <memory>
@@ -10,24 +10,24 @@
 
 namespace outpace {
 
-/// W [outputs, inputs]. Panels of 32 outputs follow each other, in the formats of formats.h; int8 is Q8_0.
+/// W [outputs, inputs]. Panels of 32 outputs are consecutive, in the formats of formats.h; int8 is Q8_0.
 class Matrix {
   public:
-    /// Rounded to int8. `bias` may be null. Without a `room`, here and below, it has memory of its own. Throws
-    /// std::domain_error for a weight that is not finite, or too large.
+    /// Rounds floats to int8. `bias` may be null. Without a `room`, here and below, the matrix has its own memory.
+    /// Throws std::domain_error for a weight that is not finite or too large.
     Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1, Room* room = nullptr);
 
-    /// What a file holds; floats are rounded to int8. Throws std::invalid_argument for what does not fit,
-    /// std::domain_error for a scale or a float that is not finite, or too large.
+    /// Packs a file's weights; floats are rounded to int8. Throws std::invalid_argument for wrong sizes,
+    /// std::domain_error for a scale or a float that is not finite or too large.
     Matrix(const Stored& stored, const float* bias, int threads = 1, Room* room = nullptr);
 
-    /// What another holds, rounded to int8.
+    /// Rounds another matrix to int8.
     Matrix(const Matrix& other, int threads, Room* room = nullptr);
 
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
     int groups() const { return groups_; }
-    /// Whether it is multiplied by activations that are rounded by quarters of groups.
+    /// Whether its activations are rounded by quarters of groups.
     bool takes_quarters() const;
     std::size_t bytes() const { return panel_bytes() + bias_.size() * sizeof(float); }
     std::size_t panel_bytes() const;
@@ -36,10 +36,10 @@ class Matrix {
                 groups_};
     }
 
-    /// The weights of one output as they are used: q * scale, or what the file means. `out` has room for whole groups.
+    /// Dequantizes the weights of one output. `out` has space for whole groups.
     void row(int output, float* out) const;
 
-    /// Of its panels, in their order.
+    /// Formats of its panels, in order.
     std::vector<Format> formats() const;
 
   private:

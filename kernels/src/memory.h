@@ -1,4 +1,4 @@
-// A block of memory whose start is aligned for every register, and for large pages where there are some.
+// An aligned block of memory, in large pages if possible.
 #pragma once
 
 #ifdef _WIN32
@@ -20,7 +20,7 @@ class Block {
   public:
     Block() = default;
 
-    /// `count` elements, not initialised; pages that nobody writes take no memory.
+    /// Allocates `count` elements without initialising them; untouched pages take no memory.
     explicit Block(std::size_t count) : count_(count) {
         void* place = is_large() ? map_pages(room()) : allocate(room());
         if (!place) throw std::bad_alloc();
@@ -44,29 +44,30 @@ class Block {
     std::size_t bytes() const { return count_ * sizeof(T); }
     T& operator[](std::size_t index) const { return data_[index]; }
 
-    /// At least `count` elements; what was there before is lost where it grows.
+    /// Makes space for `count` elements; growing loses the contents.
     void reserve(std::size_t count) {
         if (count > count_) *this = Block(count);
     }
 
   private:
-    static constexpr std::size_t kLarge = std::size_t{1} << 21;  // of a page
+    static constexpr std::size_t kLarge = std::size_t{1} << 21;  // bytes of a page
 
     bool is_large() const { return bytes() >= kLarge; }
 
-    /// What is asked of the machine for `bytes()`: whole lines of the cache, or whole large pages.
+    /// Returns the bytes to allocate for `bytes()`: whole cache lines, or whole large pages.
     std::size_t room() const {
         const std::size_t unit = is_large() ? kLarge : 64;
         return bytes() ? (bytes() + unit - 1) / unit * unit : unit;
     }
 
-#ifdef _WIN32  // large pages need a privilege there that programs seldom have
+#ifdef _WIN32  // there, large pages need a privilege that programs seldom have
     static void* map_pages(std::size_t size) { return _aligned_malloc(size, 4096); }
     static void unmap_pages(void* start, std::size_t) { _aligned_free(start); }
     static void* allocate(std::size_t size) { return _aligned_malloc(size, 64); }
     static void release(void* start) { _aligned_free(start); }
 #else
-    /// `size` bytes of fresh pages, large ones where the machine has them: what `free` took back stays in small ones.
+    /// Maps `size` bytes of fresh pages, large ones if the machine has them: memory reused by `free` stays in small
+    /// pages.
     static void* map_pages(std::size_t size) {
         void* found = mmap(nullptr, size + kLarge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (found == MAP_FAILED) return nullptr;

@@ -1,4 +1,4 @@
-// A Llama-family model: one call is a forward of a whole forest of token trees.
+// A Llama-family model: one call is a forward over a whole forest of token trees.
 #pragma once
 
 #include <functional>
@@ -14,18 +14,18 @@
 
 namespace outpace {
 
-/// One layer's weights. All norms but the first two may be empty.
+/// One layer's weights. All norms except the first two may be empty.
 struct Layer {
     std::vector<float> attention_norm;  // [hidden]
     std::vector<float> mlp_norm;
     std::vector<float> query_norm;  // [depth]
     std::vector<float> key_norm;
-    std::vector<float> mixed_norm;  // [hidden]: what attention gives is normed before it is added
-    std::vector<float> fed_norm;    // the same of the MLP
-    int rotation = 0;  // by which of the model's queries and keys turn; below 0: they know no positions
-    int window = 0;    // tokens that a row sees, itself included; 0: all
+    std::vector<float> mixed_norm;  // [hidden]: applied to the output of attention before it is added
+    std::vector<float> fed_norm;  // the same for the MLP
+    int rotation = 0;  // index of the rotation of queries and keys; negative: no positions
+    int window = 0;  // number of tokens that a row sees, itself included; 0: all
     std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden
-    std::shared_ptr<const Matrix> output;   // hidden from heads, each padded to whole groups of inputs
+    std::shared_ptr<const Matrix> output;  // hidden from heads, each padded to whole groups of inputs
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
     std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
 };
@@ -33,34 +33,34 @@ struct Layer {
 /// Sizes and constants.
 struct Shape {
     int hidden;
-    int middle;  // outputs of gate, a multiple of kGroup
+    int middle;  // outputs of the gate, a multiple of kGroup
     float epsilon;
     Heads heads;
-    int rotations = 1;             // ways in which layers' queries and keys turn
-    float embedding_scale = 1.0f;  // by which embeddings are multiplied
-    bool is_gelu = false;          // the MLPs' gates go through GELU, else through SiLU
+    int rotations = 1;  // number of different rotations of queries and keys
+    float embedding_scale = 1.0f;  // factor of embeddings
+    bool is_gelu = false;  // the MLPs' gates use GELU, else SiLU
 
     int turn_floats() const { return rotations * heads.depth; }
 };
 
-/// One session's part of a forest: `tokens` new nodes behind `pending` earlier ones behind `committed` slots.
-/// sees [tokens, pending + tokens]: node sees pending node (its ancestors and itself).
+/// One session's part of a forest: `tokens` new nodes after `pending` earlier ones after `committed` slots.
+/// sees [tokens, pending + tokens]: which pending nodes a node sees (its ancestors and itself).
 struct Span {
     Store* store;
     int committed;
     int pending;
     int tokens;
     const bool* sees;
-    int gap = 0;                    // so many of the committed slots, the last ones, are not there for these nodes
-    const float* inputs = nullptr;  // [tokens, hidden] in place of the tokens' embeddings
-    const float* steer = nullptr;   // [layers, middle], added to what each MLP's gate multiplies
+    int gap = 0;  // number of committed slots, the last ones, that these nodes do not see
+    const float* inputs = nullptr;  // [tokens, hidden], used instead of the tokens' embeddings
+    const float* steer = nullptr;  // [layers, middle], added to the up projection of each MLP
 };
 
-/// Hidden states that are asked for: of these rows, after so many layers each, before the final norm.
+/// Requested hidden states: of these rows, after each of these layers, before the final norm.
 struct Taps {
     const int* rows;
     int num_rows;
-    const int* layers;  // 0: what goes into the first layer
+    const int* layers;  // 0: the input of the first layer
     int num_layers;
     float* out;  // [num_layers, num_rows, hidden]
 };
@@ -70,11 +70,12 @@ struct Forest {
     const int* tokens;   // [rows]
     const float* turns;  // [rows, rotations, depth / 2, 2]: cosine and sine of each pair's angle at the row's position
     int rows;
-    const int* wanted;  // rows whose scores are asked for
+    const int* wanted;  // rows whose logits are wanted
     int num_wanted;
     Taps taps{};
-    const bool* skipped = nullptr;  // [layers, 2]: the residual passes by a layer's attention, by its MLP
-    std::function<void(int)> after{};  // may be empty: what is done with each wanted row's scores; it must not throw
+    const bool* skipped = nullptr;  // [layers, 2]: whether the residual skips a layer's attention, its MLP
+    // may be empty: called for each wanted row when its logits are complete; must not throw
+    std::function<void(int)> after{};
 };
 
 class Model {
@@ -88,10 +89,10 @@ class Model {
     const Kernels& kernels() const { return *kernels_; }
     int threads() const { return team_.size(); }
 
-    /// scores [num_wanted, outputs]. Throws std::invalid_argument for what does not fit. One call at a time runs.
+    /// Computes logits [num_wanted, outputs]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
     void forward(const Forest& forest, float* scores);
 
-    /// Scores [rows, outputs] of hidden states [rows, hidden] as they are before the final norm.
+    /// Computes logits [rows, outputs] of hidden states [rows, hidden] from before the final norm.
     void project(const float* hidden, int rows, float* scores);
 
   private:

@@ -1,4 +1,4 @@
-// Who wins where scores race with keyed noise: the numbers of outpace/core/noise.py and outpace/rules/_ranking.py.
+// Ranking with keyed noise: the numbers of outpace/core/noise.py.
 #pragma once
 
 #include <cmath>
@@ -8,8 +8,7 @@
 
 namespace outpace {
 
-/// The noise of one request, and what takes part in the race. Without a temperature there is none: its rows are ranked by
-/// their scores.
+/// The noise of one request. Without a temperature there is none, and rows are ranked by their logits.
 struct Noise {
     double temperature;
     uint64_t seed, choice;
@@ -17,7 +16,7 @@ struct Noise {
 
     bool is_there() const { return temperature > 0.0; }
 
-    /// The key of the row that decides the token at this position: splitmix64's mixer, once a part.
+    /// Returns the key of the row that decides the token at this position (splitmix64's mixer, once per part).
     uint64_t key(uint64_t position) const {
         uint64_t key = 0;
         for (uint64_t part : {seed, choice, position, uint64_t{0}}) {
@@ -30,7 +29,7 @@ struct Noise {
     }
 };
 
-/// Whether the first of a row's two best, by x / T + noise, wins in the arithmetic that defines the race, too.
+/// Whether the first of a row's two best tokens, by x / T + noise, also wins in the arithmetic that defines the noise.
 inline bool is_clear(const Proposals& best) {
     const double margin = 1e-4 + 2e-6 * (std::fabs(best.values[0]) + 22.2);
     return margin < 1.0 && (best.values.size() == 1 || best.values[0] > best.values[1] + margin);

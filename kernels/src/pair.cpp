@@ -31,7 +31,8 @@ class Rounds {
             const int read = static_cast<int>(one->missing.size());
             const int expanded = std::min(growing_.width * one->plan.deepest, growing_.tree_nodes);
             const int grown = one->plan.deepest ? expanded + read : 0;
-            const bool is_short = target_.positions <= target_.last_position;  // the table, which sessions reach into
+            // the rotation table, which sessions reach into
+            const bool is_short = target_.positions <= target_.last_position;
             const int slots = one->target.store->slots(), most = is_short ? std::min(slots, target_.positions) : slots;
             if (one->target.length + one->plan.budget > most) return false;
             if (one->draft.length + grown > one->draft.store->slots()) return false;
@@ -39,11 +40,11 @@ class Rounds {
         return true;
     }
 
-    /// False: a row has no order, or is too close to call. Of this round the draft may have read what it lacked; nothing
-    /// else is committed.
+    /// Runs a round. Returns false if a row has no order or is too close to call. Then only missing tokens that the
+    /// draft model read may have been committed.
     bool run(Round& round);
 
-    /// Whether a request is over.
+    /// Whether a request is finished.
     static bool ends(const Drafted& request, const Outcome& outcome) {
         if (request.left < 1) return true;
         for (int place : outcome.path)
@@ -68,10 +69,10 @@ class Rounds {
     const PassTimes& times_;
     const std::vector<Drafted*>& requests_;
     Block<float>& scores_;
-    bool has_tried_ = false;  // fewer nodes were verified than pay: once in a call is enough
+    bool has_tried_ = false;  // fewer nodes were verified than pay; once per call is enough
 };
 
-/// Layers while they pay, of all who ask for one in the same forward.
+/// Adds layers while they pay, for all requests that want one in the same forward.
 bool Rounds::grow(std::vector<Turn>& turns, Round& round) {
     while (true) {
         std::vector<Turn*> asking;
@@ -94,7 +95,8 @@ bool Rounds::grow(std::vector<Turn>& turns, Round& round) {
     }
 }
 
-/// One forward of the draft; another one for a tree to which it added nothing because all of that stood there.
+/// Runs one draft forward, and another one for a tree to which it added nothing because all proposals were there
+/// already.
 bool Rounds::expand(std::vector<Turn*> jobs) {
     while (true) {
         Rows rows(draft_);

@@ -1,4 +1,4 @@
-// A target and its draft, both on this machine: whole rounds of drafting and verifying in one call.
+// A target and a draft model on this machine: whole rounds of drafting and verifying in one call.
 #pragma once
 
 #include <mutex>
@@ -13,15 +13,15 @@
 
 namespace outpace {
 
-/// A model, what its output layer's scores stand for, and what rows turn by.
+/// A model, the tokens of its logits, and its rotations.
 struct Side {
     Model* model;
-    const int64_t* names;  // the tokens of the first `held` scores of a row, or null: 0, 1, ...
+    const int64_t* names;  // the tokens of the first `held` logits of a row, or null: 0, 1, ...
     int held;
     const float* turns;  // [positions, rotations * depth / 2, 2]
-    int positions;       // of the table
-    int last_position;   // the last of the model's context: a tree may reach past it, what is committed never does
-    int last_token;      // larger ones, which padded vocabularies have, are read as this one
+    int positions;  // of the table
+    int last_position;  // the last of the model's context; a tree may reach past it, committed tokens never do
+    int last_token;  // larger ones, from padded vocabularies, are read as this one
 };
 
 /// A session of one of the models.
@@ -30,37 +30,37 @@ struct Place {
     int length;  // committed slots
 };
 
-/// One request: its sessions, and the tree with which its first round begins.
+/// One request: its sessions, and the tree at the start of its first round.
 struct Drafted {
     Place target, draft;
-    std::vector<int> missing;  // committed tokens before the root that the draft has not read
+    std::vector<int> missing;  // committed tokens before the root that the draft model has not read
     std::vector<int> tokens, parents;
     std::vector<double> scores, chances;
     Plan plan;
-    int rows;        // that its last pass had
-    bool follows;    // the draft has read all but what the last round wrote
-    int most_depth;  // of nodes that the draft may expand
-    int left;        // tokens that may still be written
+    int rows;  // rows of its last pass
+    bool follows;  // the draft model has read all but the last round's tokens
+    int most_depth;  // of nodes that may be expanded
+    int left;  // tokens that may still be written
     std::vector<int> stops;
     Copies* copies;  // of its text, or null: nothing is copied
     std::vector<double> log_rates;
-    Noise noise;  // that its rows and the draft's are ranked with
-    Adjusting* adjusting;  // both models' scores before that, or null
+    Noise noise;  // ranks its rows and those of the draft model
+    Adjusting* adjusting;  // applied to the logits of both models first, or null
 };
 
-/// What the draft proposed below a walked node, and which of it the target wrote.
+/// Proposals below a node on the accepted path, and which of them the target wrote.
 struct Picked {
     std::vector<double> values;
-    int number;  // below 0: none of it
+    int number;  // negative: none of them
 };
 
-/// One request's round. Nodes are numbered as they were verified, the root first.
+/// One request's round. Nodes are numbered in the order of verification, the root first.
 struct Outcome {
-    std::vector<int> known;  // those that stood there before, as they were numbered then
+    std::vector<int> known;  // nodes that existed before, with their old numbers
     std::vector<int> tokens, parents;  // the others
     std::vector<double> scores;
-    std::vector<bool> copied;  // of the others: whether they were copied
-    std::vector<Planted> planted;  // below each walked node, where something was copied
+    std::vector<bool> copied;  // whether each of the others was copied
+    std::vector<Planted> planted;  // copies below each node on the path
     std::vector<int> picks, path;
     std::vector<Grown> layers;
     bool is_trial;
@@ -68,11 +68,11 @@ struct Outcome {
     std::vector<Picked> picked;
 };
 
-/// A forward of the draft, of which several requests have a share.
+/// A draft forward, shared by several requests.
 struct Forward {
     double seconds;
     int requests;
-    bool is_step;  // it read nothing, for any of them, but what it had proposed
+    bool is_step;  // it read only proposed tokens
 };
 
 struct Round {
@@ -81,13 +81,12 @@ struct Round {
     double copy_seconds, target_seconds, seconds;
 };
 
-/// Room that outlives a call, so that none is made in it once it is large enough.
+/// Buffers that outlive a call, so that it need not allocate once they are large enough.
 class Pair {
   public:
-    /// Up to `most` rounds of all requests together, while they take no more than `seconds`: none begins behind the end
-    /// of a request, and none for which a session has no slots. None is told of where a row of scores has no order, or
-    /// its winner is too close to call.
-    /// What is committed afterwards is told by the places' lengths. One call at a time runs.
+    /// Runs up to `most` rounds of all requests within `seconds`. A round does not start after the end of a request, or
+    /// if a session lacks slots; it is not reported if a row of logits has no order or is too close to call.
+    /// The lengths of the places show what is committed afterwards. One call at a time runs.
     std::vector<Round> carry_out(const Side& target, const Side& draft, const Growing& growing, int proposed,
                                  const PassTimes& times, const std::vector<Drafted*>& requests, int most,
                                  double seconds);

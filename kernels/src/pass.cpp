@@ -6,13 +6,14 @@
 namespace outpace {
 namespace {
 
-/// Of a tile, where `each` queries are left for every member: whole tiles only while there are several for each.
+/// Returns the largest tile if `each` queries are left for every member: whole tiles only while there are several for
+/// each.
 int most_queries(int each, int whole) {
     constexpr int kFew = 4;
     return each >= 2 * whole ? whole : std::clamp(each, 1, std::min(whole, kFew));
 }
 
-/// Activations, rounded or to be rounded as the product with `weights` takes them.
+/// Returns the activations in the form that the product with `weights` takes.
 Activations rounded_for(const Matrix& weights, Activations place) {
     place.by_quarters = weights.takes_quarters();
     return place;
@@ -58,7 +59,7 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
         for (const Span& span : forest.spans) scratch_.stores.push_back(span.store->layer(number));
 }
 
-/// What each row sees: the committed slots that are there, and its ancestors. Those that follow without a gap lengthen
+/// Finds the slots that each row sees: committed slots and its ancestors. Ancestors that follow without a gap extend
 /// the run.
 void Model::Pass::find_reaches() {
     scratch_.slots.clear();
@@ -88,7 +89,7 @@ void Model::Pass::find_reaches() {
     }
 }
 
-/// Where each row's steering begins; nothing where nobody steers.
+/// Finds the steering of each row; empty if no row has one.
 void Model::Pass::find_steers() {
     scratch_.steers.clear();
     bool is_steered = false;
@@ -99,7 +100,7 @@ void Model::Pass::find_steers() {
     if (!is_steered) scratch_.steers.clear();
 }
 
-/// Queries that share keys stand together in a tile; the last tiles are small, so that all members end together.
+/// Cuts tiles of queries that share keys; the last tiles are small, so that all members end together.
 void Model::Pass::cut_tiles(int rows, std::vector<QueryTile>& tiles) {
     const Heads& heads = model_.shape_.heads;
     int left = rows * heads.queries;
@@ -117,7 +118,7 @@ void Model::Pass::cut_tiles(int rows, std::vector<QueryTile>& tiles) {
     }
 }
 
-/// Whether behind the last layer's keys and values nothing but scores is asked for, and not those of all rows.
+/// Whether after the last layer's keys and values only the logits of some rows are needed.
 bool Model::Pass::narrows() const {
     const Taps& taps = forest_.taps;
     const int layers = model_.num_layers(), *wanted = forest_.wanted, *end = wanted + forest_.num_wanted;
@@ -126,7 +127,7 @@ bool Model::Pass::narrows() const {
     return std::adjacent_find(wanted, end, std::greater_equal<int>()) == end;
 }
 
-/// The rows that are wanted come to lie in front, and the others are done.
+/// Moves the wanted rows to the front and drops the others.
 void Model::Pass::narrow() {
     const int outputs = model_.shape_.heads.outputs(), rows = forest_.num_wanted;
     float *x = scratch_.x.data(), *mixed = scratch_.mixed.data();
@@ -163,7 +164,7 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
     score(nullptr, forest_.rows, member);
 }
 
-/// Scores of these rows of x; null: of the first ones in order.
+/// Computes logits of these rows of x; null: of the first ones in order.
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
     normalize(model_.norm_.data(), *model_.head_, rows, count, member);
@@ -181,7 +182,7 @@ void Model::Pass::embed(int row) {
         for (int i = 0; i < stride_; ++i) x[i] *= scale;
 }
 
-/// A row of x from outside; what pads it is zero.
+/// Copies a row of x from the input; its padding is zero.
 void Model::Pass::take(const float* hidden, int row) {
     const int size = model_.shape_.hidden;
     float* x = scratch_.x.data() + static_cast<int64_t>(row) * stride_;
@@ -189,7 +190,7 @@ void Model::Pass::take(const float* hidden, int row) {
     std::fill(x + size, x + stride_, 0.0f);
 }
 
-/// Hands out the rows that are asked for after so many layers.
+/// Copies the requested hidden states after this number of layers.
 void Model::Pass::show(int number, Team::Member& member) {
     const Taps& taps = forest_.taps;
     const int size = model_.shape_.hidden;
@@ -203,7 +204,7 @@ void Model::Pass::show(int number, Team::Member& member) {
     }
 }
 
-/// A layer's attention.
+/// Runs a layer's attention.
 void Model::Pass::mix(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
@@ -216,7 +217,7 @@ void Model::Pass::mix(int number, Team::Member& member) {
     add(number, *layer.output, *layer.gate_up, attended_, layer.mixed_norm, member);
 }
 
-/// A layer's MLP.
+/// Runs a layer's MLP.
 void Model::Pass::feed(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const int middle = model_.shape_.middle, rows = rows_behind(number);
@@ -232,7 +233,7 @@ void Model::Pass::feed(int number, Team::Member& member) {
     add(number, *layer.down, next, gated_, layer.fed_norm, member);
 }
 
-/// The residual and a product, which is normed before where there is a norm for it.
+/// Adds a product to the residual, normalized first if there is a norm for it.
 void Model::Pass::add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
                       const std::vector<float>& norm, Team::Member& member) {
     const int rows = rows_behind(number);
@@ -266,7 +267,7 @@ void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });
 }
 
-/// For the product with `weights`.
+/// Normalizes the input of the product with `weights`.
 void Model::Pass::normalize(const float* norm, const Matrix& weights, const int* rows, int count, Team::Member& member) {
     const Shape& shape = model_.shape_;
     const Activations out = rounded_for(weights, normed_);
@@ -274,7 +275,8 @@ void Model::Pass::normalize(const float* norm, const Matrix& weights, const int*
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 
-/// What a member reads behind its own of so many units, where `next` are the weights of the next product, in layer `number`.
+/// Plans what a member prefetches after its own units, where `next` are the weights of the next product in layer
+/// `number`.
 Following Model::Pass::following(int number, int units, const Matrix& next, const Team::Member& member) const {
     const Panels panels = next.panels();
     const int first = team_.first_unit(member.number, panels.count());

@@ -1,11 +1,11 @@
-// One forward: the buffers, and the phases that the team's members go through together.
+// One forward: its buffers, and the phases that the team's members go through together.
 #pragma once
 
 #include "model.h"
 
 namespace outpace {
 
-/// Room for activations of up to so many rows.
+/// Memory for activations of up to a given number of rows.
 struct ActivationBuffer {
     Block<int8_t> values;
     Block<GroupFacts> facts;
@@ -13,28 +13,28 @@ struct ActivationBuffer {
     Activations view(int rows, int groups);
 };
 
-/// Buffers that outlive a pass, so that none is allocated in it once they are large enough.
+/// Buffers that outlive a pass, so that it need not allocate once they are large enough.
 struct Model::Scratch {
     Block<float> x, mixed, branch, scores;
     ActivationBuffer normed, attended, gated;
     std::vector<int> slots, row_spans, more;
     std::vector<Reach> reaches;
-    std::vector<QueryTile> tiles, last_tiles;  // of the last layer, where it has fewer rows
-    std::vector<KeyValues> stores;  // layer after layer, in each one a span
-    std::vector<const float*> steers;  // of each row, or null; empty where none is steered
+    std::vector<QueryTile> tiles, last_tiles;  // for the last layer, if it has fewer rows
+    std::vector<KeyValues> stores;  // layer by layer, in each one per span
+    std::vector<const float*> steers;  // of each row, or null; empty if no row is steered
 };
 
 class Model::Pass {
   public:
     Pass(Model& model, const Forest& forest, float* scores);
 
-    /// How many phases `run` has at most.
+    /// The largest number of phases of `run`.
     int phases() const { return 10 * model_.num_layers() + 5 + forest_.taps.num_layers; }
 
-    /// What every member of the team runs.
+    /// Runs on every member of the team.
     void run(Team::Member& member);
 
-    /// The same for scores of hidden states alone.
+    /// Does the same for logits of given hidden states only.
     void project(const float* hidden, Team::Member& member);
 
   private:
@@ -46,7 +46,7 @@ class Model::Pass {
     void embed(int row);
     void take(const float* hidden, int row);
     void show(int number, Team::Member& member);
-    /// Rows behind a layer's keys and values. A member that is late asks for what was done before it, so nothing changes.
+    /// Rows after a layer's keys and values. A late member recomputes it, so it must not change.
     int rows_behind(int number) const { return is_narrow(number) ? forest_.num_wanted : forest_.rows; }
     bool is_narrow(int number) const { return narrows_ && number == model_.num_layers() - 1; }
     bool skips(int number, int sublayer) const { return forest_.skipped && forest_.skipped[2 * number + sublayer]; }
@@ -68,9 +68,9 @@ class Model::Pass {
     const Kernels& kernels_;
     Team& team_;
     float* scores_;
-    int stride_;      // of x
+    int stride_;  // of x
     int most_slots_;  // of any session's store
-    bool narrows_;    // the last layer's attention, and what follows, is that of the wanted rows alone
+    bool narrows_;  // the last layer's attention, and what follows, runs for wanted rows only
     Activations normed_, attended_, gated_;
 };
 

@@ -8,7 +8,7 @@
 namespace outpace {
 namespace {
 
-// The same numbers as in outpace/planning/planner.py, _row_times.py, drafters/model.py and core/multi_step.py.
+// The same constants as in outpace/planning, drafters/model.py and core/multi_step.py.
 constexpr double kLittle = 0.5, kHope = 0.4;
 constexpr int kBeam = 4;
 constexpr int kUnknown = 2;
@@ -17,7 +17,7 @@ constexpr int kChildren = 2;
 constexpr double kLeastCoverage = 0.05;
 constexpr double kOn = 0.97;  // planning/acceptance.py
 
-/// Rows beside a request's root that may be tried.
+/// Returns the number of rows that may be tried in addition to the root.
 int most_more(const PassTimes& times, int others) { return std::max(kFirst, 2 * times.widest - others - 1); }
 
 }  // namespace
@@ -101,7 +101,7 @@ void PlannedTree::finish_copies() {
 }
 
 bool PlannedTree::is_due(std::size_t layer) const {
-    const bool is_told = layer == 0 || copied_ <= kLittle;  // beside copies a deeper layer says nothing
+    const bool is_told = layer == 0 || copied_ <= kLittle;  // with copies a deeper layer says nothing
     return is_told && layer < plan_.due.size() && plan_.due[layer];
 }
 
@@ -116,7 +116,7 @@ bool PlannedTree::pays() {
     return is_trial_;
 }
 
-/// The chance that the walk comes to where the next layer would stand, less the price of a row there.
+/// Probability that the walk reaches the next layer, less the price of a row there.
 double PlannedTree::reach() const {
     std::vector<double> leaves;
     for (int node = 1; node < size(); ++node)
@@ -174,7 +174,7 @@ int PlannedTree::hang(const std::vector<int>& frontier, const std::vector<Propos
     return size() - before;
 }
 
-/// Of all nodes but the root, as many as may be verified.
+/// Probabilities of all nodes except the root, descending, as many as may be verified.
 std::vector<double> PlannedTree::falling_chances() const {
     std::vector<double> falling(chances_.begin() + 1, chances_.end());
     std::sort(falling.begin(), falling.end(), std::greater<>());
@@ -184,7 +184,7 @@ std::vector<double> PlannedTree::falling_chances() const {
 
 void PlannedTree::finish_layer(const PassTimes& times, int others) {
     Grown grown{0.0, at_leaves_, false};
-    if (copied_ <= kLittle) {  // beside copies a layer adds what they leave to add
+    if (copied_ <= kLittle) {  // with copies a layer adds what they leave
         const std::vector<double> falling = falling_chances();
         const BestRows best = best_rows(falling, times, others, plan_.price);
         const bool is_cut = size() - 1 >= best.rows && best.rows > most_more(times, others);

@@ -1,4 +1,4 @@
-// Products of whole panels: rows cut into tiles, sums added to where they belong, gates. To be read after a lanes_*.h.
+// Products of whole panels: tiles of rows, and where sums are added. Include after a lanes_*.h.
 #pragma once
 
 #include "exponential.h"
@@ -19,7 +19,7 @@ inline void multiply_rows(Format format, const uint8_t* panel, const Activations
     }
 }
 
-/// A tile's rows times one panel, plus bias: out [rows, kPanel].
+/// Multiplies a tile's rows by one panel and adds the bias: out [rows, kPanel].
 inline void multiply(const Panels& weights, int panel, const Activations& in, const Tile& tile, float* out) {
     static_assert(kTileRows <= 6);
     const Section& section = weights.section(panel);
@@ -38,8 +38,7 @@ inline void multiply(const Panels& weights, int panel, const Activations& in, co
         for (int i = 0; i < kPanel; ++i) out[r * kPanel + i] = out[r * kPanel + i] + bias[i];
 }
 
-/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: bytes from here to what is needed next, which is
-/// asked for or not.
+/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: distance to what is needed next, or none.
 template <class F>
 inline void for_tiles(int rows, int64_t ahead, bool asks, F f) {
     const bool is_near = fetching().is_near;
@@ -61,7 +60,7 @@ void product(const Product& task, int panel) {
     const int64_t ahead = task.following.ahead(panel, Panels::blocks(section, panel), section.panel_bytes);
     for_tiles(task.rows, ahead, task.following.asks, [&](const Tile& tile) {
         alignas(64) float products[kTileRows * kPanel];
-        for (int r = 0; r < tile.rows; ++r)  // what is added to was read by all cores, an output layer's scores are cold
+        for (int r = 0; r < tile.rows; ++r)  // other cores read the residual, and an output layer's logits are cold
             for (int i = 0; i < kPanel; i += kLanes)
                 __builtin_prefetch(task.out + (tile.first + r) * task.stride + first_output + i, 1);
         multiply(weights, panel, task.in, tile, products);
@@ -77,7 +76,7 @@ void product(const Product& task, int panel) {
     });
 }
 
-/// The ups of one vector of outputs, and what steers them where anything does.
+/// Returns the ups of one vector of outputs, plus steering if there is any.
 inline Floats steered(const GatedProduct& task, int row, int output, Floats up) {
     if (!task.steer || !task.steer[row]) return up;
     return up + Floats::load(task.steer[row] + task.steer_first + output);

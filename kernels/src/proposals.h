@@ -14,7 +14,7 @@ struct Proposals {
     std::vector<double> values;
 };
 
-/// The best `count` tokens of a row; none where it has no order.
+/// Returns the best `count` tokens of a row, or none if it has no order.
 inline Proposals best_of(const Kernels& kernels, const Ranking& task, int count) {
     std::vector<Ranked> best(std::min(count, task.held));
     best.resize(kernels.rank(task, static_cast<int>(best.size()), best.data()));

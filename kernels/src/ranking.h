@@ -1,4 +1,4 @@
-// The best of a row of scores, by the scores alone or with keyed noise on top. To be read after a lanes_*.h.
+// The best tokens of a row, by logits or with keyed noise. Include after a lanes_*.h.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 namespace outpace {
 namespace {
 
-constexpr int kStretch = 64;  // scores that are worked on together
+constexpr int kStretch = 64;  // logits processed together
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2 = 0.69314718f;
 
-/// The scores from `first` on; those beyond the row's end are -inf, in `room`.
+/// Returns the logits from `first` on; those after the row's end are -inf, in `room`.
 inline const float* stretch(const Ranking& task, int first, float* room) {
     const int count = task.held - first;
     if (count >= kStretch) return task.scores + first;
@@ -21,7 +21,7 @@ inline const float* stretch(const Ranking& task, int first, float* room) {
     return room;
 }
 
-/// The largest score; infinite for a row that has no order: something in it is not a number, or nothing is possible.
+/// Returns the largest logit, infinite for a row without order: one is NaN, or all are -inf.
 inline float top_score(const Ranking& task) {
     constexpr int kChains = kStretch / kLanes;
     alignas(64) float room[kStretch];
@@ -31,7 +31,7 @@ inline float top_score(const Ranking& task) {
     for (int first = 0; first < task.held; first += kStretch) {
         const float* x = stretch(task, first, room);
         for (int n = 0; n < kChains; ++n) {
-            const Floats part = max(least, Floats::load(x + n * kLanes));  // max keeps a second that is not a number
+            const Floats part = max(least, Floats::load(x + n * kLanes));  // max keeps a NaN in its second argument
             check[n] = check[n] + part;
             most[n] = max(most[n], part);
         }
@@ -56,7 +56,7 @@ inline double log_of_sum(const Ranking& task, float top, float inverse) {
     return __builtin_log(total);
 }
 
-/// The 31-bit hash behind a token's noise: the same bits as outpace/core/noise.py makes.
+/// Returns the 31-bit hash of a token's noise, with the bits of outpace/core/noise.py.
 inline uint32_t hash_of(uint32_t token, uint64_t key) {
     uint32_t bits = (token ^ static_cast<uint32_t>(key)) * 0x7feb352du;
     bits = (bits ^ bits >> 15 ^ static_cast<uint32_t>(key >> 32)) * 0x846ca68bu;
@@ -64,7 +64,7 @@ inline uint32_t hash_of(uint32_t token, uint64_t key) {
     return (bits ^ bits >> 15) & 0x7fffffffu;
 }
 
-/// Those of a stretch.
+/// Computes the hashes of a stretch.
 inline void hash_stretch(const Ranking& task, int first, uint32_t* hashes) {
     const int count = task.held - first < kStretch ? task.held - first : kStretch;
     for (int i = 0; i < kStretch; ++i) hashes[i] = static_cast<uint32_t>(first + i);
@@ -74,29 +74,29 @@ inline void hash_stretch(const Ranking& task, int first, uint32_t* hashes) {
     for (int i = 0; i < kStretch; ++i) hashes[i] = hash_of(hashes[i], key);
 }
 
-/// A hash as a number above 0.
+/// Converts a hash to a number above 0.
 inline float middle(uint32_t hash) { return static_cast<float>(static_cast<int32_t>(hash)) + 0.5f; }
 
-/// What the noise of a hash is at most. With v the hash's part of 1, E = -log(1 - v) >= v, so g = -log E <= -log v; and
-/// a float's bits, read as a whole number, give a line in each octave that lies below the logarithm.
+/// Bounds the noise of a hash. With v = hash / 2^31, E = -log(1 - v) >= v, so g = -log E <= -log v; a float's bits,
+/// read as a whole number, give a line in each octave that is below the logarithm.
 inline float most_noise(uint32_t hash) {
     const auto bits = __builtin_bit_cast(int32_t, middle(hash));
     return (31 + 127) * kLog2 + 1e-3f - kLog2 * 0x1p-23f * static_cast<float>(bits);
 }
 
-/// The noise of a hash: g = -log E.
+/// Returns the noise of a hash, g = -log E.
 inline double noise(uint32_t hash) {
     const float v = middle(hash) * (0x1p-31f * (1 - 0x1p-23f));
     return -__builtin_log(-__builtin_log1p(-static_cast<double>(v)));
 }
 
-/// The best so far, largest first, equal ones in the order in which they came.
+/// The best tokens so far, descending, equal ones in order of arrival.
 struct Podium {
     Ranked* places;
     int room;
     int count = 0;
 
-    /// Whoever does not exceed this is not among the best.
+    /// A value must exceed this to be among the best.
     double floor() const { return count < room ? -__builtin_inf() : places[room - 1].value; }
     void add(Ranked one) {
         int at = count < room ? count++ : room - 1;
@@ -105,7 +105,7 @@ struct Podium {
     }
 };
 
-/// Bounds on what a stretch's tokens can reach above the row's top. Returns the largest.
+/// Computes bounds on the values of a stretch relative to the row's top. Returns the largest.
 inline float bounds_of(const float* x, const float* luck, float top, float scale, float* bounds) {
     Floats most = Floats::all(-kInfinity);
     for (int i = 0; i < kStretch; i += kLanes) {
@@ -116,11 +116,11 @@ inline float bounds_of(const float* x, const float* luck, float top, float scale
     return largest(most);
 }
 
-/// Values beside the row's top go to the podium; a logarithm is taken of those alone whose bound exceeds its floor.
+/// Offers values relative to the row's top to the podium; computes logarithms only if the bound exceeds its floor.
 inline void climb(const Ranking& task, float top, float inverse, Podium& podium) {
     alignas(64) float room[kStretch], bounds[kStretch], luck[kStretch] = {};
     alignas(64) uint32_t hashes[kStretch];
-    const float scale = inverse * (1 - 1e-6f);  // x - top is not above 0: a smaller factor can only raise a bound
+    const float scale = inverse * (1 - 1e-6f);  // x - top <= 0, so a smaller factor can only raise a bound
     for (int first = 0; first < task.held; first += kStretch) {
         const float* x = stretch(task, first, room);
         if (task.key) {
@@ -137,7 +137,7 @@ inline void climb(const Ranking& task, float top, float inverse, Podium& podium)
     }
 }
 
-/// Where the row's largest score stands first.
+/// Returns the index of the first largest logit.
 inline int first_of(const Ranking& task, float top) {
     alignas(64) float room[kStretch];
     for (int first = 0;; first += kStretch) {
@@ -148,7 +148,7 @@ inline int first_of(const Ranking& task, float top) {
     }
 }
 
-/// The same of what filters leave, see filtering.h.
+/// Does the same with filters (filtering.h).
 int rank_filtered(const Ranking& task, int count, Ranked* best);
 
 int rank(const Ranking& task, int count, Ranked* best) {

@@ -1,4 +1,4 @@
-// A range of addresses of which a first part is memory.
+// A range of addresses whose first part is backed by memory.
 #pragma once
 
 #ifdef _WIN32
@@ -17,11 +17,11 @@
 
 namespace outpace {
 
-/// It grows and shrinks in place. What is not memory cannot be read or written and counts against no limit but that of
-/// addresses.
+/// It grows and shrinks in place. Addresses without memory cannot be accessed and count only against limits of address
+/// space.
 class Reserved {
   public:
-    /// Addresses for `capacity` bytes; none of them is memory yet.
+    /// Reserves addresses for `capacity` bytes without memory.
     explicit Reserved(std::size_t capacity) : reserved_(round_to(capacity, kLarge) + kLarge), start_(reserve(reserved_)) {
         if (!start_) throw std::bad_alloc();
         const auto address = reinterpret_cast<std::uintptr_t>(start_);
@@ -34,7 +34,7 @@ class Reserved {
     uint8_t* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
 
-    /// The first `bytes` are memory, rounded up as `whole_pages` says, and hold what they held; throws std::bad_alloc.
+    /// Backs the first `bytes` with memory, rounded up by `whole_pages`; contents are kept. Throws std::bad_alloc.
     void resize(std::size_t bytes) {
         bytes = whole_pages(bytes);
         if (bytes < bytes_)
@@ -44,11 +44,11 @@ class Reserved {
         bytes_ = bytes;
     }
 
-    /// What so many bytes take: small pages below the size of a large one, else large ones.
+    /// Rounds up to small pages below the size of a large page, else to large pages.
     static std::size_t whole_pages(std::size_t bytes) { return round_to(bytes, bytes < kLarge ? kSmall : kLarge); }
 
   private:
-    static constexpr std::size_t kLarge = std::size_t{1} << 21;  // of a page
+    static constexpr std::size_t kLarge = std::size_t{1} << 21;  // bytes of a page
     static constexpr std::size_t kSmall = std::size_t{1} << 16;  // a multiple of every machine's small pages
 
     static std::size_t round_to(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }

@@ -1,4 +1,4 @@
-// Memory that many matrices share, one behind the other.
+// Memory that several matrices share.
 #pragma once
 
 #include <algorithm>
@@ -11,17 +11,17 @@
 
 namespace outpace {
 
-/// Where a model's matrices are packed. Alone, a small model's would not fill large pages, and from small ones a pass
-/// takes a fifth longer; a large model's would leave a part of a large page behind each.
+/// Packs a model's matrices one after another. Separately, a small model's matrices would not fill large pages, and
+/// small pages make a pass a fifth slower; a large model's would leave part of a large page after each.
 class Room {
   public:
-    /// Some bytes, aligned for every register, and what they lie in: it stays as long as anybody holds it.
+    /// Some bytes, aligned for every register, and their block, which lives as long as anything refers to it.
     struct Place {
         std::shared_ptr<const Block<uint8_t>> home;
         uint8_t* start;
     };
 
-    /// May be called by several threads at once. Throws std::bad_alloc.
+    /// Several threads may call it at once. Throws std::bad_alloc.
     Place take(std::size_t bytes) {
         const std::lock_guard<std::mutex> alone(taking_);
         const std::size_t size = (bytes + kLine - 1) / kLine * kLine;
@@ -37,12 +37,12 @@ class Room {
 
   private:
     static constexpr std::size_t kLine = 64;
-    // Addresses; what nobody writes takes no memory. Blocks grow with the model: each ends within a large page.
+    // Addresses; untouched pages take no memory. Blocks grow with the model: each ends within a large page.
     static constexpr std::size_t kBlock = std::size_t{1} << 26, kMost = std::size_t{1} << 29;
 
     std::mutex taking_;
     std::shared_ptr<const Block<uint8_t>> home_;
-    std::size_t used_ = 0;   // of the last block
+    std::size_t used_ = 0;  // of the last block
     std::size_t taken_ = 0;  // of all
 };
 

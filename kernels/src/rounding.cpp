@@ -7,9 +7,9 @@
 namespace outpace {
 namespace {
 
-constexpr int kNarrowings = 4;          // of a range's ends
-constexpr float kShare = 0.04f;         // that each of them takes from an end
-constexpr float kWhole = 12582912.0f;   // 1.5 * 2^23: added, a small number is rounded to a whole one
+constexpr int kNarrowings = 4;  // per end of a range
+constexpr float kShare = 0.04f;  // cut off by each of them
+constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds a small number to a whole one
 constexpr int kHalfBlock = kRounded.inputs / 2;
 
 struct Range {
@@ -17,15 +17,15 @@ struct Range {
     float error;
 };
 
-/// q of a weight, before it is cut to 0 .. 15.
+/// Returns q of a weight before it is clamped to 0 .. 15.
 float level_of(float weight, float least, float inverse) { return ((weight - least) * inverse + kWhole) - kWhole; }
 
-/// What is no number is cut to 0.
+/// Clamps; NaN becomes 0.
 float cut(float level) { return level > 0.0f ? level < 15.0f ? level : 15.0f : 0.0f; }
 
 float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
-/// The range from `low` to `high`, and what is lost by it.
+/// Returns the range from `low` to `high` with its squared error.
 Range range_of(const float* weights, float low, float high) {
     const Half half_scale = float_to_half((high - low) / 15.0f), half_least = float_to_half(low);
     const float scale = half_to_float(half_scale), least = half_to_float(half_least), inverse = inverse_of(scale);

@@ -1,4 +1,4 @@
-// Row by row: norms, rounding to int8, rotation. To be read after a lanes_*.h.
+// Work on rows: norms, rounding to int8, rotation. Include after a lanes_*.h.
 #pragma once
 
 #include "held.h"
@@ -7,7 +7,7 @@
 namespace outpace {
 namespace {
 
-/// 16 numbers of each as int8, and their sums. Lanes that do it all at once have their own, which goes first.
+/// Stores 16 numbers of each as int8, and their sums. Lanes that do all at once have an overload, which is preferred.
 template <class I>
 inline void store_bytes(const I (&a)[kQuarters], int8_t* p, int32_t* sums) {
     for (int i = 0; i < kQuarters; ++i) {
@@ -16,7 +16,8 @@ inline void store_bytes(const I (&a)[kQuarters], int8_t* p, int32_t* sums) {
     }
 }
 
-/// kGroup floats to int8, each of `Parts` parts by its own scale = largest |x| / 127: q = round(x * (127 / largest)).
+/// Rounds kGroup floats to int8, each of `Parts` parts by its own scale = largest |x| / 127: q = round(x * (127 /
+/// largest)).
 template <int Parts>
 inline void quantize_parts(const float* x, int8_t* values, GroupFacts& facts) {
     constexpr int kVectors = kQuarters / Parts;  // of a part
@@ -38,7 +39,7 @@ inline void quantize_parts(const float* x, int8_t* values, GroupFacts& facts) {
             facts.mins()[half] = facts.scales()[half] * static_cast<float>(facts.sums[2 * half] + facts.sums[2 * half + 1]);
 }
 
-/// kGroup floats to group `group` of row `row`.
+/// Rounds kGroup floats to group `group` of row `row`.
 inline void quantize_group(const float* x, const Activations& out, int row, int group) {
     const Activations place = out.from(row, group);
     if (out.by_quarters)
@@ -47,7 +48,7 @@ inline void quantize_group(const float* x, const Activations& out, int row, int 
         quantize_parts<kHalves>(x, place.values, *place.facts);
 }
 
-/// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.
+/// Sums x_i^2 over a multiple of 16 numbers: lane l adds i = l, l + 16, ... in this order.
 inline float sum_of_squares(const float* x, int count) {
     Floats total = Floats::all(0.0f);
     for (int i = 0; i < count; i += kLanes) {
@@ -85,7 +86,7 @@ void add_normed(const AddNormed& task, int row) {
         (Floats::load(x + i) + Floats::load(branch + i) * inverse * Floats::load(task.weight + i)).store(x + i);
 }
 
-/// One head: x / rms(x) * norm where there is a norm, then the pairs (i, i + depth / 2) turned, then scaled.
+/// Processes one head: x / rms(x) * norm if there is a norm, then rotates the pairs (i, i + depth / 2), then scales.
 inline void turn_head(const Rotate& task, int row, const float* norm, float scale, float* x) {
     const int half = task.heads.depth / 2;
     if (norm) {

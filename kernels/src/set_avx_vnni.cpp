@@ -1,5 +1,5 @@
 #include "lanes_avx2.h"
-// The order matters: what follows is compiled for the lanes above.
+// The order matters: the following headers are compiled for the lanes above.
 #include "attention.h"
 #include "product.h"
 #include "ranking.h"

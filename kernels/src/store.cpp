@@ -9,7 +9,7 @@
 namespace outpace {
 namespace {
 
-/// Where the keys of 16 slots begin, of which a slot's is one.
+/// Returns the block of 16 slots' keys that contains a slot's key.
 uint8_t* key_block(const Heads& heads, const KeyValues& store, int head, int slot) {
     return store.keys + (static_cast<int64_t>(head) * store.slots + slot / kLanes * kLanes) * heads.key_bytes();
 }
@@ -25,7 +25,7 @@ int entry_bytes(const Heads& heads) {
     return heads.held == KvFormat::float32 ? 4 : heads.held == KvFormat::float16 ? 2 : 1;
 }
 
-/// f(place, bytes) for every number of a slot's key: its entries, then the scales that there are in int8.
+/// Calls f(place, bytes) for every number of a slot's key: its entries, then its scales in int8.
 template <class F>
 void for_key(const Heads& heads, const KeyValues& store, int head, int slot, F f) {
     uint8_t* line = key_block(heads, store, head, slot);
@@ -41,7 +41,7 @@ void for_key(const Heads& heads, const KeyValues& store, int head, int slot, F f
     }
 }
 
-/// What stands at `place`; `scale`: of its 32 entries, in int8.
+/// Reads the number at `place`; `scale`: of its 32 entries, in int8.
 float number(const Heads& heads, const uint8_t* place, const uint8_t* scale) {
     if (heads.held == KvFormat::float32) {
         float found;
@@ -54,12 +54,12 @@ float number(const Heads& heads, const uint8_t* place, const uint8_t* scale) {
     return static_cast<float>(static_cast<int8_t>(*place)) * from_bfloat16(bits);
 }
 
-/// What a slot takes in one layer.
+/// Bytes of a slot in one layer.
 std::size_t slot_bytes(const Heads& heads) {
     return static_cast<std::size_t>(heads.keys) * (heads.key_bytes() + heads.value_bytes());
 }
 
-/// Slots are a multiple of 32: every layer and every head begins aligned.
+/// Slots are a multiple of 32, so that every layer and head starts aligned.
 int whole(int slots) { return round_up(slots, 2 * kLanes); }
 
 }  // namespace
@@ -95,7 +95,8 @@ void Store::spread(int slots) {
                (head > keys ? head - keys : 0) * heads_.value_bytes();
     };
     for (std::size_t n = 0; n < parts; ++n) {
-        const std::size_t part = slots > slots_ ? parts - 1 - n : n;  // none is overwritten before it is moved
+        // in this order none is overwritten before it is moved
+        const std::size_t part = slots > slots_ ? parts - 1 - n : n;
         const bool is_key = part % (2 * heads_.keys) < static_cast<std::size_t>(heads_.keys);
         std::memmove(data_.data() + start(part) * slots, data_.data() + start(part) * slots_,
                      both * (is_key ? heads_.key_bytes() : heads_.value_bytes()));
@@ -125,7 +126,7 @@ void Store::move_in(int number, const std::vector<int>& source, int start) {
 
 void Store::copy_in(int number, const Store& other, int count) {
     const KeyValues to = layer(number), from = other.layer(number);
-    const std::size_t whole = round_up(count, kLanes);  // keys go in blocks of 16 slots
+    const std::size_t whole = round_up(count, kLanes);  // keys are moved in blocks of 16 slots
     for (int head = 0; head < heads_.keys; ++head) {
         std::memcpy(key_block(heads_, to, head, 0), key_block(heads_, from, head, 0), whole * heads_.key_bytes());
         std::memcpy(value_place(heads_, to, head, 0), value_place(heads_, from, head, 0),

@@ -20,7 +20,8 @@ bool is_finite(const Group& group) {
     return true;
 }
 
-/// Where a group lies: its block, the upper bits of its c and m where these have six, c and m, and its bits.
+/// Calls f with the parts of a group: its block, the upper bits of its c and m if these have six bits, c and m, and its
+/// bits.
 template <class F, class T>
 struct Place {
     T *block, *high, *scales, *bits;
@@ -33,7 +34,7 @@ struct Place {
     }
 };
 
-/// c and m of a group, six bits each.
+/// Unpacks c and m of a group, six bits each.
 template <class F>
 void write_six_bits(const Group& group, const Place<F, uint8_t>& place, int lane) {
     for (int part = 0; part < F::kParts; ++part) {
@@ -55,7 +56,7 @@ void write_scales(const Group& group, const Place<F, uint8_t>& place, int lane) 
     }
     for (int share = 0; share < F::kShares; ++share)
         for (int which = 0; which < F::kNumbers; ++which) {
-            const int at = (share * F::kNumbers + which) * kPanel + lane;  // the lower byte of a number is its first
+            const int at = (share * F::kNumbers + which) * kPanel + lane;  // little endian
             std::memcpy(place.scales + at * F::kNumberBytes, &group.numbers[share][which], F::kNumberBytes);
         }
 }
@@ -82,7 +83,7 @@ void write_bits(const Group& group, uint8_t* low) {
     }
 }
 
-/// The largest |x| of half a group, eight side by side.
+/// Returns the largest |x| of half a group, eight at a time.
 float largest_of(const float* x) {
     float tops[8] = {};
     for (int i = 0; i < kHalfGroup; i += 8)
@@ -93,8 +94,8 @@ float largest_of(const float* x) {
     return *std::max_element(tops, tops + 8);
 }
 
-/// Half a group of weights as Q8_0. Adding 1.5 * 2^23 rounds a small number to a whole one, to even where it is halfway,
-/// and leaves it in the lowest byte; `lrintf` would be one number at a time.
+/// Rounds half a group of weights to Q8_0. Adding 1.5 * 2^23 rounds a small number to a whole one, ties to even, and
+/// leaves it in the lowest byte; `lrintf` would take one number at a time.
 void round_half(const float* weights, int half, Group& group) {
     const Half held = to_half_up(largest_of(weights) / 127.0f);
     const float scale = held.bits ? half_to_float(held) : 1.0f;
@@ -109,7 +110,7 @@ void round_half(const float* weights, int half, Group& group) {
     std::memcpy(group.words + half * kHalfGroupWords, bytes, kHalfGroup);
 }
 
-/// Writes a group to its place; false where a scale is not finite.
+/// Writes a group to its place; returns false if a scale is not finite.
 template <class F>
 bool write(const Group& group, uint8_t* panel, int number, int lane) {
     const Place<F, uint8_t> place(panel, number);
@@ -118,7 +119,7 @@ bool write(const Group& group, uint8_t* panel, int number, int lane) {
     return is_finite<F>(group);
 }
 
-/// The numbers of inputs 4 i to 4 i + 3 of a group, a byte each, as they are held. `low`: where its lane's bits begin.
+/// Returns the stored numbers of inputs 4 i to 4 i + 3 of a group, a byte each. `low`: start of the lane's bits.
 template <class F>
 uint32_t read_bits(const uint8_t* low, int i) {
     const int half = i / kHalfGroupWords, step = i % kHalfGroupWords;
@@ -131,7 +132,7 @@ uint32_t read_bits(const uint8_t* low, int i) {
     return nibbles;
 }
 
-/// c or m of a part.
+/// Returns c or m of a part.
 template <class F>
 float read_number(const Place<F, const uint8_t>& place, int part, int which, int lane) {
     const int at = F::number_at(part, which) + lane;

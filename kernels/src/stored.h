@@ -1,4 +1,4 @@
-// The blocks of a file's tensors, and the same numbers in panels; floats in panels of int8.
+// Blocks of a file's tensors, repacked in panels with the same numbers; floats are rounded to int8 panels.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace outpace {
 
-/// Rows of one tensor, as the file has them.
+/// Rows of one tensor in the file.
 struct StoredRows {
     Format format;
     const uint8_t* data;
@@ -18,17 +18,17 @@ struct StoredRows {
     int64_t row_bytes;
 };
 
-/// A matrix made of rows of tensors. Output i is row rows[i] of all parts' rows one behind the other, zeros below 0. All
-/// outputs of a panel have one format; floats, which are rounded, are of one for the whole matrix. Where `chunk` is not 0,
-/// so many inputs each are padded to whole groups.
+/// A matrix made of rows of tensors. Output i is row rows[i] of the concatenated parts, zeros if negative. All outputs
+/// of a panel have one format; a matrix of floats has one format. If `chunk` is not 0, each `chunk` inputs are padded
+/// to whole groups.
 struct Stored {
     std::vector<StoredRows> parts;
     const int* rows;
     int outputs;
-    int inputs;  // padded ones included
+    int inputs;  // with padding
     int chunk;
 
-    /// Whether all of it is in int8 as the file has it.
+    /// Whether all of it is int8 in the file.
     bool is_int8() const {
         return std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part.format == Format::q8_0; });
     }
@@ -36,8 +36,8 @@ struct Stored {
     /// Whether it is all floats.
     bool has_floats() const { return !parts.empty() && is_float(parts[0].format); }
 
-    /// Where input `input` of a row stands in the file, and how many of the file's follow each other from there; none where
-    /// it is padded.
+    /// Position of input `input` in a row of the file, and the number of consecutive inputs from there; none for
+    /// padding.
     struct Run {
         int first, count;
     };
@@ -47,37 +47,38 @@ struct Stored {
         return {input / room * chunk + input % room, chunk - input % room};
     }
 
-    /// The inputs that the file has.
+    /// Inputs without padding.
     int file_inputs() const { return chunk ? inputs / round_up(chunk, kGroup) * chunk : inputs; }
 
-    /// Where output i stands, and its format; null for zeros.
+    /// Returns the row of output i and its format, null for zeros.
     const uint8_t* find(int output, Format* format) const;
 
     /// Throws std::invalid_argument.
     void check() const;
 };
 
-/// What a name means, as ggml's "Q4_1". Throws std::invalid_argument for others.
+/// Returns the format of a name such as ggml's "Q4_1". Throws std::invalid_argument for others.
 Format format_of(const char* name);
 const char* name_of(Format format);
 
 /// Bytes of one panel.
 int64_t panel_bytes(Format format, int groups);
 
-/// Group `group` of lane `lane` of a panel from a row of the file; `row` null: zeros. False where a scale is not finite.
+/// Packs group `group` of lane `lane` of a panel from a row of the file; `row` null: zeros. Returns false if a scale is
+/// not finite.
 bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int group, int lane);
 
-/// kGroup floats as group `group` of lane `lane` of a panel of Q8_0. Of 32 of them: scale = (largest |x| / 127) rounded up
-/// to half precision, q = round(x / scale). False where a scale is beyond half precision.
+/// Packs kGroup floats as group `group` of lane `lane` of a Q8_0 panel. For each 32: scale = (largest |x| / 127)
+/// rounded up to half precision, q = round(x / scale). Returns false if a scale exceeds half precision.
 bool pack_floats(const float* weights, uint8_t* panel, int group, int lane);
 
-/// Whether none of these is infinite or no number.
+/// Whether all of these are finite.
 bool are_finite(const float* x, int count);
 
-/// Group `group` of a row of floats, float32 [kGroup]; `out` stays as it is where the group is padded.
+/// Reads group `group` of a row of floats as float32 [kGroup]; `out` is unchanged where the group is padded.
 void read_floats(Format format, const uint8_t* row, const Stored& stored, int group, float* out);
 
-/// The values of a group of one lane, float32 [kGroup].
+/// Dequantizes a group of one lane, float32 [kGroup].
 void read_stored(Format format, const uint8_t* panel, int group, int lane, float* out);
 
 }  // namespace outpace

@@ -1,11 +1,11 @@
-// Matrix products for few rows: int8 activations, and weights as a file has them or in int8. To be read after a lanes_*.h.
+// Matrix products for few rows: int8 activations, and weights in a file's format or int8. Include after a lanes_*.h.
 //
 // out[r][o] = sum over the parts p of a row, in order:  + float(sum over i in p of (q[o][i] - bias) a[r][i])
 //                                                        * (c[o][p] * scale_a[r]), then + m[o][p] * mins[r]
 //
-// with scale_a that of the activations' half of a group that the part lies in, or of their quarter where they are rounded
-// by quarters, and mins those of the half. The inner sum is exact in int32, and each "+" is one fused multiply-add: which
-// rows travel together, and how they are cut into tiles, changes nothing.
+// where scale_a belongs to the half of a group of activations that contains the part (or the quarter, if they are
+// rounded by quarters) and mins to the half. The inner sum is exact in int32, and each "+" is one fused multiply-add, so
+// the result does not depend on the other rows of a pass or on the tiles.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,7 @@
 namespace outpace {
 namespace {
 
-/// Weights of 16 outputs x 4 inputs, step `Step` of a group, from its bits.
+/// Unpacks the weights of 16 outputs x 4 inputs, step `Step` of a group.
 template <class F, int Step>
 inline auto unpack(const uint8_t* low) {
     constexpr int kHalfSteps = kSteps / kHalves, kAt = Step % kHalfSteps, kWhich = Step / kHalfSteps;
@@ -37,7 +37,7 @@ inline auto unpack(const uint8_t* low) {
     }
 }
 
-/// A group of a panel: its block, its c and m, its bits, and which of its block's groups it is.
+/// A group of a panel: its block, c and m, bits, and its index in the block.
 struct StoredGroup {
     const uint8_t *block, *scales, *bits;
     int number;
@@ -50,14 +50,14 @@ struct StoredGroup {
     }
 };
 
-/// What a step of a group fetches: lines of another group, and one of that one's block's header.
+/// Prefetches for a step of a group: lines of another group, and one of its block's header.
 template <class F, int V>
 OUTPACE_WITHIN void fetch_stored(const StoredGroup& group, int step, int first, const Lines& lines) {
     fetch_lines<F::kGroupBytes, V>(group.bits - F::kScales, step, first, lines);
     if (F::kSixBits && step == kSteps - 1) fetch_lines<kLine, V>(group.block + group.number * kLine, step, 0, lines);
 }
 
-/// c and m of a group in a byte each, from six bits.
+/// Unpacks c and m of a group, a byte each, from six bits.
 template <class F>
 inline void unpack_six_bits(const StoredGroup& group, uint8_t* bytes) {
     static_assert(F::kSix == 64);
@@ -67,7 +67,7 @@ inline void unpack_six_bits(const StoredGroup& group, uint8_t* bytes) {
     (bits<-4, 15>(low) | bits<2, 48>(high)).store(bytes + F::kSix);
 }
 
-/// c (0), or m (1), of a part for 16 outputs.
+/// Returns c (0) or m (1) of a part for 16 outputs.
 template <class F, int Part, int Which>
 inline Floats numbers(const StoredGroup& group, int vector) {
     const uint8_t* place = group.scales + (F::number_at(Part, Which) + vector * kLanes) * F::kNumberBytes;
@@ -78,7 +78,7 @@ inline Floats numbers(const StoredGroup& group, int vector) {
         return Floats::load(reinterpret_cast<const Half*>(place));
 }
 
-/// -bias * (sum of a part's activations): where its int32 sums begin.
+/// Initial int32 sums: -bias * (sum of a part's activations).
 template <class F>
 inline Ints start_of(const int32_t* sums, int part) {
     constexpr int kCount = F::kPart / kLanes;
@@ -89,7 +89,7 @@ inline Ints start_of(const int32_t* sums, int part) {
     return Ints::all(offset);
 }
 
-/// What a part's products are summed in: int32, or sums of nibbles as the lanes like them.
+/// The type of a part's sums: int32, or the lanes' sums of nibbles.
 template <class F>
 using PartSums = std::conditional_t<F::kBits == 4 && !F::kHasTable, NibbleSums, Ints>;
 
@@ -105,7 +105,7 @@ inline Ints all_sums(const Sums& sums, Ints start) {
     else return start + sums.to_ints();
 }
 
-/// The sums of part `Part` of a group, from its step `Step` on.
+/// Adds part `Part` of a group, from step `Step` on.
 template <class F, int R, int V, int Part, int Step, class Sums>
 OUTPACE_WITHIN void add_steps(const StoredGroup& group, int first, const int8_t* values,
                               const Lines& lines, Sums (&sums)[R][V]) {
@@ -120,7 +120,7 @@ OUTPACE_WITHIN void add_steps(const StoredGroup& group, int first, const int8_t*
     }
 }
 
-/// The parts of a group, from `Part` on, into the totals.
+/// Adds the parts of a group, from `Part` on, to the totals.
 template <class F, int R, int V, int Part>
 OUTPACE_WITHIN void add_parts(const StoredGroup& group, int first, const Activations& in,
                               const Lines& lines, Floats (&total)[R][V]) {
@@ -133,7 +133,7 @@ OUTPACE_WITHIN void add_parts(const StoredGroup& group, int first, const Activat
             for (int v = 0; v < V; ++v) sums[r][v] = none;
         }
         add_steps<F, R, V, Part, 0>(group, first, in.values, lines, sums);
-        const int at = F::kParts == kQuarters && !in.by_quarters ? Part / 2 : Part;  // of the activations' scales
+        const int at = F::kParts == kQuarters && !in.by_quarters ? Part / 2 : Part;  // index of the activations' scale
         for (int v = 0; v < V; ++v) {
             const Floats c = numbers<F, Part, 0>(group, first + v);
             for (int r = 0; r < R; ++r)
@@ -150,7 +150,7 @@ OUTPACE_WITHIN void add_parts(const StoredGroup& group, int first, const Activat
     }
 }
 
-/// R rows times V vectors of 16 outputs, beginning with vector `first` of a panel, into out [R, kPanel].
+/// Multiplies R rows by V vectors of 16 outputs, starting with vector `first` of a panel: out [R, kPanel].
 template <class F, int R, int V>
 inline void multiply_stored(const uint8_t* panel, int first, const Activations& in, const Tile& tile, float* out) {
     Floats total[R][V];

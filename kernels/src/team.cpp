@@ -7,7 +7,7 @@
 namespace outpace {
 namespace {
 
-constexpr int kSpins = 2000;  // some 20 to 60 microseconds; a phase of a small model's pass takes less
+constexpr int kSpins = 2000;  // 20 to 60 microseconds; a phase of a small model's pass takes less
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -17,7 +17,7 @@ void pause() {
 #endif
 }
 
-/// Spins a while for `value` to be other than `old`, then sleeps until it is.
+/// Spins, then sleeps, until `value` differs from `old`.
 void wait_for_change(const std::atomic<int>& value, int old) {
     for (int spin = 0; spin < kSpins; ++spin) {
         if (value.load(std::memory_order_acquire) != old) return;
@@ -57,7 +57,7 @@ void Team::run(int phases, const std::function<void(Member&)>& job) {
     if (size_ == 1) return;
     for (int others = 0; !inside_.compare_exchange_weak(others, -1, std::memory_order_acq_rel); others = 0) {
         const int now = inside_.load(std::memory_order_acquire);
-        if (now > 0) wait_for_change(inside_, now);  // they only have to see that there is nothing left
+        if (now > 0) wait_for_change(inside_, now);  // they only need to see that no work is left
     }
 }
 
@@ -73,7 +73,7 @@ void Team::work(int number) {
     }
 }
 
-/// Joins the open job; false where none is.
+/// Joins the open job; returns false if there is none.
 bool Team::enter() {
     int others = inside_.load(std::memory_order_acquire);
     while (others >= 0)

@@ -9,12 +9,12 @@
 
 namespace outpace {
 
-/// The caller's thread and `threads - 1` of its own. A phase is over when its units are done, not when all have
-/// arrived: who wakes up late, or finds no core, holds up nobody and catches up. Waiting is a bounded spin, then sleep,
-/// so that a team never keeps others from the cores. Which thread does what never changes a result.
+/// The caller's thread and `threads - 1` others. A phase ends when its units are done, not when all members have
+/// arrived: a thread that wakes up late delays no other and catches up. Waiting is a bounded spin, then sleep, so that
+/// a team does not block other processes. The assignment of units to threads does not change results.
 class Team {
   public:
-    /// One thread's way through a job.
+    /// One thread's progress through a job.
     struct Member {
         int number;
         int phase = 0;
@@ -27,15 +27,16 @@ class Team {
 
     int size() const { return size_; }
 
-    /// Members run `job`, of at most so many phases, and go through the same ones; returns when all of it is done.
-    /// `job` must not throw.
+    /// Runs `job`, of at most `phases` phases, on all members, which go through the same phases; returns when all is
+    /// done. `job` must not throw.
     void run(int phases, const std::function<void(Member&)>& job);
 
-    /// The first of the units that are this member's own.
+    /// Returns the first of the units that belong to a member.
     int first_unit(int member, int units) const { return units * member / size_; }
 
-    /// Within a job: f(unit) for every unit; returns when all are done. Each member takes a range of them in order, for
-    /// memory is read fastest in long runs (units in turn: a tenth to a third slower), then from the others' ranges.
+    /// Calls f(unit) for every unit within a job; returns when all are done. Each member takes its own range in order,
+    /// because memory is read fastest in long runs (single units are a tenth to a third slower), then units of the
+    /// others' ranges.
     template <class F>
     void share(Member& member, int units, F&& f) {
         const int phase = member.phase++;
@@ -44,7 +45,7 @@ class Team {
             const int owner = (member.number + turn) % size_;
             const int first = first_unit(owner, units), count = first_unit(owner + 1, units) - first;
             std::atomic<int>& taken = counters_[phase * (size_ + 1) + owner].value;
-            int mine = 0;  // units of this range that this member did
+            int mine = 0;  // units of its own range that this member did
             for (int next; (next = taken.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) f(first + next);
             if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == units && size_ > 1) done.notify_all();
         }
@@ -65,8 +66,8 @@ class Team {
     std::unique_ptr<Counter[]> counters_;  // of each phase: the units taken from each member's range, and those done
     int num_counters_ = 0;
     const std::function<void(Member&)>* job_ = nullptr;
-    alignas(64) std::atomic<int> jobs_{0};    // jobs begun
-    alignas(64) std::atomic<int> inside_{-1};  // members besides the caller within the open job; -1: none is open
+    alignas(64) std::atomic<int> jobs_{0};  // number of started jobs
+    alignas(64) std::atomic<int> inside_{-1};  // other members within the open job; -1: none is open
     std::atomic<bool> stopping_{false};
     std::vector<std::thread> threads_;
 };

@@ -19,7 +19,7 @@ void keep(Place& place, const std::vector<int>& path) {
 
 }  // namespace
 
-/// What the round gave, where the target writes `picks` behind the verified nodes.
+/// Returns the outcome of the round, where `picks` are the target's tokens after the verified nodes.
 Outcome Turn::outcome(const std::vector<int>& picks) const {
     Outcome out{};
     std::vector<int> places(tree.size(), -1);
@@ -55,7 +55,7 @@ Outcome Turn::outcome(const std::vector<int>& picks) const {
     return out;
 }
 
-/// What was walked is committed in both sessions, and the next round begins with what the target wrote last.
+/// Commits the accepted path in both sessions; the next round starts with the target's last token.
 void Turn::commit(const Outcome& outcome) {
     keep(request.target, outcome.path);
     std::vector<int> read;

@@ -1,4 +1,4 @@
-// One request's round: its rows in the draft's forwards and in the target's pass, and what becomes of them.
+// One request's round: its rows in draft forwards and in the target pass, and its outcome.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace outpace {
 
-/// A forest that is put together, and its scores.
+/// A forest under construction, and its logits.
 class Rows {
   public:
     explicit Rows(const Side& side) : side_(side), turn_floats_(side.model->shape().turn_floats()) {}
 
-    /// One session's rows: `depths` below its committed tokens. sees [tokens, pending + tokens].
+    /// Adds one session's rows, `depths` below its committed tokens. sees [tokens, pending + tokens].
     void add(const Place& place, int pending, const std::vector<int>& tokens, const std::vector<int>& depths,
              std::vector<char> sees) {
         sees_.push_back(std::move(sees));
@@ -32,17 +32,16 @@ class Rows {
 
     int rows() const { return static_cast<int>(tokens_.size()); }
 
-    /// Asks for what follows a row of a request; it decides the token at this position of the text. `path`: the drafted
-    /// tokens before that, where scores are adjusted.
+    /// Requests the logits of a row, which decide the token at this position. `path`: the drafted tokens before it, if
+    /// logits are adjusted.
     void want(int row, const Drafted& request, int position, std::vector<int> path) {
         wanted_.push_back(row);
         if (request.adjusting) request.adjusting->locate(side_.names, side_.held);
         asking_.push_back({&request, request.noise.key(static_cast<uint64_t>(position)), std::move(path)});
     }
 
-    /// The best `count` tokens of each wanted row, by the logarithms of their shares where they are several, as a draft
-    /// proposes them, with the noise on top where there is some. False: a row has no order, or, where one token is asked
-    /// for, as the target picks it, it is too close to call.
+    /// Computes the best `count` tokens of each wanted row: for a draft by log-probability plus noise if there is any,
+    /// for the target (count 1) its pick. Returns false if a row has no order or a pick is too close to call.
     bool run(int count, Block<float>& scores, std::vector<Proposals>& best) {
         forest_.tokens = tokens_.data();
         forest_.turns = turns_.data();
@@ -92,34 +91,34 @@ class Rows {
 struct Turn {
     Drafted& request;
     PlannedTree tree;
-    std::vector<int> parents{};  // by pending node of the draft's session: its parent among them, or none
-    std::vector<Proposals> offers{};  // the same: what is proposed below it
+    std::vector<int> parents{};  // by pending node of the draft session: its parent among them, or none
+    std::vector<Proposals> offers{};  // by pending node: the proposals below it
     std::vector<int> frontier{};
-    std::vector<int> nodes{};  // that are verified
-    bool is_done = false;      // the draft has nothing more for it
+    std::vector<int> nodes{};  // nodes to verify
+    bool is_done = false;  // the draft model has nothing more for it
     bool fewer = false;
-    std::vector<Planted> planted{};  // below each node that was there when all copies stood
+    std::vector<Planted> planted{};  // copies below each node that existed when copying ended
 
     Turn(Drafted& one, const Growing& growing)
         : request(one), tree(one.plan, growing, one.tokens, one.parents, one.scores, one.chances) {}
 
-    /// The position of the token that follows a node: the root stands behind what the target has committed.
+    /// Returns the position of the token after a node; the root is after the target's committed tokens.
     int decides(int node) const { return request.target.length + tree.depth(node) + 1; }
 
-    /// The tokens from below the root down to a node, where scores are adjusted.
+    /// Returns the tokens from below the root down to a node, if logits are adjusted.
     std::vector<int> path_to(int node) const {
         std::vector<int> path(request.adjusting ? tree.depth(node) : 0);
         for (auto place = path.rbegin(); place != path.rend(); ++place, node = tree.parent(node)) *place = tree.token(node);
         return path;
     }
 
-    /// Whether the draft's session has slots for the next forward.
+    /// Whether the draft session has slots for the next forward.
     bool has_slots() const {
         const std::size_t nodes = request.missing.size() + parents.size() + frontier.size();
         return request.draft.length + static_cast<int>(nodes) <= request.draft.store->slots();
     }
 
-    /// The rows of the next forward of the draft: what it has not read, and the frontier.
+    /// Adds the rows of the next draft forward: unread tokens, and the frontier.
     void add_to(Rows& rows) {
         const int missing = static_cast<int>(request.missing.size()), pending = static_cast<int>(parents.size());
         const int count = missing + static_cast<int>(frontier.size()), columns = pending + count;
@@ -127,7 +126,7 @@ struct Turn {
         std::iota(below.begin(), below.end(), 0);
         std::vector<char> sees(static_cast<std::size_t>(count) * columns, 0);
         for (int row = 0; row < missing; ++row) std::fill_n(sees.begin() + row * columns, row + 1, 1);
-        for (std::size_t n = 0; n < frontier.size(); ++n) {  // where tokens are missing nothing is pending
+        for (std::size_t n = 0; n < frontier.size(); ++n) {  // nothing is pending while tokens are missing
             const int node = frontier[n], above = node ? tree.slot(tree.parent(node)) : kNoParent;
             rows.want(rows.rows() + missing + static_cast<int>(n), request, decides(node), path_to(node));
             tree.expand(node, static_cast<int>(parents.size()));
@@ -144,7 +143,7 @@ struct Turn {
         rows.add(request.draft, pending, tokens, below, std::move(sees));
     }
 
-    /// The forward is over, with what it proposes below the frontier; how many nodes that adds.
+    /// Adds the proposals of a finished forward below the frontier; returns the number of added nodes.
     int take(const std::vector<Proposals>& proposals) {
         request.draft.length += static_cast<int>(request.missing.size());
         request.missing.clear();
@@ -152,7 +151,7 @@ struct Turn {
         return tree.hang(frontier, proposals);
     }
 
-    /// The rows of the target's pass.
+    /// Adds the rows of the target pass.
     void add_chosen(Rows& rows) const {
         const int count = static_cast<int>(nodes.size());
         std::vector<int> tokens, below, places(tree.size(), -1);

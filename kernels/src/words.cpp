@@ -9,12 +9,12 @@ namespace outpace {
 namespace {
 
 constexpr int kNibblesOfWord = 8;
-constexpr int kPart = 32;    // inputs whose nibbles lie together: input i beside input i + 16
+constexpr int kPart = 32;  // inputs whose nibbles are packed together: input i and input i + 16 in one byte
 constexpr int kNumbers = 4;  // bytes of a block before its nibbles: scale and -zero
-constexpr int kTile = 128;   // outputs whose words are read while their lines are at hand
-constexpr int kOrder[kNibblesOfWord] = {0, 2, 4, 6, 1, 3, 5, 7};  // which output a nibble of AWQ's words belongs to
+constexpr int kTile = 128;  // outputs whose words are read while their lines are cached
+constexpr int kOrder[kNibblesOfWord] = {0, 2, 4, 6, 1, 3, 5, 7};  // output of each nibble in AWQ's words
 
-/// The nibbles of a word, each in the lower half of a byte of its own, the first in the lowest byte.
+/// Spreads the nibbles of a word to bytes, the first to the lowest byte.
 uint64_t spread(uint32_t word) {
     uint64_t bytes = word;
     bytes = (bytes | bytes << 16) & 0x0000ffff0000ffffu;
@@ -22,16 +22,16 @@ uint64_t spread(uint32_t word) {
     return (bytes | bytes << 4) & 0x0f0f0f0f0f0f0f0fu;
 }
 
-/// Byte `number` of eight, the first being the lowest.
+/// Returns byte `number` of eight, the first being the lowest.
 uint8_t byte_of(uint64_t bytes, int number) { return static_cast<uint8_t>(bytes >> 8 * number); }
 
-/// Which nibble of its word belongs to an output.
+/// Returns which nibble of its word belongs to an output.
 int nibble_of(const Words& words, int output) {
     const int number = output % kNibblesOfWord;
     return words.by_output ? static_cast<int>(std::find(kOrder, kOrder + kNibblesOfWord, number) - kOrder) : number;
 }
 
-/// Scale and -zero of an output's block.
+/// Writes scale and -zero of an output's block.
 void write_numbers(const Words& words, int output, int group, uint8_t* block) {
     const uint32_t word = words.zeros[static_cast<int64_t>(group) * (words.outputs / kNibblesOfWord) + output / kNibblesOfWord];
     const int zero = static_cast<int>(word >> 4 * nibble_of(words, output) & 15) + words.first_zero;
@@ -40,7 +40,7 @@ void write_numbers(const Words& words, int output, int group, uint8_t* block) {
     std::memcpy(block + 2, &turned.bits, 2);
 }
 
-/// 32 inputs from `first` on of one output, whose words hold eight inputs each: 16 bytes.
+/// Writes 32 inputs from `first` on of one output whose words hold eight inputs each: 16 bytes.
 void write_inputs(const Words& words, int output, int first, uint8_t* bytes) {
     const uint32_t* word = words.weights + static_cast<int64_t>(first / kNibblesOfWord) * words.outputs + output;
     for (int half = 0; half < 2; ++half, word += words.outputs) {
@@ -49,7 +49,7 @@ void write_inputs(const Words& words, int output, int first, uint8_t* bytes) {
     }
 }
 
-/// 32 inputs from `first` on of the eight outputs of a word each: 16 bytes of each, which lie `stride` apart.
+/// Writes 32 inputs from `first` on of eight outputs that share words: 16 bytes each, at distance `stride`.
 void write_outputs(const Words& words, int output, int first, uint8_t* bytes, int64_t stride) {
     const int64_t row = words.outputs / kNibblesOfWord;
     const uint32_t* word = words.weights + first * row + output / kNibblesOfWord;

@@ -25,17 +25,17 @@ ARITHMETIC = (
              "&& in.by_quarters ? Part / 2"),
     Mutation("activations: a matrix of two formats takes quarters", "matrix.cpp", "std::all_of(sections_.begin()",
              "std::any_of(sections_.begin()"),
-    Mutation("activations: a product is not told of quarters", "pass.cpp", "task{weights.panels(), following(number, "
+    Mutation("activations: a product ignores quarters", "pass.cpp", "task{weights.panels(), following(number, "
              "panels, next, member), rounded_for(weights, in)", "task{weights.panels(), following(number, panels, "
              "next, member), in"),
     Mutation("activations: attention rounds as the gates take it", "pass.cpp",
              "rounded_for(*layer.output, attended_)", "rounded_for(*layer.gate_up, attended_)"),
-    Mutation("activations: gates are not told of quarters", "pass.cpp", "rounded_for(*layer.gate_up, normed_)",
+    Mutation("activations: gates ignore quarters", "pass.cpp", "rounded_for(*layer.gate_up, normed_)",
              "normed_"),
     Mutation("gate and up change places", "product.h", "silu(at_gate)) * up",
              "silu(up)) * at_gate"),
     Mutation("what a layer adds takes the place of its input", "product.h", "if (task.add)", "if (false)"),
-    Mutation("matrices in a room lie on top of each other", "room.h", "used_ += size;", ""),
+    Mutation("matrices in a room overlap", "room.h", "used_ += size;", ""),
     # four bits
     Mutation("no narrower range is tried", "rounding.cpp", "if (range.error < best.error) best = range;", ""),
     Mutation("the largest weights lose their level", "rounding.cpp", "level < 15.0f ? level : 15.0f",
@@ -137,7 +137,7 @@ ARITHMETIC = (
              "if (last == 0)"),
     Mutation("what one query sees, all do", "attention.h", "if (reach.first + reach.run < common.end)",
              "if (reach.first + reach.run > common.end)"),
-    Mutation("scores of ancestors stay where they lie", "attention.h",
+    Mutation("scores of ancestors are not moved", "attention.h",
              "query.scores[reach.run + i] = query.scores[reach.more[i] - common.base];", ";"),
     Mutation("weights that do not add up to one", "attention.h", "exponentials(query.scores, reach.count());",
              "exponentials(query.scores, reach.count() - 1);"),

@@ -1,4 +1,4 @@
-// The noise of single tokens, as slowly as it is defined.
+// The noise of single tokens by its definition.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,8 @@
 namespace outpace {
 namespace {
 
-/// As outpace/core/noise.py says it: a hash of the token under the key's halves, then g = -log(-log(1 - v)).
+/// Computes noise as outpace/core/noise.py defines it: a hash of the token under the key's halves, then g = -log(-log(1
+/// - v)).
 inline double noise_of(int64_t token, uint64_t key) {
     auto bits = static_cast<uint32_t>(token) ^ static_cast<uint32_t>(key);
     for (const uint32_t factor : {0x7feb352du, 0x846ca68bu, 0x9e485565u}) {

@@ -1,4 +1,4 @@
-// What the tests share.
+// Declarations shared by the tests.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ void test_pair();
 void test_fetching();
 void test_sources();
 void test_adjusting();
-uint64_t test_stored();       // the bits of its products
-uint64_t test_stored_ours();  // those of formats that no GGUF file has
+uint64_t test_stored();  // returns a fingerprint of its products
+uint64_t test_stored_ours();  // the same for formats that no GGUF file has
 struct Sizes;
-uint64_t test_extras(const Sizes& sizes);  // the bits of what few passes ask for
+uint64_t test_extras(const Sizes& sizes);  // returns a fingerprint of optional features of passes
 
 }  // namespace outpace

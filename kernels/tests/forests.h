@@ -1,4 +1,4 @@
-// Small models whose numbers are the same on every machine, and forests for them.
+// Small models with the same numbers on every machine, and forests for them.
 #pragma once
 
 #include <cmath>
@@ -16,14 +16,14 @@ struct Sizes {
     int vocabulary, hidden, middle, layers, queries, keys, depth;
     KvFormat held;
     bool is_biased;
-    bool is_gemma = false;  // windows, two rotations, norms behind the sublayers, GELU, and scales of its own
+    bool is_gemma = false;  // windows, two rotations, norms after the sublayers, GELU, and its own scales
     Format format = Format::f32;  // of the matrices, or Q6_K
-    bool is_rounded = true;       // to int8
+    bool is_rounded = true;  // to int8
 };
 
 using Random = std::mt19937;
 
-/// Numbers that are the same on every machine, as those of the library's distributions are not.
+/// Random numbers that are the same on every machine, unlike those of the library's distributions.
 inline std::vector<float> numbers(Random& random, std::size_t count, float center, float width) {
     std::vector<float> values(count);
     for (float& value : values) {
@@ -33,7 +33,7 @@ inline std::vector<float> numbers(Random& random, std::size_t count, float cente
     return values;
 }
 
-/// Weights as a file has them in Q6_K: any bytes, and for 256 of them a scale that leaves the weights below a half.
+/// Random Q6_K weights: any bytes, and for each 256 a scale that keeps weights below a half.
 inline std::shared_ptr<Matrix> six_bit_matrix(Random& random, const Sizes& sizes, int outputs, int inputs, Room& room) {
     const FileBlock block = file_block(Format::q6_k);
     const int64_t row_bytes = static_cast<int64_t>(inputs) / block.inputs * block.bytes;
@@ -101,7 +101,7 @@ inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kern
                                    threads);
 }
 
-/// A text or a tree behind `pending` nodes; parents count from the first pending node, -1 is the committed text.
+/// A text or a tree after `pending` nodes; parents are pending nodes, -1 is the committed text.
 struct Part {
     Store* store;
     int committed;
@@ -111,7 +111,7 @@ struct Part {
     int gap = 0;
 };
 
-/// Scores of all nodes of all parts. `change` may ask for more before the forest is scored.
+/// Returns the logits of all nodes of all parts. `change` may modify the forest first.
 template <class Change>
 inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Change change) {
     Forest forest{};
@@ -130,7 +130,8 @@ inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Ch
             tokens.push_back(part.tokens[node]);
             for (int rotation = 0; rotation < model.shape().rotations; ++rotation)
                 for (int i = rotation; i < rotation + depth / 2; ++i) {
-                    const float half = static_cast<float>(position) / static_cast<float>(i + 1);  // its angle's tangent
+                    // tangent of half its angle
+                    const float half = static_cast<float>(position) / static_cast<float>(i + 1);
                     turns.push_back((1 - half * half) / (1 + half * half));
                     turns.push_back(2 * half / (1 + half * half));
                 }
@@ -169,7 +170,7 @@ inline bool same(const float* a, const float* b, std::size_t count) { return !st
 
 inline Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100, 100); }
 
-/// The last row's scores of a text that is fed at once.
+/// Returns the last row's logits of a text that is fed at once.
 inline std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vector<int>& tokens) {
     Store store = store_of(sizes);
     const auto scores = score(model, {{&store, 0, chain(static_cast<int>(tokens.size())), 0, tokens}});
@@ -178,7 +179,7 @@ inline std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vec
 
 inline const std::vector<int> kTree = {-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 0, 10, 11};
 
-/// FNV-1a over the bytes of numbers: one short name for the bits that machines are to have in common.
+/// FNV-1a over the bytes of numbers: a fingerprint of bits that all machines must share.
 inline uint64_t fingerprint(const std::vector<float>& values) {
     uint64_t hash = 0xcbf29ce484222325u;
     const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());

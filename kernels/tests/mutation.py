@@ -1,4 +1,4 @@
-"""A mistake that mutations.py puts into the kernels."""
+"""A mistake that mutations.py applies to the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mutation:
-    """`before` stands once in src/`file`; `after` takes its place."""
+    """A named mistake: `before`, which occurs once in src/`file`, is replaced by `after`."""
 
     name: str
     file: str
@@ -19,11 +19,11 @@ class Mutation:
 
     @contextmanager
     def applied(self, root: Path) -> Iterator[None]:
-        """Puts the mistake into the copy at `root`. ValueError where the sources have moved on."""
+        """Apply the mistake to the copy at `root`. Raise ValueError if the source has changed."""
         place = root / "src" / self.file
         text = place.read_text(encoding="utf-8")
         if text.count(self.before) != 1:
-            raise ValueError(f"{self.name}: {self.before!r} stands {text.count(self.before)} times in {self.file}")
+            raise ValueError(f"{self.name}: {self.before!r} occurs {text.count(self.before)} times in {self.file}")
         place.write_text(text.replace(self.before, self.after), encoding="utf-8")
         try:
             yield

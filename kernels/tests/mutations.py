@@ -1,7 +1,7 @@
-"""Named mistakes (mistakes.py), put into the kernels one at a time: their own tests must fail for every one.
+"""Apply named mistakes (mistakes.py) to the kernels, one at a time; their own tests must fail for each.
 
 Run `python kernels/tests/mutations.py [--only WORD] [--build FOLDER]` for the table; exit status 1 if a mistake
-survives. It works on a copy of the sources, and rebuilds what a mistake touches: about ten seconds each on one core.
+survives. It works on a copy of the sources and rebuilds the changed files: about ten seconds each on one core.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mutation import Mutation
 
 KERNELS = Path(__file__).resolve().parents[1]
 COPIED = ("CMakeLists.txt", "src", "tests")
-SECONDS = 600.0  # what takes longer hangs
+SECONDS = 600.0  # a longer run counts as hanging
 
 
 def judge(mutation: Mutation | None, root: Path, build: Path) -> tuple[bool, str]:
-    """Whether the kernels' tests fail with the mistake in, and at what. One that does not compile proves nothing."""
+    """Return whether the tests fail with the mistake, and the failure. A compiler error does not count."""
     if mutation is None:
         made = compile_tests(build)
         return (False, made) if made else run(build)
@@ -32,14 +32,14 @@ def judge(mutation: Mutation | None, root: Path, build: Path) -> tuple[bool, str
 
 
 def compile_tests(build: Path) -> str | None:
-    """None, or what the compiler says."""
+    """Compile the tests; return the first error, or None."""
     done = subprocess.run(["cmake", "--build", str(build), "--parallel", "2"], capture_output=True, text=True)
     errors = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if "error" in line]
     return None if done.returncode == 0 else next(iter(errors), "no reason is given")
 
 
 def run(build: Path) -> tuple[bool, str]:
-    """Whether the tests fail, and at what."""
+    """Return whether the tests fail, and the failure."""
     try:
         done = subprocess.run([str(build / "test_kernels")], capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -51,14 +51,14 @@ def run(build: Path) -> tuple[bool, str]:
 
 
 def copy_changed(source: str, place: str) -> None:
-    """Leaves a copy that is the same. Another gets the time of now, so that what was built of it is built anew."""
+    """Copy a file unless the copy is equal, so that only changed files are rebuilt."""
     data = Path(source).read_bytes()
     if not Path(place).is_file() or Path(place).read_bytes() != data:
         Path(place).write_bytes(data)
 
 
 def copy_sources(root: Path) -> None:
-    """A copy of what is compiled, also where an earlier run, ended or broken off, left one with what it built."""
+    """Copy the sources to `root`, which may hold an earlier copy with its build."""
     root.mkdir(parents=True, exist_ok=True)
     for name in COPIED:
         source, place = KERNELS / name, root / name
@@ -69,7 +69,7 @@ def copy_sources(root: Path) -> None:
 
 
 def configure(root: Path) -> Path:
-    """The folder of the copy's build, configured to compile fast."""
+    """Configure a fast build of the copy; return its folder."""
     build = root / "build"
     options = ["-DOUTPACE_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"]
     subprocess.run(["cmake", "-S", str(root), "-B", str(build), *options], check=True, stdout=subprocess.DEVNULL)
@@ -77,10 +77,10 @@ def configure(root: Path) -> Path:
 
 
 def main() -> int:
-    """The command: a line for each mistake."""
+    """Run the command; print a line per mistake."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="mistakes whose name holds this")
-    parser.add_argument("--build", type=Path, help="where to build; else a temporary folder")
+    parser.add_argument("--only", default="", help="only mistakes whose name contains this")
+    parser.add_argument("--build", type=Path, help="build folder (default: a temporary one)")
     asked = parser.parse_args()
     chosen = [mutation for mutation in MUTATIONS if asked.only in mutation.name]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-// Scores that are adjusted for what is written and drafted: by hand, token by token.
+// Adjusted logits compared with a token by token computation.
 #include <algorithm>
 #include <cmath>
 #include <random>
@@ -14,7 +14,7 @@ using Random = std::mt19937;
 
 constexpr int kTokens = 40;
 
-/// What core/adjust.py makes of one score.
+/// Adjusts one logit as core/adjust.py does.
 float by_hand(float score, int token, const Adjustments& asked, const std::vector<int>& text, const std::vector<int>& path) {
     for (const auto& [biased, value] : asked.bias)
         if (biased == token) score = score + value;
@@ -40,7 +40,7 @@ void test_rows(Random& random, const Adjustments& asked) {
     Adjusting adjusting(asked);
     for (int round = 0; round < 6; ++round) {
         std::vector<int> more(1 + random() % 7), path(random() % 4);
-        for (int& token : more) token = static_cast<int>(random() % (kTokens + 5));  // some have no score
+        for (int& token : more) token = static_cast<int>(random() % (kTokens + 5));  // some tokens have no logit
         for (int& token : path) token = static_cast<int>(random() % (kTokens + 5));
         text.insert(text.end(), more.begin(), more.end());
         adjusting.extend(more);

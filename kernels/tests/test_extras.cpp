@@ -1,5 +1,5 @@
-// What few passes ask for: hidden states, scores of them, skipped sublayers, shorter texts, vectors, steering. Each is
-// held against a pass that does without it, and all of them together to one set of bits.
+// Optional features of passes: hidden states, logits of hidden states, skipped sublayers, gaps, vectors, steering. Each
+// is compared with a pass without it, and all together with one fingerprint.
 #include <algorithm>
 
 #include "forests.h"
@@ -9,7 +9,7 @@ namespace {
 
 using Floats = std::vector<float>;
 
-/// Room for hidden states of some rows after some layers.
+/// Space for hidden states of some rows after some layers.
 struct Shown {
     std::vector<int> rows, layers;
     Floats out;
@@ -31,7 +31,7 @@ Floats project(Model& model, const float* hidden, int rows) {
     return scores;
 }
 
-/// The bits of one forest in which everything is asked for.
+/// Returns a fingerprint of one forest that uses all features.
 Floats everything(Model& model, const Sizes& sizes) {
     Store first = store_of(sizes), second = store_of(sizes), third = store_of(sizes);
     for (Store* store : {&first, &second, &third})
@@ -55,8 +55,8 @@ Floats everything(Model& model, const Sizes& sizes) {
     return got;
 }
 
-/// Hidden states of a tree are those of its paths, those after the last layer give the scores, and nobody's scores
-/// change because they are asked for.
+/// Hidden states of a tree equal those of its paths, those after the last layer give the logits, and requesting them
+/// changes no logits.
 void test_taps(Model& model, const Sizes& sizes) {
     const auto prompt = text(20, sizes.vocabulary, 3), nodes = text(13, sizes.vocabulary, 4);
     Store store = store_of(sizes);
@@ -86,7 +86,7 @@ void test_taps(Model& model, const Sizes& sizes) {
               "scores of several hidden states at once");
 }
 
-/// Behind a gap a tree scores as behind the shorter text, and what is committed stays as it is.
+/// After a gap a tree has the logits that it has after the shorter text, and committed slots are unchanged.
 void test_gap(Model& model, const Sizes& sizes) {
     const auto prompt = text(30, sizes.vocabulary, 3), nodes = text(13, sizes.vocabulary, 4);
     Store whole = store_of(sizes);
@@ -102,7 +102,7 @@ void test_gap(Model& model, const Sizes& sizes) {
     }
 }
 
-/// Skipping the last layer gives what the layer before it says; skipping all, what the embedding does.
+/// Skipping the last layer gives the output of the layer before it; skipping all gives the embedding.
 void test_skipping(Model& model, const Sizes& sizes) {
     const auto tokens = text(13, sizes.vocabulary, 4);
     Store store = store_of(sizes), other = store_of(sizes);
@@ -122,7 +122,8 @@ void test_skipping(Model& model, const Sizes& sizes) {
     check(!same(row(skip(attention)), row(skip(all)), sizes.vocabulary), "MLPs stay where attention is skipped");
 }
 
-/// A token's own embedding is what the token is; another session in the same pass notices neither it nor steering.
+/// A token's own embedding as input equals the token; another session in the same pass is unaffected by it and by
+/// steering.
 void test_inputs_and_steering(Model& model, const Sizes& sizes) {
     const auto tokens = text(9, sizes.vocabulary, 4), others = text(9, sizes.vocabulary, 5);
     Store store = store_of(sizes), beside = store_of(sizes);
@@ -146,8 +147,7 @@ void test_inputs_and_steering(Model& model, const Sizes& sizes) {
           "every layer is steered by its own numbers");
 }
 
-/// Scores of some rows are those that they have where all are asked for, and every row's keys and values are held; whatever
-/// else is asked for.
+/// Logits of some rows equal those when all are wanted, and all keys and values are stored, whatever else is requested.
 void test_some_rows(Model& model, const Sizes& sizes) {
     const auto prompt = text(20, sizes.vocabulary, 3), nodes = text(13, sizes.vocabulary, 4);
     Random random(5);

@@ -1,4 +1,4 @@
-// Whether few rows ask for weights ahead: known by the maker, or found out by doing both.
+// Whether few rows prefetch weights: known by the processor's maker, or measured.
 #include "check.h"
 #include "fetch_trial.h"
 
@@ -7,7 +7,8 @@ namespace {
 
 using Time = std::chrono::steady_clock::duration;
 
-/// A trial in which layers that ask take `asking` and others `waiting`, but for one that is interrupted; ended.
+/// Returns a finished trial in which prefetching layers take `asking` and others `waiting`, except one that is
+/// interrupted.
 FetchTrial tried(int layers, int asking, int waiting) {
     FetchTrial trial({false, false});
     bool first_asked = false;

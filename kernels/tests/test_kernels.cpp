@@ -1,6 +1,6 @@
 // The forward without Python, for sanitizers: every instruction set and 1 to 3 threads must give the same bits, a tree
-// those of its branches, kept slots those of a fresh text; what does not fit must throw. The bits are those of kBits on
-// every machine. Exits 1 at the first failure.
+// those of its branches, kept slots those of a fresh text; wrong sizes must throw. The bits are kBits on every machine.
+// Exits 1 at the first failure.
 #include <algorithm>
 #include <cstdio>
 #include <thread>
@@ -10,7 +10,7 @@
 namespace outpace {
 namespace {
 
-// Of all that is scored below, and of products with a file's weights; changed by a change of the arithmetic alone.
+// Fingerprints of all logits below and of products with a file's weights; they change only with the arithmetic.
 constexpr uint64_t kBits = 0xd50607931a342ad9, kStoredBits = 0x88a8353af8da46aa, kExtraBits = 0xcb6177d5d6e3f37a,
                    kByteBits = 0x700919f2b1346423, kOurBits = 0x32a00bec30d416ff, kGemmaBits = 0x9a889bd41c8a9cfc;
 
@@ -29,7 +29,7 @@ uint64_t test_sets_and_threads(const Sizes& sizes) {
     return fingerprint(expected);
 }
 
-/// A tree that is scored in two pieces has the scores of the whole.
+/// A tree that is scored in two pieces has the logits of the whole.
 void check_pieces(Model& model, const Sizes& sizes, const std::vector<int>& prompt, const std::vector<int>& nodes,
                   const std::vector<float>& whole) {
     Store store = store_of(sizes);
@@ -68,7 +68,7 @@ void test_trees_and_keeping(const Sizes& sizes) {
     check(same(next.data(), fresh(*model, sizes, whole).data(), next.size()), "kept slots equal a fresh text");
 }
 
-/// A store that grows and shrinks, by small pages and by large ones, holds what one of fixed size does.
+/// A store that grows and shrinks, by small pages and by large ones, holds the same as one of fixed size.
 void test_growing(const Sizes& sizes) {
     const auto model = make_model(sizes, find_kernels(""), 2);
     const auto tokens = text(64, sizes.vocabulary, 6);
@@ -106,7 +106,7 @@ void test_what_does_not_fit(const Sizes& sizes) {
     check_throws([&] { score(*model, {{&foreign, 0, {-1}, 0, {1}}}); }, "a store of another model");
 }
 
-/// A pass over weights that take activations by quarters of groups is near one over the same weights in int8.
+/// A pass over weights whose activations are rounded by quarters is close to one over the same weights in int8.
 void test_quarters() {
     Sizes sizes{97, 256, 256, 2, 4, 2, 64, KvFormat::float32, false, false, Format::q6_k, false};
     const auto got = fresh(*make_model(sizes, find_kernels(""), 2), sizes, text(20, sizes.vocabulary, 5));
@@ -120,7 +120,7 @@ void test_quarters() {
     check(apart < 0.1 * 0.1 * size, "weights of six bits and the same in int8");
 }
 
-/// What a layer may have that Llama's have not. Windows leave out the prompt of a tree, a part of it, and ancestors.
+/// Layer features that Llama lacks. Windows exclude the prompt of a tree, part of it, and ancestors.
 uint64_t test_gemma() {
     uint64_t bits = 0;
     for (KvFormat held : {KvFormat::float32, KvFormat::float16, KvFormat::int8}) {
@@ -137,7 +137,7 @@ uint64_t test_gemma() {
     return bits;
 }
 
-/// Two models at once, each with its own team, called from two threads; one of them is called by both.
+/// Two models at once, each with its own team, called from two threads; both threads call one of them.
 void test_models_beside_each_other(const Sizes& sizes) {
     const auto first = make_model(sizes, find_kernels(""), 2), second = make_model(sizes, find_kernels(""), 2);
     const auto tokens = text(9, sizes.vocabulary, 5);
@@ -156,7 +156,7 @@ void test_all() {
     const Sizes all[] = {{97, 48, 80, 2, 6, 2, 8, KvFormat::float32, false},
                          {130, 100, 70, 2, 4, 4, 22, KvFormat::float16, true},
                          {33, 192, 128, 2, 9, 3, 80, KvFormat::float32, true},
-                         {33, 192, 128, 2, 4, 2, 80, KvFormat::int8, false}};  // its bits stand apart
+                         {33, 192, 128, 2, 4, 2, 80, KvFormat::int8, false}};  // with a fingerprint of its own
     test_ranking();
     test_pair();
     test_fetching();

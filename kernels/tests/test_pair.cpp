@@ -1,4 +1,5 @@
-// A pair's rounds: the text of plain decoding, whatever the draft proposes, and what both sessions hold afterwards.
+// Whole rounds of a target and a draft model: the text equals plain decoding for any proposals, and both sessions hold
+// the right keys and values.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +13,7 @@ namespace {
 constexpr int kPositions = 96;
 constexpr int kWritten = 30;
 
-/// What rows turn by at every position, as `score` has it.
+/// Returns the rotations of every position.
 std::vector<float> turn_table(int depth) {
     std::vector<float> turns;
     for (int position = 0; position < kPositions; ++position)
@@ -24,7 +25,7 @@ std::vector<float> turn_table(int depth) {
     return turns;
 }
 
-/// What a row decides: the best of x, or of x / T + noise.
+/// Picks a row's token: the best of x, or of x / T + noise.
 int picked(const std::vector<float>& scores, const Noise& noise, std::size_t position) {
     if (!noise.is_there()) return static_cast<int>(std::max_element(scores.begin(), scores.end()) - scores.begin());
     std::vector<double> race;
@@ -43,7 +44,7 @@ Plan plan_of(double cost, int budget) {
     return {{1.0, 1.0, 1.0}, budget, 6, 0, 0.01, cost, 0.9, 0.01, -9.0, 0.0, {0.8, 0.7}, {true, false}};
 }
 
-/// One request's text, and its sessions, which have all of it but the last token; the draft has read nothing.
+/// One request's text and its sessions, which have all of it except the last token; the draft model has read nothing.
 struct Text {
     std::vector<int> tokens;
     Store target, draft;
@@ -65,7 +66,7 @@ struct Text {
     }
 };
 
-/// What a session holds is what a fresh one would.
+/// Whether a session equals a fresh one.
 bool holds(Model& model, const Sizes& sizes, const Place& place, const std::vector<int>& tokens) {
     Store store = store_of(sizes);
     if (place.length) score(model, {{&store, 0, chain(place.length), 0, {tokens.begin(), tokens.begin() + place.length}}});
@@ -73,7 +74,7 @@ bool holds(Model& model, const Sizes& sizes, const Place& place, const std::vect
     return same(ours.data(), theirs.data(), ours.size());
 }
 
-/// Tokens that were accepted, of all texts.
+/// Returns the number of accepted tokens of all texts.
 int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& draft_sizes, double cost,
                  double temperature = 0.0) {
     const std::vector<float> turns = turn_table(sizes.depth), draft_turns = turn_table(draft_sizes.depth);
@@ -127,7 +128,7 @@ int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& d
     return accepted;
 }
 
-/// Values that are shares, and such that are none.
+/// Values that are probabilities, and values that are not.
 void check_chances() {
     const auto together = [](const ChoiceFit& fit) {
         double total = 0.0;
@@ -138,8 +139,8 @@ void check_chances() {
     check(std::fabs(together({1.0, -1.0, 0.9}) - 0.9) < 1e-12, "values that are no shares");
 }
 
-/// What the places of a text give that are looked at: the last three tokens stood at three of them, at the oldest one
-/// behind two more that are equal.
+/// Copies of a text in which the last three tokens occurred at three of the places looked at; at the oldest, two more
+/// tokens match.
 void check_copies() {
     const std::vector<int> text{7, 8, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3, 6, 7, 8, 1, 2, 3};
     const Plan plan = plan_of(0.1, 8);

@@ -1,4 +1,4 @@
-// The best of a row against their definition over all tokens, for every instruction set.
+// The best tokens of a row compared with their definition over all tokens, for every instruction set.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-/// All tokens of a row that are possible, best first, with `sum` the log of the sum of e^(x / T).
+/// Returns all possible tokens of a row, best first, with `sum` the log of the sum of e^(x / T).
 std::vector<Ranked> definition(const Ranking& task, double* sum) {
     const float top = *std::max_element(task.scores, task.scores + task.held);
     std::vector<Ranked> all;
@@ -35,7 +35,7 @@ std::vector<Ranked> definition(const Ranking& task, double* sum) {
     return all;
 }
 
-/// Whether filters leave each place of a row; false where another sum may say otherwise.
+/// Computes which tokens filters keep; returns false if another order of summation may differ.
 bool left_by(const Ranking& task, std::vector<char>& is_left) {
     const auto temperature = static_cast<float>(task.temperature);
     std::vector<float> y;
@@ -67,11 +67,11 @@ bool left_by(const Ranking& task, std::vector<char>& is_left) {
     return is_clear;
 }
 
-/// The best of what filters leave: without noise or with it, as shares or not.
+/// Checks the best tokens after filters: with and without noise, as probabilities or not.
 int check_filters(const Ranking& task, int count) {
     std::vector<char> is_left;
     const bool is_clear = left_by(task, is_left);
-    std::vector<float> rest;  // what the definition divides in float32
+    std::vector<float> rest;  // the definition divides in float32
     for (int place = 0; place < task.held; ++place)
         rest.push_back(is_left[place] ? task.scores[place] / static_cast<float>(task.temperature) : -kInfinity);
     double sum = 0;
@@ -119,7 +119,7 @@ void check_row(const Ranking& task, int count) {
     }
 }
 
-/// Flat, peaked, tied, far from 0, half of it impossible, all equal, rising.
+/// Returns a row that is flat, peaked, tied, far from 0, half impossible, all equal, or rising.
 std::vector<float> row_of(int kind, int held, std::mt19937& random) {
     std::vector<float> x(held);
     for (int i = 0; i < held; ++i) {
@@ -167,9 +167,9 @@ void test_filters() {
     check(found > 2000, "rows of which filters leave something");
 }
 
-/// Where a border is not sure, who may be beyond it wins nothing but as a share.
+/// At an uncertain border, tokens that may be excluded win only as probabilities.
 void test_borders() {
-    const std::vector<float> x{0.0f, 0.0f, -1.0f};  // shares 0.42, 0.42, 0.16
+    const std::vector<float> x{0.0f, 0.0f, -1.0f};  // probabilities 0.42, 0.42, 0.16
     const double half = 1.0 / (1.0 + std::exp(-1.0) / 2.0);
     Ranked best[3];
     for (const Kernels* kernels : available_kernels())
@@ -178,9 +178,9 @@ void test_borders() {
             check(kernels->rank(bare, 3, best) == 3, "a row without filters");
             const bool is_third = best[0].token == 2;
             Ranking task = bare;
-            task.filters = {0, half, 0.0};  // with the second the share is just reached, or just not
+            task.filters = {0, half, 0.0};  // with the second token the share is just reached, or just not
             check(kernels->rank(task, 3, best) == (is_third ? 0 : 3), "who may be beyond the border does not win");
-            task.filters = {0, 1.0, 1.0};  // the two largest are left, whatever 1 is in other arithmetic
+            task.filters = {0, 1.0, 1.0};  // the two largest remain in any arithmetic
             check(kernels->rank(task, 3, best) == 2, "the largest are left in any case");
             task.filters = {0, half, 0.0};
             task.whole = true;

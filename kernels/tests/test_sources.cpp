@@ -1,4 +1,4 @@
-// What panels are packed from beside a file's blocks: floats that are rounded where they lie, and words of GPTQ and AWQ.
+// Other sources of panels than a file's blocks: floats that are rounded in place, and words of GPTQ and AWQ.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,7 +17,7 @@ namespace {
 
 using Random = std::mt19937;
 
-/// Numbers that all three formats of floats hold.
+/// Returns numbers that all three float formats represent exactly.
 std::vector<float> numbers(Random& random, std::size_t count) {
     std::vector<float> found(count);
     for (float& number : found) number = static_cast<float>(static_cast<int>(random() % 255) - 127) * 0x1p-6f;
@@ -46,7 +46,7 @@ bool throws(F make) {
     return false;
 }
 
-/// Floats of two parts, their rows in another order, some left out, in chunks that are padded: as if handed over whole.
+/// Floats of two parts with permuted and missing rows, in padded chunks, equal the same floats passed as one array.
 void test_floats(Format format, int chunk, int chunks) {
     Random random(7);
     constexpr int kOutputs = 70, kFirst = 30;
@@ -73,12 +73,13 @@ void test_floats(Format format, int chunk, int chunks) {
     const auto make = [&] { Matrix(stored, nullptr, 2); };
     check(throws(make), "floats of two formats");
     stored.parts[1].format = format;
-    bytes[bytes.size() - 1] = 0x7f, bytes[bytes.size() - 2] |= 0x80;  // the exponent of each format's last number is full
+    // the exponent of each format's last number is full
+    bytes[bytes.size() - 1] = 0x7f, bytes[bytes.size() - 2] |= 0x80;
     if (format == Format::f16) bytes[bytes.size() - 1] = 0x7c;
     check(throws(make), "a float that is not finite");
 }
 
-/// int8 loses at most half a step, and a step is not above a 127th of the largest of 32 by more than half precision asks.
+/// int8 loses at most half a step, and a step is at most a 127th of the largest of 32, rounded up to half precision.
 void test_int8() {
     Random random(10);
     constexpr int kOutputs = 40, kInputs = 160;
@@ -110,7 +111,7 @@ void test_int8() {
     check(std::fabs(row[37] + 8.3e6f) < 4e4f, "a large weight");
 }
 
-/// An output by the lines of its inputs, as the blocks should mean: scale * (q - zero).
+/// Compares an output, computed from the words of its inputs, with the blocks: scale * (q - zero).
 void test_words(bool by_output, Format format, int group, int inputs) {
     Random random(9);
     constexpr int kOutputs = 136, kOrder[] = {0, 2, 4, 6, 1, 3, 5, 7};

@@ -1,5 +1,5 @@
-// Weights as a file has them: every instruction set gives the same bits for any count of rows, a row is what its
-// neighbours leave it, products are sums of what `row` reads, and what does not fit throws.
+// A file's weights: every instruction set gives the same bits for any number of rows, a row does not depend on its
+// neighbours, products are sums of the values that `row` reads, and wrong sizes throw.
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -24,7 +24,7 @@ constexpr int kRows = 13, kOutputs = 75;
 
 using Random = std::mt19937;
 
-/// Any bytes, but for the scales of blocks, which lie between 1/128 and 1/4.
+/// Random bytes, except for block scales between 1/128 and 1/4.
 std::vector<uint8_t> file_rows(Random& random, Format format, int rows, int inputs) {
     const FileBlock block = file_block(format);
     const bool has_second = format != Format::q4_0 && format != Format::q5_0 && format != Format::q8_0 &&
@@ -59,7 +59,7 @@ std::vector<float> floats(Random& random, std::size_t count) {
     return values;
 }
 
-/// x [rows, inputs] as a norm by ones leaves it, in int8.
+/// x [rows, inputs] in int8, as a norm with weights of one leaves it.
 struct Inputs {
     ActivationBuffer buffer;
     Activations view;
@@ -85,7 +85,7 @@ std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const 
 
 bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
 
-/// Sums in double of what `row` reads and of what the activations stand for.
+/// Compares with sums in double of `row` and the dequantized activations.
 void check_values(const Matrix& matrix, const Inputs& in, const std::vector<float>& bias, const std::vector<float>& out) {
     std::vector<float> weights(static_cast<std::size_t>(matrix.groups()) * kGroup);
     const int shared = kGroup / (matrix.takes_quarters() ? kQuarters : kHalves);
@@ -139,9 +139,9 @@ void test_extremes(Format format) {
     }
 }
 
-/// Chunks of 32 of a group of 64: the other half is zeros, and inputs there change nothing.
+/// Chunks of 32 in groups of 64: the other half is zeros, and inputs there change nothing.
 void test_padding(Random& random) {
-    Random apart(14);  // the bits of what comes later stay
+    Random apart(14);  // a separate generator keeps the bits of later tests
     for (Format format : {Format::q4_1, Format::q8_0, Format::iq4_nl, Format::u4_32}) {
         const Source source(format == Format::u4_32 ? apart : random, format, 32, 256, 32);
         const Matrix matrix(source.stored, nullptr);
@@ -153,7 +153,7 @@ void test_padding(Random& random) {
     }
 }
 
-/// Two tensors of two formats in one matrix, and the same beside others in a room.
+/// Two tensors of two formats in one matrix, and the same with others in a shared room.
 uint64_t test_sections(Random& random) {
     const Source first(random, Format::q4_k, 64, 512), second(random, Format::q6_k, kOutputs, 512);
     std::vector<int> rows(64 + kOutputs);
@@ -176,13 +176,13 @@ uint64_t test_sections(Random& random) {
     return bits;
 }
 
-/// Blocks grow: what follows a large matrix and many small ones lies in few of them.
+/// Blocks grow: what follows a large matrix and many small ones is in few of them.
 void test_room() {
     constexpr std::size_t kPiece = std::size_t{1} << 22;
     Room room;
     std::vector<Room::Place> places;
     std::size_t blocks = 0;
-    for (int i = 0; i < 250; ++i) {  // 1 GB of addresses, none of it written
+    for (int i = 0; i < 250; ++i) {  // 1 GB of addresses, untouched
         places.push_back(room.take(i ? kPiece - i : kPiece * 20));
         blocks += !i || places[i].home != places[i - 1].home;
         const auto* home = places[i].home.get();
@@ -228,7 +228,7 @@ void test_refusals(Random& random) {
     check_throws<std::invalid_argument>([] { format_of("Q9_9"); }, "a format that is not known");
 }
 
-/// The sum of squares that some weights lose in blocks of Q4_1, and the largest loss.
+/// Returns the squared error of weights in blocks of Q4_1, and the largest error.
 std::pair<double, double> loss_of(const std::vector<float>& weights, const std::vector<uint8_t>& blocks) {
     const int zero = 0;
     Stored stored{{}, &zero, 1, static_cast<int>(weights.size()), 0};
@@ -249,7 +249,7 @@ std::vector<uint8_t> in_four_bits(const std::vector<float>& weights) {
     return blocks;
 }
 
-/// Whole ranges hold every weight within half a step; what narrower ones gain is more than what they cut off.
+/// Whole ranges keep every weight within half a step; narrower ones gain more than they clamp.
 void test_rounding() {
     Random random(15);
     std::vector<float> levels(128), even(4096), bells(4096);
