@@ -40,7 +40,7 @@ def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **chang
 
 
 def prompts_file(file: Path, count: int) -> Path:
-    """So many short prompts of the usual form."""
+    """Write a file of `count` short prompts."""
     texts = [" ".join(WORDS[(n // 10**place + place) % 10] for place in range(3)) + f" {n}" for n in range(count)]
     lines = [json.dumps({"id": f"p{n}", "task": "toy", "turns": [text]}) for n, text in enumerate(texts)]
     file.write_text("".join(f"{line}\n" for line in lines))
@@ -48,7 +48,7 @@ def prompts_file(file: Path, count: int) -> Path:
 
 
 def silent(stage: str, figures: dict[str, float]) -> None:
-    """Progress that nobody looks at."""
+    """Ignore the progress."""
 
 
 def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:

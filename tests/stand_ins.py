@@ -1,4 +1,4 @@
-"""Stand-in peers for the bench's tests: files that `outpace.bench.peers` finds beside its own."""
+"""Fake peers for the bench's tests: files that `outpace.bench.peers` finds in a second folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outpace.bench import peers
 
 Answers = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompts, and the tokens that continue them
 
-HEAD = '''"""A stand-in for another engine, which knows the answers by heart: its process needs no torch."""
+HEAD = '''"""A stand-in for another engine, which reads its answers from a file."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ BODIES = {
 
 
 def install(folder: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes them to `folder` and lets the bench find them there, until the test is over."""
+    """Write the fake peers to `folder` and let the bench find them there during the test."""
     (folder / "answers.json").write_text(json.dumps([(str(list(prompt)), answer) for prompt, answer in answers]))
     for name, body in BODIES.items():
         (folder / f"{name}.py").write_text(f"{HEAD}\n\n{body}")

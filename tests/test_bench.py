@@ -171,7 +171,7 @@ def test_speeds_are_pooled_and_have_quartiles() -> None:
     plain = [record("autoregressive", name, rate=10) for name in "ab"]
     ours = [record("card", "a", rate=40), record("card", "b", rate=10)]
     base, row = figures.table_rows([*ours, *plain], ["card"])
-    assert (base.label, row.label) == ("autoregressive", "card"), "plain decoding stands first"
+    assert (base.label, row.label) == ("autoregressive", "card"), "plain decoding comes first"
     assert base.tokens_per_second == pytest.approx(10.0)
     assert base.speedup == pytest.approx(1.0)
     assert row.tokens_per_second == pytest.approx(8 / (0.1 + 0.4)), "all tokens over all time, not a mean of rates"

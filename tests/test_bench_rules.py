@@ -98,7 +98,7 @@ def test_rules_that_cannot_be_are_refused(methods: str, rules: str, message: str
 
 
 def drafting(label: str, **changes: Any) -> Any:
-    """Four rounds after the first, of which half offered one token and half two."""
+    """Four rounds after the first: two verified one token, two verified two."""
     known = {"positions": ((5, 4), (2, 1)), "lengths": (0, 2, 2), "draft_seconds": 0.2, "target_seconds": 0.8}
     return record(label, **known | changes)
 

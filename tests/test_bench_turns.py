@@ -84,7 +84,7 @@ def test_between_the_turns_stands_what_plain_decoding_answers(tiny: Path, talk: 
 
 
 def _spy(bench: Bench, asked: list[Sequence[int]], label: str = PLAIN, most: int = 1000) -> None:
-    """Notes what a method is asked for; somebody presses Ctrl-C instead of the answer behind the first `most`."""
+    """Record the prompts of a method; raise KeyboardInterrupt instead of the answer after the first `most`."""
     method = bench._engines[label]
     assert isinstance(method, MethodRunner)
     answer = method.answer
@@ -104,8 +104,8 @@ def _spy(bench: Bench, asked: list[Sequence[int]], label: str = PLAIN, most: int
 def test_each_turn_is_written_once_a_way_and_round(
     tiny: Path, talk: Path, tmp_path: Path, rounds: int, stops: list[int]
 ) -> None:
-    """Four prompts, with the three turns of the conversation: what was measured becomes the history, also where the
-    bench was stopped after so many of plain decoding's answers and goes on in its folder."""
+    """Four prompts, with the three turns of a conversation: measured answers become the history, also if the bench is
+    stopped after some of plain decoding's answers and continues in its folder."""
     asked: dict[str, list[Sequence[int]]] = {}
     with load(tiny, runtime="llama", dtype="float32") as llm:
         methods = tuple(parse_methods("speculative:drafter=ngram", {}))
@@ -130,7 +130,7 @@ def test_each_turn_is_written_once_a_way_and_round(
 
 
 def test_a_later_turn_stands_behind_the_one_before_it(talk: Path) -> None:
-    """Beside the first turn of its conversation, and only where that is measured; conversations differ in length."""
+    """Only conversations whose first turn is measured have later turns; conversations differ in length."""
     lines = [{"id": name, "turns": list(TURNS[:count])} for name, count in (("a", 1), ("b", 3), ("c", 2), ("d", 3))]
     talk.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = tasks.collect([str(talk)], 3, 3)

@@ -137,7 +137,7 @@ def test_bad_input_is_said_before_anything_is_computed(
 
 
 def test_training_goes_on_from_a_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its shape and the tokens that it writes stay, and a shape beside it is refused."""
+    """The draft keeps its shape and vocabulary, and giving another shape is an error."""
     asked = prompts_file(tmp_path / "asked.jsonl", 200)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--tokens", 2000, "--length", 64]
     first = ["--out", tmp_path / "first", "--layers", "0,1", "--vocab", 90]
@@ -166,7 +166,7 @@ def test_training_goes_on_from_a_draft(target: Path, tmp_path: Path, capsys: pyt
 def test_two_processes_at_the_same_work_in_one_folder(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, work: str
 ) -> None:
-    """The second is refused, and the other stage goes on beside the first."""
+    """A second process at the same stage is an error; another stage may run concurrently."""
     asked = prompts_file(tmp_path / "asked.jsonl", 60)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--length", 64, "--out", tmp_path / "out"]
     assert run(*common, "--tokens", 300, "--stage", "text") == 0

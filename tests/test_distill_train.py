@@ -113,7 +113,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(target: Path, tmp_
         distill(replace(options, stage="train"), lambda stage, figures: told.append(figures))
         shutil.rmtree(options.out / "draft")
         (point,) = read_curve(options.out / "training" / "curve.jsonl")
-    assert told, "how far it is, is told all the same"
+    assert told, "the progress is reported nevertheless"
     assert not any("loss" in figures for figures in told)
     assert point["loss"] > 0
 
@@ -207,7 +207,7 @@ def test_a_drafts_own_tokens_may_lie_on_a_gpu(made: Path) -> None:
 
 
 def test_a_loaded_state_lies_where_its_weights_do(tmp_path: Path) -> None:
-    """The steps too, which the optimizer's fused kernel reads on the device; meta stands for one."""
+    """The steps too, which the optimizer's fused kernel reads on the device; the meta device plays its part."""
     saved: Any = SimpleNamespace(state=defaultdict(dict))
     training_state.save(tmp_path, {"w": torch.ones(3, 2)}, saved, {"step": 5})
     weight, loaded = torch.ones(3, 2, device="meta"), SimpleNamespace(state=defaultdict(dict))
@@ -228,7 +228,7 @@ def test_an_epoch_holds_every_sample_once(made: Path) -> None:
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_losses_by_hand(divergence: str) -> None:
-    """One place, four tokens, two kept of which one is unknown to the draft; in plain Python."""
+    """One position, four tokens, two stored ones; one of them is not in the draft's vocabulary; in plain Python."""
     logits = [0.3, -1.2, 0.8, 0.1]
     z = sum(math.exp(value) for value in logits)
     q = [math.exp(value) / z for value in logits]
@@ -287,7 +287,7 @@ def test_predicted_speedups_by_hand() -> None:
 
 
 def test_a_timed_pass_is_one_that_the_device_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock tells how often the host has waited for scores."""
+    """The clock counts how often the host has waited for scores."""
     with Waits() as waits:
         timed = _timed_pass(QuickToy(16, 3, 0), 4)
         monkeypatch.setattr("outpace.distill.evaluate.time.perf_counter", lambda: waits.count)

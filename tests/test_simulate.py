@@ -138,7 +138,7 @@ def test_waiting_for_a_garbage_draft_costs_two_forwards_at_most() -> None:
 
 
 def test_on_one_device_both_take_their_time() -> None:
-    """A garbage draft that never rests halves the device; a perfect one costs what it costs in turn."""
+    """A garbage draft that never rests halves the device; a perfect one costs as much as sequential drafting."""
     assert run(GARBAGE, card(just_in_time=0), 4.0, devices=1).seconds == 60 * 8.0
     outcome = run(PERFECT, card(), 4.0, devices=1)
     assert outcome.seconds == pytest.approx(240 / 4 * 8.0, rel=0.05)
@@ -231,7 +231,7 @@ def test_a_stated_chance_comes_out() -> None:
 def test_some_answers_alone() -> None:
     assert limit_trace(MIXED, 2).answers == (MIXED.answers[0], MIXED.answers[1])
     assert len(limit_trace(MIXED, 9).answers) == 3
-    tasks = ["gsm8k", "humaneval", "mt_bench"] * 12  # in turn, as a pair is recorded
+    tasks = ["gsm8k", "humaneval", "mt_bench"] * 12  # alternating, as a pair is recorded
     many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
     assert [answer.task for answer in limit_trace(many, 6).answers].count("gsm8k") == 2
     assert {answer.task for answer in limit_trace(many, 12).answers} == set(tasks)
@@ -270,7 +270,7 @@ def test_names_of_methods() -> None:
 
 
 def filled() -> CandidateCache:
-    """Below the root 1 and 2 (primary), 3 and 4 (B); 3 was taken up; below 1 stands 5, below 2 stand 6 and 7."""
+    """Below the root 1 and 2 (primary), 3 and 4 (B); 3 was promoted; 1 has the child 5, 2 has 6 and 7."""
     cache = CandidateCache(0)
     main, rest = Role.PRIMARY, Role.SECONDARY
     rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]

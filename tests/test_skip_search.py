@@ -25,7 +25,7 @@ FLAT = SublayerTimes([1.0] * 9, 0.05, 0.1)  # the rows of a pass cost nothing mo
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """Eight layers, of which the MLP of the second and the attention of the fifth do nothing."""
+    """Eight layers; the MLP of the second and the attention of the fifth do nothing."""
     from outpace.models.llama.torch.runtime import Llama
 
     loaded = load_model(folder(tmp_path_factory.mktemp("search"), "target"), runtime="llama")

@@ -23,7 +23,7 @@ from outpace.models.text.tokenizer import Tokenizer
 
 
 class Named:
-    """A tokenizer of which only the name counts."""
+    """A tokenizer that only needs a fingerprint."""
 
     def __init__(self, fingerprint: str) -> None:
         self.fingerprint = fingerprint

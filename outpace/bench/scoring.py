@@ -22,7 +22,7 @@ _SIGNED = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _SAYS = re.compile(r"answer(?:\s+is|\s*:)", re.IGNORECASE)
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_LETTER = r"(?<![\w]){}(?=[).:\]]|\s*$)"  # a letter that stands for a choice: not the article
+_LETTER = r"(?<![\w]){}(?=[).:\]]|\s*$)"  # a letter as a choice, not as the article
 _AROUND = "\"'`*“”‘’ \n\t"
 
 

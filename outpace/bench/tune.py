@@ -19,7 +19,7 @@ from outpace.planning.profile import Profile, subject
 
 PROMPTS = (
     "Explain to a child of ten why the sea is salty.",
-    "Write a Python function that tells whether a text reads the same backwards, and three tests for it.",
+    "Write a Python function that checks whether a text reads the same backwards, and three tests for it.",
     "A baker sells 3 trays of 24 rolls in the morning and half as many in the afternoon. How many rolls is that? Show"
     " the steps.",
     "List eight things to pack for a weekend in the mountains, one a line, each with a reason.",

@@ -26,7 +26,7 @@ STAGE = "prompts"
 TEMPERATURE = 1.0
 MAX_TOKENS = 160
 MIN_CHARACTERS = 15  # greetings and broken beginnings are shorter
-_MARK = "WHERE A MESSAGE STANDS"
+_MARK = "WHERE A MESSAGE GOES"
 _MAX_TRIES = 64  # answers per new prompt, after which the target counts as unable to write prompts
 
 

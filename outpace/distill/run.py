@@ -1,4 +1,4 @@
-"""Runs the stages of a distillation in one folder, each of which can be continued: text, train, judge."""
+"""Runs the stages of a distillation in one folder: text, train and judge; a stopped stage can be continued."""
 
 from __future__ import annotations
 

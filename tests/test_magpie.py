@@ -43,7 +43,7 @@ def written(job: AnswerJob, ids: list[int]) -> WrittenAnswer:
 
 
 class Says:
-    """A writer whose answers are told; it keeps the jobs that it was given."""
+    """A writer with given answers, which records its jobs."""
 
     def __init__(self, texts: list[str], target: Path) -> None:
         self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[AnswerJob]()
@@ -85,7 +85,7 @@ def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeyp
     assert write(target, 2, tmp_path) == kept, "it has enough"
     more = Says([told[0], "12 worlds or 12 hells"], target)
     monkeypatch.setattr(magpie, "make_writer", more)
-    assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "what stood there is not written again"
+    assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "old prompts are not written again"
     assert not {job.number for job in more.jobs} & {job.number for job in says.jobs}
 
 
