@@ -1,7 +1,9 @@
-"""Every drafter with every decoder and every rule that it fits, as the registry finds them: nothing is named here.
+"""The matrix of drafter x draft x decoder x worker x rule x sampling, as the registry finds them; nothing is named.
 
-A file that is dropped into drafters/, decoders/ or rules/ is covered by existing. With a rule that keys its noise by
-position the text is plain decoding's, whoever drafts; with another one it is possible, and the same again.
+A file that is dropped into drafters/, decoders/ or rules/ is covered by existing. With a rule of trait `same_text` the
+text is that of the naive loop, however it is drafted; with another rule it is possible, and the same when repeated.
+Drafters that run a model are given a perfect, a partial, a garbage and a chain-drafting one, and each drafter is also
+silenced. All samplings, with and without a constraint, share one batch.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import importlib
 import itertools
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,11 +39,17 @@ pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
 TARGET = QuickToy(16, 3, 0)
 NEAR = QuickToy(16, 3, 0)
 NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
-DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99)}
+DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99), "chain": NEAR}  # chain: of width 1
 FOLDER = tempfile.TemporaryDirectory()
-SAMPLINGS = (GREEDY, Sampling(1.0), Sampling(1.3, top_k=9, top_p=0.8, min_p=0.02))
+SAMPLINGS = (
+    GREEDY,
+    Sampling(1.0),
+    Sampling(0.6, top_k=5),
+    Sampling(0.7, top_p=0.9),
+    Sampling(1.3, top_k=9, top_p=0.8, min_p=0.02),
+)
 PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
-WORKERS = {None: None, "drafter": None, "worker": "inline"}  # what a decoder needs, and where its drafter runs
+WORKERS = {None: (None,), "drafter": (None,), "worker": ("inline", "thread")}  # by what a decoder needs
 
 
 class Letters:
@@ -62,11 +70,12 @@ GIVEN = BuildContext(TARGET, TARGET, Letters(), Letters())
 
 
 class Cell(NamedTuple):
-    """One method as a user may ask for it. `draft` is what a drafter that runs a model is given to run."""
+    """One method as a user may choose it. `draft` is the model of a drafter that runs one, or "silent"."""
 
     decoder: str
     drafter: str | None
     draft: str | None
+    worker: str | None
     rule: str
 
     def __str__(self) -> str:
@@ -74,7 +83,7 @@ class Cell(NamedTuple):
 
 
 class Silent(Drafter):
-    """Another drafter that is told everything and offers nothing."""
+    """Passes everything to another drafter and proposes nothing."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.runs_model = inner, inner.name, inner.runs_model
@@ -120,22 +129,27 @@ def _file_of(drafter: str) -> str:
 
 
 def cells() -> Iterator[Cell]:
-    """Every combination of one drafter, those too that are refused; of two drafters on one tree each decoder with one
-    keyed rule and one other, in turn: pairs grow with the square of the drafters."""
+    """Yield every combination with one drafter, also those that are refused, and some with two drafters on one tree.
+
+    These pairs grow with the square of the drafters: each decoder gets one rule of trait `same_text` and one other.
+    """
     decoders, rules = registry.names("decoders"), registry.names("rules")
     keyed = [rule for rule in rules if is_keyed(rule)]
     others = [rule for rule in rules if rule not in keyed] or keyed
     for place, decoder in enumerate(decoders):
+        workers = WORKERS[registry.find("decoders", decoder).needs]
         if registry.find("decoders", decoder).needs is None:
-            yield from (Cell(decoder, None, None, rule) for rule in rules)
+            yield from (Cell(decoder, None, None, None, rule) for rule in rules)
             continue
         for number, drafter in enumerate(drafters(), place):
             drafts = [*(DRAFTS if runs_model(drafter) else (None,)), "silent"]
             if "+" in drafter:
                 for asked in (keyed, others):
-                    yield Cell(decoder, drafter, drafts[number % len(drafts)], asked[number % len(asked)])
+                    draft, worker = drafts[number % len(drafts)], workers[number % len(workers)]
+                    yield Cell(decoder, drafter, draft, worker, asked[number % len(asked)])
             else:
-                yield from (Cell(decoder, drafter, draft, rule) for draft in drafts for rule in rules)
+                ways = itertools.product(drafts, workers, rules)
+                yield from (Cell(decoder, drafter, draft, worker, rule) for draft, worker, rule in ways)
 
 
 @cache
@@ -156,7 +170,7 @@ def requests_of(rule: str, prompts: tuple[tuple[int, ...], ...] = PROMPTS, max_t
     """All samplings of a rule for all prompts, each with a prediction that is right but for some tokens; the last
     prompt with a constraint too. The same requests for every cell, so that each text is written plainly once."""
     asked = [
-        make_request(prompt, built, max_tokens, sampling=sampling, seed=7 + number)
+        make_request(prompt, built, max_tokens, sampling=sampling, seed=(number << 39) + 7, choice=number)
         for sampling, built in samplings_of(rule).items()
         for number, prompt in enumerate(prompts)
     ]
@@ -186,7 +200,8 @@ def drafter_of(cell: Cell, watch: Stopwatch) -> Drafter | None:
     if cell.drafter is None:
         return None
     draft = Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01)
-    built = build_drafter(cell.drafter, GIVEN._replace(draft=draft), files_of(cell.drafter))
+    options = files_of(cell.drafter) | ({"width": 1, "branches": 1} if cell.draft == "chain" else {})
+    built = build_drafter(cell.drafter, GIVEN._replace(draft=draft), options)
     return Silent(built) if cell.draft == "silent" else built
 
 
@@ -195,9 +210,8 @@ def run_cell(cell: Cell, requests: Sequence[Request]) -> Outcome | None:
     decoder, watch = registry.find("decoders", cell.decoder), Stopwatch()
     try:
         check_rule(cell.rule, decoder, cell.drafter)
-        worker = WORKERS[decoder.needs]
         drafter, target = drafter_of(cell, watch), Timed(TARGET, watch, 6.0, 0.1)
-        return decode(requests, cell.decoder, drafter, worker=worker, target=target, seconds=watch)
+        return decode(requests, cell.decoder, drafter, worker=cell.worker, target=target, seconds=watch)
     except UserError:
         return None
 
@@ -205,7 +219,7 @@ def run_cell(cell: Cell, requests: Sequence[Request]) -> Outcome | None:
 def is_keyed(rule: str) -> bool:
     """Whether the text follows from request and target alone."""
     built = next(iter(samplings_of(rule).values()))
-    return built.traits.same_text
+    return bool(built.traits.same_text)
 
 
 def asks_the_target(cell: Cell) -> bool:
@@ -216,12 +230,12 @@ def asks_the_target(cell: Cell) -> bool:
 @cache
 def needs_target(drafter: str | None) -> bool:
     """Whether it needs something of the target's passes."""
-    built = drafter_of(Cell("", drafter, None, ""), Stopwatch())
+    built = drafter_of(Cell("", drafter, None, None, ""), Stopwatch())
     return built is not None and built.needs != NO_NEEDS
 
 
-def fits(cell: Cell) -> bool:
-    """Whether the parts take one another."""
+@cache
+def _fits(cell: Cell) -> bool:
     try:
         check_rule(cell.rule, registry.find("decoders", cell.decoder), cell.drafter)
     except UserError:
@@ -229,9 +243,21 @@ def fits(cell: Cell) -> bool:
     return not asks_the_target(cell)
 
 
+def fits(cell: Cell) -> bool:
+    """Return whether decoder, drafter and rule go together."""
+    return _fits(cell._replace(draft=None, worker=None))
+
+
 def parts_of(cell: Cell) -> list[tuple[int, str | None]]:
-    """Its decoder, drafter and rule, by their places."""
-    return [(0, cell.decoder), (1, cell.drafter), (3, cell.rule)]
+    """Return decoder, drafter and rule, with their indices."""
+    return [(0, cell.decoder), (1, cell.drafter), (4, cell.rule)]
+
+
+def pairs_of(cell: Cell) -> set[Any]:
+    """Return the pairs of parts that a cell tests together; the draft and the worker count with decoder and drafter."""
+    pairs = set(itertools.combinations(parts_of(cell), 2))
+    others = [(2, cell.draft), (3, cell.worker)]
+    return pairs | {*itertools.product([(0, cell.decoder), (1, cell.drafter)], others), tuple(others)}
 
 
 def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
@@ -254,6 +280,7 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
     else:
         assert run.figures.drafted > 0
         assert run.figures.accepted > 0 or cell.draft != "perfect"
+        assert run.figures.emitted == sum(len(text) for text in run.texts)
 
 
 def check_possible(requests: Sequence[Request], texts: Sequence[Sequence[int]]) -> None:
@@ -272,34 +299,26 @@ def possible(request: Request, text: tuple[int, ...]) -> frozenset[int]:
     return frozenset(token for token, p in enumerate(probabilities(row, request.sampling)) if p > 0)
 
 
+@cache
 def sample() -> list[Cell]:
-    """As few as have each two together of a decoder, a rule and what drafts alone. Each has one of the drafts that its
-    drafter may be given, the next one another. The long tests take all others, and longer texts for these."""
-    rules, decoders, single = registry.names("rules"), registry.names("decoders"), [None, *registry.names("drafters")]
-
-    def turn(cell: Cell) -> int:
-        return decoders.index(cell.decoder) + single.index(cell.drafter) + rules.index(cell.rule)
-
-    def draft(cell: Cell) -> str | None:
-        kinds = [*(DRAFTS if runs_model(cell.drafter) else 3 * [None]), "silent"] if cell.drafter else [None]
-        return kinds[turn(cell) % len(kinds)]
-
-    alone = dict.fromkeys(cell._replace(draft=None) for cell in cells() if "+" not in (cell.drafter or ""))
-    diverse = sorted(filter(fits, alone), key=lambda cell: turn(cell) % len(decoders))  # their decoders take turns
-    return [cell._replace(draft=draft(cell)) for cell in pairing(diverse)]
-
-
-def pairing(every: Collection[Cell]) -> list[Cell]:
-    """Those that bring together what has not met before: first three pairs at once, then two, then one."""
+    """Return few cells with all `pairs_of` a cell, chosen greedily; the long tests run all others."""
+    every = [cell for cell in cells() if "+" not in (cell.drafter or "") and fits(cell)]
+    decoders = registry.names("decoders")
+    every.sort(key=lambda cell: (decoders.index(cell.decoder) + hash_of(cell)) % len(decoders))  # mixes the decoders
     met: set[Any] = set()
     found = []
-    for least in (3, 2, 1):
+    for least in range(8, 0, -1):
         for cell in every:
-            pairs = set(itertools.combinations(parts_of(cell), 2))
+            pairs = pairs_of(cell)
             if len(pairs - met) >= least:
                 found.append(cell)
                 met |= pairs
     return found
+
+
+def hash_of(cell: Cell) -> int:
+    """Return the same number in every process."""
+    return sum(map(ord, str(cell)))
 
 
 def others() -> list[Cell]:
@@ -322,7 +341,7 @@ def test_a_combination_writes_longer_texts(cell: Cell) -> None:
 @pytest.mark.parametrize("decoder", ["speculative", "bild"])
 def test_a_draft_grows_on_where_another_drafter_raises_scores(decoder: str) -> None:
     """Phrases that ouroboros' own draft agrees with rise above their parents' old scores in the other draft's order."""
-    cell = Cell(decoder, "model+ouroboros", "partial", "greedy" if decoder == "speculative" else "match")
+    cell = Cell(decoder, "model+ouroboros", "partial", None, "greedy" if decoder == "speculative" else "match")
     check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 14))
 
 
@@ -336,7 +355,8 @@ def test_every_other_combination_writes_what_it_must(cell: Cell) -> None:
 def test_everything_goes_with_something(every_pair: bool) -> None:
     """A part that refuses all others would pass above. With `every_pair` none that fits refuses another either."""
     ran: list[Cell] = []
-    asked = list({cell._replace(draft=None): cell for cell in reversed(list(cells()))}.values())  # with the first draft
+    every = reversed(list(cells()))
+    asked = list({cell._replace(draft=None, worker=None): cell for cell in every}.values())  # with the first draft
     for cell in asked:
         known = any(other.rule == cell.rule and other.decoder == cell.decoder for other in ran)
         if known and not is_keyed(cell.rule):
@@ -345,7 +365,7 @@ def test_everything_goes_with_something(every_pair: bool) -> None:
             continue
         if run_cell(cell, requests_of(cell.rule, PROMPTS[1:2], 2)) is not None:
             ran.append(cell)
-    for kind, place in (("decoders", 0), ("rules", 3)):
+    for kind, place in (("decoders", 0), ("rules", 4)):
         assert {cell[place] for cell in ran} == set(registry.names(kind))
     assert {cell.drafter for cell in ran} == {None, *drafters()}
     refused = [cell for cell in asked if every_pair and cell not in ran and is_keyed(cell.rule)]
@@ -414,7 +434,7 @@ def test_a_file_that_is_dropped_in_is_covered(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delitem(sys.modules, f"outpace.{kind}.{name}", raising=False)
     found = [cell for cell in cells() if cell not in known]
     assert {cell.drafter for cell in found} >= {"nines", "model+nines", "ngram+nines"}
-    check_cell(Cell("speculative", "nines", None, "greedy"), requests_of("greedy"))
-    check_cell(Cell("autoregressive", None, None, "any_child"), requests_of("any_child"))
+    check_cell(Cell("speculative", "nines", None, None, "greedy"), requests_of("greedy"))
+    check_cell(Cell("autoregressive", None, None, None, "any_child"), requests_of("any_child"))
     with pytest.raises(AssertionError):
-        check_cell(Cell("speculative", "ngram", None, "any_child"), requests_of("any_child")[: len(PROMPTS)])
+        check_cell(Cell("speculative", "ngram", None, None, "any_child"), requests_of("any_child")[: len(PROMPTS)])
