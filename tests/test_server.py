@@ -338,7 +338,9 @@ def test_metrics_of_an_answer(site: Served) -> None:
 
 
 def test_metrics_of_drafters(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CostModel, "price", lambda *parts: 0.0)  # drafting is free, so that forced tokens are drafted
+    monkeypatch.setattr(
+        CostModel, "tokens_per_second", lambda *_: 0.0
+    )  # time costs nothing, so forced tokens are drafted
 
     def drafted() -> float:
         found = site.service.metrics.registry.collect()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
+from outpace.server.choices import Choice, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request
 from outpace.server.request_body import Body, SamplingBody
-from outpace.server.response_formats import ResponseFormat, cached_tokens, new_id, sse
+from outpace.server.response_formats import ItemFormat, cached_tokens, new_id, sse
 from outpace.server.service import Service
-from outpace.server.tool_calls import AnswerPart, ToolOptions, tool_options
-from outpace.tools.calls import CallBegin, TextDelta
+from outpace.server.tool_calls import ToolOptions, tool_options
+from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
 
@@ -153,26 +153,25 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
     return chat_request(body, service, tools, template_messages(body), body.max_tokens, stop=stop)
 
 
-class MessagesFormat(ResponseFormat):
-    """Writes a message: content blocks, one open at a time."""
+class MessagesFormat(ItemFormat):
+    """Writes a message: its items are content blocks."""
 
     is_messages = True
+    kinds: ClassVar[Mapping[type, str]] = {
+        TextDelta: "text",
+        ThoughtDelta: "thinking",
+        CallBegin: "tool_use",
+        CallArguments: "tool_use",
+    }
 
     def __init__(self, service: Service, body: MessagesBody, request: GenerationRequest) -> None:
-        super().__init__(service, request, body, "msg_")
-        self._splitter = request.splitter()
-        self._blocks: list[dict[str, Any]] = []  # the last one is open
+        super().__init__(service, body, request, "msg_")
 
     def opening(self, group: ChoiceGroup) -> Iterator[bytes]:
         yield _event("message_start", message=self._message([], None, None, _usage(group, 0)))
 
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        for part in self._splitter.push(delta.text):
-            yield from self._add(part)
-
     def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
-        for part in self._splitter.finish():
-            yield from self._add(part)
+        yield from self._add(self._splitter.finish())
         yield from self._close()
         reason, sequence = self._stop_reason(ended)
         usage = {"output_tokens": ended.tokens}
@@ -188,43 +187,34 @@ class MessagesFormat(ResponseFormat):
         return _event("ping")
 
     def whole(self, group: ChoiceGroup) -> dict[str, Any]:
-        (choice,) = group.choices
-        assert choice.ended is not None
-        for events in (self.delta(choice, choice.take() or ChoiceDelta()), self.ended(choice, choice.ended)):
-            for _ in events:  # fills the blocks
-                pass
-        usage = _usage(group, choice.ended.tokens)
-        return {**self._message(self._blocks, *self._stop_reason(choice.ended), usage), **self.statistics(group)}
+        ended = self._fill(group)
+        usage = _usage(group, ended.tokens)
+        return {**self._message(self._items, *self._stop_reason(ended), usage), **self.statistics(group)}
 
-    def _add(self, part: AnswerPart) -> Iterator[bytes]:
-        """Add a part to the open block, or to a new one if it belongs elsewhere."""
-        kind = "text" if isinstance(part, TextDelta) else "thinking" if isinstance(part, ThoughtDelta) else "tool_use"
-        if not self._blocks or self._blocks[-1]["type"] != kind or isinstance(part, CallBegin):
-            yield from self._close()
-            self._blocks.append(_new_block(kind, part))
-            empty = {**self._blocks[-1], **({"input": {}} if kind == "tool_use" else {})}
-            yield _event("content_block_start", index=len(self._blocks) - 1, content_block=empty)
-        if isinstance(part, CallBegin):
-            return
-        field, delta_type, key = {
-            "text": ("text", "text_delta", "text"),
-            "thinking": ("thinking", "thinking_delta", "thinking"),
-            "tool_use": ("input", "input_json_delta", "partial_json"),
-        }[kind]
-        self._blocks[-1][field] += part.text
-        yield _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": delta_type, key: part.text})
+    def _open(self, kind: str, call: CallBegin | None) -> Iterator[bytes]:
+        if call is not None:
+            block = {"type": kind, "id": new_id("toolu_"), "name": call.name, "input": ""}
+        else:
+            block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+        self._items.append(block)
+        empty = {**block, "input": {}} if call else dict(block)
+        yield _event("content_block_start", index=len(self._items) - 1, content_block=empty)
+
+    def _append(self, kind: str, text: str) -> Iterator[bytes]:
+        self._items[-1]["input" if kind == "tool_use" else kind] += text
+        delta_type, key = ("input_json_delta", "partial_json") if kind == "tool_use" else (f"{kind}_delta", kind)
+        yield _event("content_block_delta", index=len(self._items) - 1, delta={"type": delta_type, key: text})
 
     def _close(self) -> Iterator[bytes]:
-        """Close the open block; parse the input of a tool call."""
-        if not self._blocks:
+        if not self._items:
             return
-        last = self._blocks[-1]
-        if last["type"] == "tool_use" and isinstance(last["input"], str):
+        last = self._items[-1]
+        if last["type"] == "tool_use":
             try:
                 last["input"] = json.loads(last["input"] or "{}")
             except ValueError:
                 last["input"] = {}
-        yield _event("content_block_stop", index=len(self._blocks) - 1)
+        yield _event("content_block_stop", index=len(self._items) - 1)
 
     def _stop_reason(self, ended: ChoiceEnd) -> tuple[str, str | None]:
         """Return stop reason and stop sequence."""
@@ -239,12 +229,6 @@ class MessagesFormat(ResponseFormat):
     ) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": usage}
-
-
-def _new_block(kind: str, part: AnswerPart) -> dict[str, Any]:
-    if isinstance(part, CallBegin):
-        return {"type": kind, "id": new_id("toolu_"), "name": part.name, "input": ""}
-    return {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
 
 
 def _usage(group: ChoiceGroup, written: int) -> dict[str, Any]:

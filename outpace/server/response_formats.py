@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from outpace.core.stats import RoundStats
 from outpace.core.types import TokenLogprobs
@@ -17,6 +17,8 @@ from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest
 from outpace.server.request_body import StreamOptions
 from outpace.server.service import Service
+from outpace.server.tool_calls import AnswerPart
+from outpace.tools.calls import CallBegin
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
@@ -182,10 +184,55 @@ class ChunkFormat(ResponseFormat):
         return self._chunk_start + to_json(chunk)[1:] + b"\n\n"
 
 
+class ItemFormat(ResponseFormat):
+    """Common parts of the Messages and Responses APIs: one choice as a list of items, the last of which is open."""
+
+    kinds: ClassVar[Mapping[type, str]]  # the type of an item by that of its parts
+
+    def __init__(self, service: Service, body: Any, request: GenerationRequest, prefix: str) -> None:
+        super().__init__(service, request, body, prefix)
+        self._splitter = request.splitter()
+        self._items: list[dict[str, Any]] = []
+
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        yield from self._add(self._splitter.push(delta.text))
+
+    def _add(self, parts: Iterable[AnswerPart]) -> Iterator[bytes]:
+        """Append parts to the open item, or to a new one if they belong elsewhere."""
+        for part in parts:
+            kind = self.kinds[type(part)]
+            call = part if isinstance(part, CallBegin) else None
+            if call or not self._items or self._items[-1]["type"] != kind:
+                yield from self._close()
+                yield from self._open(kind, call)
+            if not isinstance(part, CallBegin):
+                yield from self._append(kind, part.text)
+
+    def _open(self, kind: str, call: CallBegin | None) -> Iterator[bytes]:
+        """Open an item. `call` is the tool call that it holds."""
+        raise NotImplementedError
+
+    def _append(self, kind: str, text: str) -> Iterator[bytes]:
+        """Append text to the open item."""
+        raise NotImplementedError
+
+    def _close(self) -> Iterator[bytes]:
+        """Close the open item, if there is one."""
+        raise NotImplementedError
+
+    def _fill(self, group: ChoiceGroup) -> ChoiceEnd:
+        """Fill the items without sending events; return the choice's end."""
+        (choice,) = group.choices
+        assert choice.ended is not None
+        deque(self.delta(choice, choice.take() or ChoiceDelta()), maxlen=0)
+        deque(self.ended(choice, choice.ended), maxlen=0)
+        return choice.ended
+
+
 def _prefill_progress(group: ChoiceGroup) -> str:
     """Return how many tokens of the first prompt were read, of how many."""
     run, total = group.choices[0].run, len(group.choices[0].prepared.request.prompt)
-    session = getattr(run, "session", None)  # None before the first and after the last step
+    session = getattr(run.kv, "session", None) if run is not None else None  # only while the engine works on it
     return f"{min(session.length + 1, total) if session is not None else 0}/{total}"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,13 +12,14 @@ from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request
 from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody
-from outpace.server.response_formats import ResponseFormat, cached_tokens, new_id, sse
+from outpace.server.response_formats import ItemFormat, cached_tokens, new_id, sse
 from outpace.server.service import Service
-from outpace.server.tool_calls import AnswerPart, tool_options
-from outpace.tools.calls import CallBegin, TextDelta
+from outpace.server.tool_calls import tool_options
+from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
 ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ContentPart(Body):
@@ -148,16 +149,22 @@ def _wants_logprobs(body: ResponsesBody) -> bool:
     return body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
 
 
-class ResponsesFormat(ResponseFormat):
-    """Writes a response: output items, one open at a time. Streamed and final items have the same ids."""
+class ResponsesFormat(ItemFormat):
+    """Writes a response: its items are output items. Streamed and final items have the same ids."""
+
+    kinds: ClassVar[Mapping[type, str]] = {
+        TextDelta: "message",
+        ThoughtDelta: "reasoning",
+        CallBegin: "function_call",
+        CallArguments: "function_call",
+    }
 
     def __init__(self, service: Service, body: ResponsesBody, request: GenerationRequest) -> None:
-        super().__init__(service, request, body, "resp_")
-        self._splitter = request.splitter()
-        self._items: list[dict[str, Any]] = []  # the last one is open
+        super().__init__(service, body, request, "resp_")
         self._sequence_number = 0
         self._group: ChoiceGroup | None = None
         self._status = "in_progress"
+        self._logprobs: list[dict[str, Any]] = []  # of the current delta, sent with its first text
 
     def opening(self, group: ChoiceGroup) -> Iterator[bytes]:
         self._group = group
@@ -165,19 +172,17 @@ class ResponsesFormat(ResponseFormat):
             yield self._event(name, response=self._response(self._status))
 
     def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        count, records = self.body.top_logprobs or 0, delta.logprobs if _wants_logprobs(self.body) else ()
-        logprobs = [self.logprob_entry(record, count) for record in records]
-        for part in self._splitter.push(delta.text):
-            yield from self._add(part, logprobs)
-            logprobs = []
+        records = delta.logprobs if _wants_logprobs(self.body) else ()
+        self._logprobs = [self.logprob_entry(record, self.body.top_logprobs or 0) for record in records]
+        yield from super().delta(choice, delta)
 
     def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
-        self._status = "incomplete" if ended.reason == "length" else "completed"
-        for part in self._splitter.finish():
-            yield from self._add(part, [])
+        self._logprobs = []
+        yield from self._add(self._splitter.finish())
         if not self._items:
             yield from self._open("message", None)
-        yield from self._close(self._status)
+        self._status = "incomplete" if ended.reason == "length" else "completed"
+        yield from self._close()
 
     def closing(self, group: ChoiceGroup) -> Iterator[bytes]:
         yield self._event(f"response.{self._status}", response=self._response(self._status))
@@ -189,78 +194,52 @@ class ResponsesFormat(ResponseFormat):
 
     def whole(self, group: ChoiceGroup) -> dict[str, Any]:
         self._group = group
-        (choice,) = group.choices
-        assert choice.ended is not None
-        for events in (self.delta(choice, choice.take() or ChoiceDelta()), self.ended(choice, choice.ended)):
-            for _ in events:  # fills the items
-                pass
+        self._fill(group)
         return self._response(self._status)
 
-    def _add(self, part: AnswerPart, logprobs: list[Any]) -> Iterator[bytes]:
-        """Add a part to the open item, or to a new one if it belongs elsewhere."""
-        kind = (
-            "message"
-            if isinstance(part, TextDelta)
-            else "reasoning"
-            if isinstance(part, ThoughtDelta)
-            else "function_call"
-        )
-        if not self._items or self._items[-1]["type"] != kind or isinstance(part, CallBegin):
-            yield from self._close("completed")
-            yield from self._open(kind, part)
-        if isinstance(part, CallBegin):
-            return
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        if kind == "function_call":
-            self._items[-1]["arguments"] += part.text
-            yield self._event("response.function_call_arguments.delta", **place, delta=part.text)
-            return
-        content = self._items[-1]["content"][0]
-        content["text"] += part.text
-        if kind == "reasoning":
-            yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
-            return
-        content["logprobs"] += logprobs
-        yield self._event("response.output_text.delta", **place, content_index=0, delta=part.text, logprobs=logprobs)
-
-    def _open(self, kind: str, part: AnswerPart | None) -> Iterator[bytes]:
-        """Open an item."""
+    def _open(self, kind: str, call: CallBegin | None) -> Iterator[bytes]:
         item: dict[str, Any] = {"type": kind, "id": new_id(ID_PREFIXES[kind]), "status": "in_progress"}
-        contents: dict[str, Any] = {
-            "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-            "reasoning": {"type": "reasoning_text", "text": ""},
-        }
-        if isinstance(part, CallBegin):
-            item |= {"call_id": new_id("call_"), "name": part.name, "arguments": ""}
-        elif kind == "message":
-            item |= {"role": "assistant", "content": []}
+        if call is not None:
+            item |= {"call_id": new_id("call_"), "name": call.name, "arguments": ""}
         else:
-            item |= {"summary": [], "content": []}
+            item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
         self._items.append(item)
-        place = {"output_index": len(self._items) - 1}
-        yield self._event("response.output_item.added", **place, item=item)
-        if kind in contents:
-            item["content"] = [contents[kind]]
-            place = {"item_id": item["id"], **place, "content_index": 0}
-            yield self._event("response.content_part.added", **place, part=contents[kind])
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        if call is None:
+            part: dict[str, Any] = {"type": PART_TYPES[kind], "text": ""}
+            item["content"] = [part | {"annotations": [], "logprobs": []} if kind == "message" else part]
+            yield self._item_event("content_part.added", content_index=0, part=item["content"][0])
 
-    def _close(self, status: str) -> Iterator[bytes]:
-        """Close the open item."""
+    def _append(self, kind: str, text: str) -> Iterator[bytes]:
+        item = self._items[-1]
+        if kind == "function_call":
+            item["arguments"] += text
+            yield self._item_event("function_call_arguments.delta", delta=text)
+            return
+        content, more = item["content"][0], {}
+        content["text"] += text
+        if kind == "message":
+            content["logprobs"] += self._logprobs
+            more, self._logprobs = {"logprobs": self._logprobs}, []
+        yield self._item_event(f"{PART_TYPES[kind]}.delta", content_index=0, delta=text, **more)
+
+    def _close(self) -> Iterator[bytes]:
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
-        item["status"] = status
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        item["status"] = "incomplete" if self._status == "incomplete" else "completed"
         if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **place, **done)
+            yield self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             (part,) = item["content"]
-            name = "output_text" if item["type"] == "message" else "reasoning_text"
             more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield self._event(f"response.{name}.done", **place, content_index=0, text=part["text"], **more)
-            yield self._event("response.content_part.done", **place, content_index=0, part=part)
+            yield self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+            yield self._item_event("content_part.done", content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return self._event(f"response.{kind}", **place, **fields)
 
     def _response(self, status: str) -> dict[str, Any]:
         body, is_over = self.body, status in ("completed", "incomplete")
