@@ -1,4 +1,4 @@
-"""Reads files of prompts: one JSON object per line with the user's messages of a conversation in "turns"."""
+"""Reads prompts from hub data sets and from files, with a conversation's user messages as "turns" in each JSON line."""
 
 from __future__ import annotations
 
@@ -35,3 +35,15 @@ def _parse_line(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where} must be {FORM}, none of them empty")
     return dict(entry)
+
+
+def load_data_set(label: str, name: str, configuration: str | None = None, split: str | None = None) -> Any:
+    """Load a data set of the Hugging Face hub; UserErrors begin with `label`."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(f"{label} needs `pip install datasets`; or give a .jsonl file or builtin") from None
+    try:
+        return load_dataset(name, configuration, split=split)
+    except Exception as error:  # connection, names, formats and scripts fail in classes of their own
+        raise UserError(f"{label} cannot be loaded ({type(error).__name__}: {error})") from error

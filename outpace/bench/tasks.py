@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outpace.api.prompt_file import read_prompt_file
+from outpace.api.prompt_file import load_data_set, read_prompt_file
 from outpace.bench import scoring
 from outpace.bench.scoring import Reference
 from outpace.core.errors import UserError, unknown
@@ -113,16 +113,9 @@ def _turn_task(task: str, turn: int) -> str:
 def _from_hub(task: str, data_set: tuple[str, str | None, str | None], count: int, turns: int) -> list[TaskPrompt]:
     """Read a data set's first rows, of its test split, else of its first split, unless a split is named."""
     name, configuration, split = data_set
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"the task {task} needs `pip install datasets`; or give a .jsonl file or {BUILT_IN}") from None
-    try:
-        loaded: Any = load_dataset(name, configuration, split=split)
-        rows = loaded if split else loaded["test" if "test" in loaded else next(iter(loaded))]
-        chosen = list(itertools.islice(rows, count))
-    except Exception as error:  # connection, names, formats and scripts fail in classes of their own
-        raise UserError(f"the data set {name} cannot be loaded ({type(error).__name__}: {error})") from error
+    loaded = load_data_set(f"the data set {name}", name, configuration, split)
+    rows = loaded if split else loaded["test" if "test" in loaded else next(iter(loaded))]
+    chosen = itertools.islice(rows, count)
     return [
         prompt
         for number, row in enumerate(chosen)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.api.prompt_file import read_prompt_file
+from outpace.api.prompt_file import load_data_set, read_prompt_file
 from outpace.core.errors import UserError
 
 HUB = "hub:"
@@ -58,14 +58,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def _from_hub(name: str) -> Iterator[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"{HUB}{name} needs `pip install datasets`; or give a .jsonl file or {BUILT_IN}") from None
-    try:
-        rows: Iterable[Any] = load_dataset(name, split="train")
-    except Exception as error:  # connection, names, formats and scripts fail in classes of their own
-        raise UserError(f"{HUB}{name} cannot be loaded ({type(error).__name__}: {error})") from error
+    rows: Iterable[Any] = load_data_set(f"{HUB}{name}", name, split="train")
     for place, row in enumerate(rows):
         yield _hub_text(name, place, row)
 
