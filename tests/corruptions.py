@@ -43,7 +43,7 @@ GGUF_JUNK: list[Any] = [
 
 
 class Touch:
-    """Unpickled, it leaves a file behind: proof that something was executed."""
+    """Creates a file when unpickled: proof that something was executed."""
 
     def __init__(self, canary: str) -> None:
         self.canary = canary
@@ -156,7 +156,7 @@ class Damage:
         return stream.getvalue()
 
     def _node(self, file: Path, chance: random.Random) -> str:
-        """Something else under the file's name."""
+        """Replace the file by something else of the same name."""
         kind = chance.choice(["nothing", "folder", "loop", "dangling", "pipe", "device", "large"])
         file.unlink()
         if kind == "folder":
@@ -171,7 +171,7 @@ class Damage:
             file.symlink_to("/dev/zero")
         elif kind == "large":
             with file.open("wb") as stream:
-                stream.truncate(2**40)  # a hole: it takes no room
+                stream.truncate(2**40)  # a sparse file takes no space
         return kind
 
     def _json(self, file: Path, chance: random.Random) -> str:
@@ -195,7 +195,7 @@ class Damage:
         return f"{kind} {key!r}" + (f" = {junk!r:.30}" if kind == "junk" else "")
 
     def _header(self, file: Path, chance: random.Random) -> str:
-        """A safetensors header that lies."""
+        """Damage a safetensors header."""
         data = file.read_bytes()
         length = struct.unpack("<Q", data[:8])[0]
         kind = chance.choice(["length", "offsets", "shape", "dtype", "metadata", "twice", "nan", "deep", "overlap"])

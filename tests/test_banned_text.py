@@ -33,7 +33,7 @@ def forbidden(ban: BannedText, tokens: list[int]) -> set[int]:
         (["a", "b", "ab", "bc"], ["abc"], [0], {3}),
         (["x", "col", "ou", "r", "our", "ours", " colours"], ["colour"], [1], {4, 5, 6}),
         (["x", "col", "ou", "r", "our", "ours", " colours"], ["colour"], [1, 2], {3, 6}),
-        (["a", "", "b"], ["ab"], [0, 1, 1], {2}),  # what shows nothing stands between without a trace
+        (["a", "", "b"], ["ab"], [0, 1, 1], {2}),  # tokens without text in between change nothing
         (["a", "b"], ["aab"], [0, 0, 0], {1}),
         (["ab", "c", "b"], ["bc", "abb"], [0], {1, 2}),  # two at once
         (["A", "a", "b"], ["ab"], [0], set()),

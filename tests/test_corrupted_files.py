@@ -1,7 +1,7 @@
-"""Damaged model files, through the whole way from a path to a model at work: a sentence, or a model.
+"""Loads damaged model files: each is refused in one sentence, or loads.
 
-Nothing else: no other error, no crash, no hang, no memory without bound, nothing executed. A damage that still loads is
-one that cannot be noticed (a byte of a weight or of a token's text) or that changes nothing (a field nobody reads).
+There is no other error, crash, hang or unbounded memory, and nothing is executed. A damage that still loads cannot be
+detected (a byte of a weight or of a token's text) or changes nothing (an unused field).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="mem
 
 @pytest.fixture(scope="module", params=[40, pytest.param(500, marks=pytest.mark.long)])
 def cases(request: pytest.FixtureRequest) -> int:
-    """How many are damaged."""
+    """The number of damaged models."""
     count: int = request.param
     return count
 
 
 @pytest.fixture(scope="module")
 def rows(cases: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What became of each case."""
+    """The outcome of each case."""
     here = Path(__file__).parent
     folder = tmp_path_factory.mktemp("corrupted")
     command = [
@@ -69,7 +69,7 @@ def test_nothing_was_executed(rows: list[dict[str, Any]]) -> None:
 
 @on_linux
 def test_the_sentences_are_short(rows: list[dict[str, Any]]) -> None:
-    """However long the value is that they quote, where they name the file that it stands in."""
+    """Even where they quote a long value from the file."""
     named = [row for row in rows if row["outcome"].startswith(f"refused: {os.sep}")]
     assert len(named) > len(rows) / 2
     long = [row for row in named if len(row["outcome"]) > 1000]
@@ -78,7 +78,7 @@ def test_the_sentences_are_short(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
 def test_a_pattern_that_tries_for_ever(tmp_path: Path, place: str) -> None:
-    """Such a pattern takes time that doubles with every letter; the library gives up, and its panic is told."""
+    """Such a pattern takes time exponential in the text's length; the library gives up, and its panic is reported."""
     folder = folder_of(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "tiny")
     value = json.loads((folder / "tokenizer.json").read_text())
     kinds = {

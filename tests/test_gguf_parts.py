@@ -28,7 +28,7 @@ def parts(tmp_path: Path) -> list[Path]:
 
 
 def test_parts_are_the_whole(parts: list[Path], tmp_path: Path) -> None:
-    """Each tensor and the tokenizer, where they lie and converted; the text by the kernels and by torch."""
+    """Compare tensors and tokenizer, read in place and converted, and the text of kernels and torch."""
     whole = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
     assert len(parts) > 3
     assert all(file.is_file() for file in parts)

@@ -1,4 +1,4 @@
-"""GGUF files that are damaged, that lie, or hold what does not run here: one sentence each, and nothing is left."""
+"""GGUF files that are damaged, inconsistent or unsupported: one sentence each, and nothing is left on disk."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         refused(torn, tmp_path / "cache")
 
 
-def taken(path: Path, cache: Path) -> bool:
+def accepted(path: Path, cache: Path) -> bool:
     """Whether a file is converted; where it is refused, that says which, and leaves nothing."""
     try:
         folder = convert(path, cache)
     except UserError as error:
         said = str(error)
     else:
-        check_taken(path, folder)
+        check_accepted(path, folder)
         shutil.rmtree(folder)
         return True
     assert path.name in said
@@ -54,7 +54,7 @@ def taken(path: Path, cache: Path) -> bool:
     return False
 
 
-def check_taken(path: Path, folder: Path) -> None:
+def check_accepted(path: Path, folder: Path) -> None:
     """The header is what the gguf package reads, the weights are those that were written: a damage of the header cannot
     change a weight. It either moves a tensor, which is refused, or changes a text or a number."""
     fields = gguf.GGUFReader(path).fields
@@ -77,17 +77,17 @@ def test_lying_bytes_never_crash(tmp_path: Path, trials: int) -> None:
         for offset in range(int(random.integers(1, 9))):
             damaged[place + offset] = int(random.choice([0, 1, 127, 255, int(random.integers(256))]))
         path.write_bytes(damaged)
-        count += taken(path, tmp_path / "cache")
+        count += accepted(path, tmp_path / "cache")
     assert 0.05 < count / trials < 0.25  # texts that may be other texts; more, and the damage is no test
 
 
-def test_a_damage_that_nobody_can_notice_is_taken(tmp_path: Path) -> None:
-    """What refuses every file would pass all the tests here but this and the next."""
+def test_undetectable_damage_is_accepted(tmp_path: Path) -> None:
+    """Refusing every file would pass all tests here except this and the next."""
     path = write_gguf(tmp_path / "tiny.gguf")
-    assert taken(path, tmp_path / "cache")
+    assert accepted(path, tmp_path / "cache")
     data = path.read_bytes()
     path.write_bytes(data.replace(b"<|im_end|>", b"<|im_and|>"))  # in the table of tokens, and in the chat template
-    assert taken(path, tmp_path / "cache")
+    assert accepted(path, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_a_damage_that_nobody_can_notice_is_taken(tmp_path: Path) -> None:
         ("tokenizer.ggml.pre", "llama-bpe"),
         ("tokenizer.ggml.merges", MERGES[:-1]),
         ("tokenizer.ggml.eos_token_id", 0),
-        ("general.name", "what nobody reads"),
+        ("general.name", "an unused field"),
     ],
 )
 def test_allowed_metadata(tmp_path: Path, field: str, value: object) -> None:
-    """Beside what is refused below stands what is not."""
-    assert taken(write_gguf(tmp_path / "tiny.gguf", {field: value}), tmp_path / "cache")
+    """The counterpart of the refused values below."""
+    assert accepted(write_gguf(tmp_path / "tiny.gguf", {field: value}), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("place", [8, 16, 24])

@@ -1,4 +1,4 @@
-"""The cache's locks: one process at a time, nothing left behind, and what happens where there are no locks."""
+"""The cache's locks: one process at a time, no files left, and file systems without locks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 def test_processes_take_turns(tmp_path: Path) -> None:
     """The lock's file goes at each end of a turn, while the others wait for it."""
-    everybody = [python(TAKE_TURNS, tmp_path / "made", tmp_path / "log") for _ in range(4)]
-    for process in everybody:
+    processes = [python(TAKE_TURNS, tmp_path / "made", tmp_path / "log") for _ in range(4)]
+    for process in processes:
         process.communicate(timeout=120)
-    assert [process.returncode for process in everybody] == [0] * 4
+    assert [process.returncode for process in processes] == [0] * 4
     assert (tmp_path / "log").read_bytes() == b"()" * 100
     assert [file.name for file in tmp_path.iterdir()] == ["log"]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from files import CONFIG, weights
@@ -177,23 +176,23 @@ def test_truncated_anywhere(folder: Path) -> None:
             Checkpoint.open(folder)
 
 
-def lie(header: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def altered(header: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return header | {"model.norm.weight": header["model.norm.weight"] | changes}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda header: lie(header, shape=[2**40]),
-        lambda header: lie(header, shape=[-1]),
-        lambda header: lie(header, dtype="F7"),
-        lambda header: lie(header, data_offsets=[0, 2**50]),
-        lambda header: lie(header, data_offsets=[256, 0]),
+        lambda header: altered(header, shape=[2**40]),
+        lambda header: altered(header, shape=[-1]),
+        lambda header: altered(header, dtype="F7"),
+        lambda header: altered(header, data_offsets=[0, 2**50]),
+        lambda header: altered(header, data_offsets=[256, 0]),
         lambda header: {name: value for name, value in header.items() if name != "model.norm.weight"},
         lambda header: [],
     ],
 )
-def test_lying_headers(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_inconsistent_headers(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file = folder / SINGLE
     whole = file.read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]
@@ -204,25 +203,11 @@ def test_lying_headers(folder: Path, change: Callable[[dict[str, Any]], Any]) ->
 
 
 @pytest.mark.parametrize("length", [0, 7, 10**6, 2**40, 2**64 - 1])
-def test_lying_header_lengths(folder: Path, length: int) -> None:
+def test_wrong_header_lengths(folder: Path, length: int) -> None:
     file = folder / SINGLE
     file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
     with pytest.raises(UserError, match=r"model\.safetensors"):
         Checkpoint.open(folder)
-
-
-def test_lying_bytes_never_crash(folder: Path) -> None:
-    file, chance = folder / SINGLE, np.random.default_rng(0)
-    whole = file.read_bytes()
-    for _ in range(200):
-        damaged = bytearray(whole)
-        for place in chance.integers(0, 3000, chance.integers(1, 5)):
-            damaged[int(place)] = int(chance.integers(256))
-        file.write_bytes(damaged)
-        try:
-            check(folder)
-        except UserError:
-            continue
 
 
 def test_wrong_shapes_and_types(tmp_path: Path) -> None:
@@ -336,7 +321,7 @@ def test_what_is_no_file(folder: Path, name: str) -> None:
 
 def test_a_json_file_of_a_terabyte(folder: Path) -> None:
     with (folder / "config.json").open("wb") as stream:
-        stream.truncate(2**40)  # a hole: it takes no room
+        stream.truncate(2**40)  # a sparse file takes no space
     with pytest.raises(UserError, match="has 1099511627776 bytes, at most"):
         Checkpoint.open(folder)
 

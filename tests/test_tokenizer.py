@@ -192,8 +192,8 @@ def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, words: str | None) ->
 
 
 @pytest.mark.parametrize(("architecture", "eats"), [("phi3", True), ("llama", False)])
-def test_white_space_behind_special_tokens(tmp_path: Path, architecture: str, eats: bool) -> None:
-    """As Phi-3's own tokenizer has it; not behind <s>, which begins a text."""
+def test_white_space_after_special_tokens(tmp_path: Path, architecture: str, eats: bool) -> None:
+    """As in Phi-3's own tokenizer; not after <s>, which begins a text."""
     with open_gguf(sentence_piece(tmp_path / "sp.gguf", add_bos_token=False)) as header:
         metadata = header.metadata | {"general.architecture": architecture}
     built = gguf_tokenizer.build(Path("sp.gguf"), metadata).tokenizer
@@ -229,7 +229,7 @@ def test_bos(tmp_path: Path) -> None:
 
 
 def test_stop_ids(tiny: Path) -> None:
-    """What the files name, the turn's end besides; a document's end only where nothing is named."""
+    """The ids that the files name and turn ends; a document end only if none is named."""
     assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {2, tokens().index("h")}
     (tiny / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert Tokenizer.from_folder(tiny).stop_ids == {2, tokens().index("h")}  # generation_config.json comes first
@@ -299,7 +299,7 @@ def test_ids_beyond_the_embedding(tiny: Path) -> None:
 
 
 def changed(tokenizer: Path, words: list[str]) -> Tokenizer:
-    """The tiny tokenizer with other strings, in a folder beside it."""
+    """The tiny tokenizer with other strings, in another folder."""
     path = write_gguf(
         tokenizer.parent / "other.gguf", {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": None}
     )

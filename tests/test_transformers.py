@@ -48,7 +48,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 def assert_paths(model: TransformersModel, got: Tensor, prefix: Sequence[int], part: Part) -> None:
-    """Every node's scores are those of its path behind the prefix."""
+    """Every node's scores equal those of its path after the prefix."""
     for node in range(len(part.tokens)):
         path = [part.tokens[other] for other in branch(part.parents, node)]
         assert_close(got[node], fresh(model, [*prefix, *path]))
@@ -129,7 +129,7 @@ def test_only_wanted_rows_are_scored(model: TransformersModel) -> None:
 
 @pytest.mark.parametrize("wanted", [[2, 5], [5, 2], [0]], ids=str)
 def test_over_several_devices_no_index_goes_with_the_tokens(wanted: list[int]) -> None:
-    """It would lie on the first device, and the output layer, which picks rows by it, is on the last."""
+    """It would be on the first device, but the output layer, which selects rows by it, is on the last."""
     module, given = tiny.build("llama"), []
     module.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
     module.register_forward_pre_hook(lambda _, args, more: given.append(more.get("logits_to_keep")), with_kwargs=True)

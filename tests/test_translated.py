@@ -112,7 +112,7 @@ def test_shared_tokens_stand_for_the_same_bytes(folders: dict[str, Path]) -> Non
 
 
 class Words:
-    """A tokenizer of which only its words count."""
+    """A tokenizer with words only."""
 
     def __init__(self, *words: str, special: tuple[int, ...] = ()) -> None:
         self.words, self.special_ids = dict(enumerate(words)), frozenset(special)

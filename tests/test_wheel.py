@@ -44,7 +44,7 @@ def run(command: list[str], where: Path, **environment: str) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources: a build leaves its folders beside them."""
+    """Build from a copy of the sources, as a build leaves its folders there."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for part in PARTS:
         path = HERE / part

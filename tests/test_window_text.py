@@ -53,7 +53,7 @@ def joined(ids: Sequence[int]) -> str:
 
 
 def numbered(ids: Sequence[int]) -> str:
-    """Every token's text depends on all that stand before it."""
+    """Every token's text depends on all tokens before it."""
     return "".join(f"{place}:{index} " for place, index in enumerate(ids))
 
 

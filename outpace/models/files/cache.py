@@ -39,7 +39,6 @@ ENTRY_PATTERNS = {  # by folder: a pattern for the names of each kind of entry
     "tables": {TABLES: rf"\w+-{HEX}{{16}}\.tables", LEFTOVER: rf"\.\w+-{HEX}{{16}}\.tables\.\w+\.part"},
 }
 FOLDERS = (MODEL, DRAFT)  # all other kinds are files
-OLD_DRAFT = rf".+-{HEX}{{16}}-v1"  # a completed draft of outpace 0.1; models are converted as v2 today
 UNUSED_SECONDS = 30 * 24 * 3600.0
 
 
@@ -83,14 +82,9 @@ def mark_used(path: Path) -> None:
 
 
 def remove_unused(cache: Path) -> list[CacheEntry]:
-    """Remove completed drafts unused for thirty days, and those in an older version's format."""
+    """Remove completed drafts unused for thirty days."""
     now = time.time()
-    stale = [
-        entry
-        for entry in list_entries(cache)
-        if (entry.kind == DRAFT and now - entry.used > UNUSED_SECONDS)
-        or (entry.kind == MODEL and re.fullmatch(OLD_DRAFT, entry.path.name))
-    ]
+    stale = [entry for entry in list_entries(cache) if entry.kind == DRAFT and now - entry.used > UNUSED_SECONDS]
     return [entry for entry in stale if remove_entry(entry) is None]
 
 

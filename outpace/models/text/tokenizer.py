@@ -97,7 +97,7 @@ class Tokenizer:
     def from_folder(cls, path: Path | str) -> Tokenizer:
         """Load the tokenizer of the model folder `path`.
 
-        Raises UserError: no tokenizer.json or tokenizer.model, damaged, or with ids beyond the model's embedding.
+        Raises UserError: no tokenizer.json, damaged, or with ids beyond the model's embedding.
         """
         path = Path(path)
         own = read_optional_json(path / "tokenizer_config.json")
@@ -106,7 +106,8 @@ class Tokenizer:
         stops: list[int] = []
         for name in ("generation_config.json", "config.json"):
             stops = stops or _ids(path / name, read_optional_json(path / name).get("eos_token_id"))
-        raw, file = _load_backend(path, settings)
+        file = path / "tokenizer.json"
+        raw = _load_backend(file)
         rows = config.get("vocab_size")
         try:
             tokenizer = cls(raw, settings, stops, _templates(path, settings))
@@ -267,22 +268,15 @@ class Tokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
-def _load_backend(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
-    """Load the folder's tokenizer; also return its file."""
-    file = path / "tokenizer.json"
+def _load_backend(file: Path) -> tokenizers.Tokenizer:
+    """Load a tokenizer.json."""
     if not exists(file):
-        if exists(path / "tokenizer.model"):
-            from outpace.models.files import sentence_piece
-            from outpace.models.files.gguf import tokenizer as gguf_tokenizer
-
-            file = path / "tokenizer.model"
-            return gguf_tokenizer.build(file, sentence_piece.read_fields(path, settings)).tokenizer, file
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
-        raise UserError(f"{path} holds no tokenizer.json and no tokenizer.model; {advice}")
+        raise UserError(f"{file.parent} holds no tokenizer.json; {advice}")
     check_file(file, MAX_TOKENIZER_BYTES)
     try:
         with _panics_as_errors(f"cannot be made from {file}"):
-            return _parsed(file), file
+            return _parsed(file)
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions

@@ -59,19 +59,13 @@ MAX_DIMENSIONS = 4
 MAX_METADATA_VALUES = 2**24  # in all metadata together; a vocabulary has a million at most
 MAX_ARRAY_DEPTH = 4
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "<u1",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+SCALARS = dict(
+    zip(
+        (*range(8), 10, 11, 12),
+        ["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "<u1", "<u8", "<i8", "<f8"],
+        strict=True,
+    )
+)
 
 
 @dataclass(frozen=True)
