@@ -312,11 +312,8 @@ def test_a_drafter_that_fails_costs_speed_only(ways: Ways, monkeypatch: pytest.M
 class Lucky(gumbel.Gumbel):
     """Picks what it likes."""
 
-    def run(self, logits: Any, rows: Sequence[Any]) -> list[int]:
+    def reduce(self, logits: Any, rows: Sequence[Any]) -> list[int]:
         return [7] * len(rows)
-
-    def _winners(self, scores: np.ndarray, rows: Sequence[Any]) -> list[int | None]:
-        return [None] * len(rows)
 
 
 def test_a_rule_that_is_made_from_another_is_not_taken_for_it(ways: Ways) -> None:

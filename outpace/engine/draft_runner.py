@@ -47,7 +47,7 @@ class DraftRunner:
 
     @property
     def cores(self) -> int:
-        """Number of cores, of those that the target could use, that the worker's drafter uses now."""
+        """Number of the target's cores that the worker's drafter uses now."""
         return self.worker.cores if self.worker is not None and self.worker.is_working else 0
 
     def choose(self, sequence: TokenSequence, name: str | None) -> None:

@@ -7,7 +7,7 @@ all requests. Drafts count with the most that they can hold for a text of that l
 When the budget is used up, kept texts are dropped first; then the scheduler pauses the youngest sequence.
 
 A request that begins like a text in memory (an earlier turn of a chat, a common system prompt, another answer to its
-own prompt) starts from a copy of those keys and values instead of reading them again. In exact mode the copy is bit for
+own prompt) copies those keys and values instead of computing them again. In exact mode the copy is bit for
 bit what reading would give.
 """
 
@@ -48,7 +48,7 @@ class _KeptText:
 
 
 class _SharedRead(NamedTuple):
-    """A sequence that reads `shared` tokens with which another begins, of which `start` are in memory elsewhere."""
+    """A sequence that reads the first `shared` tokens of another text; `start` of them are in memory elsewhere."""
 
     sequence: TokenSequence
     shared: int

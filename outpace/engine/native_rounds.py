@@ -38,7 +38,7 @@ class NativeRounds:
 
     def lookup_sources(self, running: Sequence[TokenSequence]) -> Collection[str] | None:
         """Return the names of the lookup sources that native rounds include, or None where native rounds are not
-        possible: they need a few requests of one drafter, none of which reads its text."""
+        possible: they need a few requests of one drafter that have all read their texts."""
         if (
             self._rest
             or not self._by_name

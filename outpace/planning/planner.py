@@ -268,8 +268,8 @@ class Planner:
         return len(self.lookups) == 1 and self.lookups[0].source.name in names
 
     def plan(self, tree: TokenTree) -> Plan | None:
-        """Return the plan of the next native rounds, none of which is plain in any case; None if there is not exactly
-        one model. Lookups that are made natively are made in every round."""
+        """Return the plan of the next native rounds, or None if there is not exactly one model. Lookups that are made
+        natively are made in every round."""
         if len(self.models) != 1:
             return None
         (model,), context, costs = self.models, self._context, self._costs
