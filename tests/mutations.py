@@ -14,13 +14,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from answer_cache_mutations import RECALL_MUTATIONS
 from file_mutations import FILE_MUTATIONS
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from option_mutations import OPTION_MUTATIONS, key_without
 from part_mutations import PART_MUTATIONS, find_in_parts
 from planner_mutations import PLANNER_MUTATIONS, find_in_planner
-from recall_mutations import RECALL_MUTATIONS
 from rich.console import Console
 from rich.table import Table
 from rule_mutations import RULE_MUTATIONS

@@ -101,7 +101,7 @@ def always_deeper(pays: Original) -> Original:
 
 
 def of_one_source(learn: Original) -> Original:
-    """Whoever grew a node, it counts for the first source."""
+    """Every node counts for the first source, whatever drafter added it."""
 
     def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> Any:
         tree.sources = [test_planner.COPIES.name] * len(tree)
@@ -237,7 +237,7 @@ PLANNER_MUTATIONS = [
         lambda f: lambda self: None,
     ),
     mutation(
-        "planner: nobody tells the others what he asks for",
+        "planner: requests do not share the rows that they choose",
         RequestContext,
         "set_rows",
         lambda f: lambda self, rows: None,

@@ -65,7 +65,7 @@ def runs_of(
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 @pytest.mark.parametrize("stops", [frozenset(), frozenset(range(40, 60))])
 def test_texts_are_those_of_single_rounds(model: NativeLlama, count: int, stops: frozenset[int]) -> None:
-    """With others beside them, behind one another where the batch is full, and up to stop tokens."""
+    """With other requests in the batch, in sequence where the batch is full, and up to stop tokens."""
     asked = requests(count, stop_ids=stops)
     (single, many), (together, few) = (runs_of(model, asked, burst) for burst in (0.0, LONG))
     assert few < many or sum(len(run.tokens) for run in single) < 4 * count
@@ -175,7 +175,7 @@ def _refuses(logits: Any, rows: Sequence[Any]) -> list[int]:
 
 @pytest.mark.parametrize("decoder", [Auto, Speculative])
 def test_the_planner_writes_the_same(model: NativeLlama, decoder: Any) -> None:
-    """Rounds in which nobody drafts follow one another; with drafts between them the text is the same."""
+    """Rounds without drafts may follow one another; with drafts between them the text is the same."""
     asked = requests(3)
     expected = [run.tokens for run in runs_of(model, asked, 0.0)[0]]
     for burst in (0.0, LONG):

@@ -50,10 +50,10 @@ def decode_by(target: Any, drafter: Any, requests: Sequence[Request], **options:
 
 
 def check_told(witness: Witness, target: Toy, texts: Sequence[Sequence[int]]) -> None:
-    """Every word of what was told, against a fresh look at each text; nothing is told twice or missing."""
+    """Compares all feedback with a fresh look at each text; nothing is given twice or missing."""
     needs = witness.needs
     for state, text in zip(witness.states, texts, strict=True):
-        length = len(state.tokens)  # the last round's tokens are told to nobody
+        length = len(state.tokens)  # the last round's tokens are given to no drafter
         assert length > len(state.request.prompt)
         assert state.tokens == [*state.request.prompt, *text][:length]
         for context, top, hidden in state.told:

@@ -1,4 +1,4 @@
-"""What rounds cost: medians, nothing unknown is held to be dear, and a profile brings back what it was made of."""
+"""The cost model: medians, unknown things are assumed to be cheap, and a profile restores what was learnt."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_only_steps_of_the_draft_count_as_such() -> None:
 
 
 def test_what_a_step_takes_is_known_by_the_requests_that_share_it() -> None:
-    """Timed alone it is held to take as long for several; timed with several, what it takes alone says nothing more."""
+    """Timed alone, a step is assumed to take as long for several requests; once timed with several, that counts."""
     costs = CostModel()
     for _ in range(3):
         costs.record_draft(0.9, 1, DRAFT)

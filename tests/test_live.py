@@ -47,7 +47,7 @@ def run(live: LiveModels, trace: Trace, setup: Setup, *ratios: float) -> list[Ou
 
 @pytest.mark.parametrize("length", [1, 3, 6])
 def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
-    """A chain at temperature 0 asks nobody about wrong branches, so the two ways must agree."""
+    """A chain at temperature 0 does not ask about wrong branches, so the two ways must agree."""
     setup = replace(SETUPS["speculative-chain"], lengths=())
     prices = costs.PassCosts("by rows", lambda rows: 5.0 + rows, lambda rows: 1.0)
     mine = _run_live(LiveModels(trace, TARGET, DRAFT), setup, prices, length)

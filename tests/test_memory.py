@@ -40,7 +40,7 @@ class Counting(QuickToy):
 
 
 def slots(count: int, target: Model) -> float:
-    """GiB of so many slots."""
+    """GiB of this number of slots."""
     return count * target.token_bytes / GIB
 
 
@@ -190,7 +190,7 @@ def test_what_a_path_left_is_kept_and_what_an_end_cut_off_is_not(method) -> None
 
 
 def ends_after(end: int) -> Watch:
-    """A watcher that ends the text after so many tokens."""
+    """A watcher that ends the text after a number of tokens."""
     seen: list[int] = []
 
     def watch(tokens: Sequence[int], drafted: int) -> int | None:
@@ -245,7 +245,7 @@ def test_more_requests_than_memory_are_admitted_in_turn() -> None:
 
 
 def test_requests_that_are_over_hold_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked may hold a thousand finished requests: their keys and values count against nobody."""
+    """A caller may hold a thousand finished requests: their keys and values do not count."""
     target, made = Counting(), []
 
     class Seen(ToySession):

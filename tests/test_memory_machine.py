@@ -51,7 +51,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @initialize(slots=st.sampled_from([250, 500, 900]), batch=st.integers(1, 4), beside=st.booleans())
     def start(self, slots: int, batch: int, beside: bool) -> None:
-        """Drafts are grown in turn with the target, or beside it."""
+        """Drafts are grown alternately with the target or in parallel."""
         budget = slots * TARGET.token_bytes / GIB
         options = EngineOptions(nodes=NODES, rows=40, chunk=CHUNK, batch=batch, kv_memory=budget)
         self.slots = slots

@@ -56,7 +56,7 @@ METHODS = [(Autoregressive, "empty"), (Speculative, "model"), (Speculative, "bot
 
 
 def paused() -> Iterator[Any]:
-    """Each method with one rule in turn, with the other in the long tests."""
+    """Each method with one of the rules, with the other in the long tests."""
     for number, (method, drafter) in enumerate(METHODS):
         for place, rule in enumerate(("greedy", "gumbel")):
             yield pytest.param(method, drafter, rule, marks=[pytest.mark.long] if (number + place) % 2 else [])
@@ -145,7 +145,7 @@ def test_a_request_that_cannot_get_its_memory_ends_alone(monkeypatch: pytest.Mon
 
 
 def test_reuse_stays_within_a_key() -> None:
-    """A hit tells by its time what others asked."""
+    """The time of a hit shows what others asked."""
     target = Counting()
     with Engine(target) as engine:
         for key, rows in ((None, 89 + 3), ("a", 89 + 3), ("b", 89 + 3), ("a", 3), (None, 3), ("b", 3)):

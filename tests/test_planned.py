@@ -38,7 +38,7 @@ def test_the_budget_spends_a_share_and_half_of_it_after_each_failure() -> None:
     budget.record_trial("layer", False)
     budget.advance(11.0)
     assert not budget.is_due("layer", 1.0)
-    assert budget.is_due("rows", 1.0), "of each thing apart"
+    assert budget.is_due("rows", 1.0), "of each thing separately"
     budget.advance(11.0)
     assert budget.is_due("layer", 1.0)
     budget.record_trial("layer", True)
@@ -64,7 +64,7 @@ def test_rows_are_taken_while_they_pay(
 
 
 class Leaves:
-    """A candidate cache of which no more is known than its leaves' chances."""
+    """A candidate cache that knows only its leaves' chances."""
 
     missed, layers, is_given_up = True, 0, False
 

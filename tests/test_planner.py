@@ -62,7 +62,7 @@ class World:
         self.place = place_of(rule, budget, self.costs)
 
     def run(self, tokens: int, options: Auto.Options | None = None) -> float:
-        """Writes so many tokens; how much faster that was than plain decoding."""
+        """Writes `tokens` tokens; returns the speedup over plain decoding."""
         coroutine = Auto().decode(self.place, options or Auto.Options())
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
@@ -131,7 +131,7 @@ def test_a_draft_that_is_mostly_right_gains() -> None:
 
 @pytest.mark.parametrize("right", [2, 3])
 def test_the_first_answer_does_not_pay_for_the_planners_ignorance(right: int) -> None:
-    """Rows that nobody has timed are tried from few to many: from many to few cost the first answer a fifth."""
+    """Rows that were never timed are tried from few to many: from many to few costs the first answer a fifth."""
     assert WideWorld(right / 5, lambda place: place % 5 < right, row=0.45, budget=32).run(100) > 1.05
 
 
@@ -226,14 +226,14 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) ->
     world.place.committed = (RIGHT,) * 1000
     world.place.tokens_left = left
     world.costs.expect(DRAFT, 0.1)
-    world.costs.record_prefill(100, 10.0)  # so the draft is held to need 10 seconds, more than one pass
+    world.costs.record_prefill(100, 10.0)  # so the draft is expected to need 10 seconds, more than one pass
     world.run(40)
     assert (world.asked > 0) is is_read
 
 
 def test_what_a_draft_is_worth_is_found_out_in_each_text() -> None:
-    """Ten answers of which the draft knows nothing, ever fewer of which try it in more than one round; then one that
-    it knows gains, although all others lost."""
+    """Ten answers that the draft predicts badly: fewer and fewer try it in more than one round. Then an answer that
+    it predicts well gains, although all others lost."""
     costs = CostModel()
 
     def answer(share: float) -> tuple[float, int]:
@@ -349,7 +349,7 @@ def chosen_rows(planner: Any, place: Any, chance: float, nodes: int) -> int:
 
 
 def test_requests_share_the_rows_that_cost_little() -> None:
-    """Up to eight rows cost nothing, each beyond them half a pass: four requests, each of which would take all eight,
+    """Up to eight rows cost nothing, each further one half a pass. Each of four requests would take all eight,
     take eight together, in the first round already."""
     costs, load = CostModel(), BatchRows(4)
     for _ in range(3):
@@ -423,7 +423,7 @@ def test_a_crowd_remembers_for_the_next_request_that_trials_failed() -> None:
 
 
 def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
-    """Only plain rounds of eight were timed: nobody can say that they are a crowd."""
+    """Only plain rounds of eight were timed, which does not show that they are a crowd."""
     costs = CostModel()
     for _ in range(40):
         costs.record_round(8, 8, 8, 6.0, 0.0)

@@ -15,7 +15,7 @@ WHICH = st.integers(0, 1 << 16)
 
 
 class Holding:
-    """Whoever holds the first `length` tokens of a text that may grow."""
+    """A holder of the first `length` tokens of a text that may grow."""
 
     def __init__(self, tokens: list[int], key: str | None) -> None:
         self.text, self.length = HashedTokens(tokens, key), 0

@@ -88,7 +88,7 @@ def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
 def test_a_prompt_that_shares_little_leaves_the_text_that_it_begins_like(
     tiny: Loaded, shared: int, rest: int, kept: int
 ) -> None:
-    """As those of a chat that have no more in common than a system prompt: each is found again. What is short beside
+    """As those of a chat that share only a system prompt: each is found again. What is short relative to
     the beginning that both share, as a question behind a document, is not worth a second copy of that."""
     system, rule = tuple(3 + number % 190 for number in range(shared)), make_request((1,)).rule
     prompts = [(*system, *(first + number % 30 for number in range(rest))) for first in (200, 240)]

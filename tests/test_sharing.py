@@ -1,4 +1,4 @@
-"""How a pass is shared by prompts, and that one request's fault is nobody else's."""
+"""How prompts share a pass, and that one request's fault does not affect the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_room_is_time_and_nobody_reads_more_than_is_left(
     assert sum(taken) <= room + prefill_time(unread[0], least, slope) + longest
     if slope == 0.0 and len(unread) == 1 and not is_awaited:
         assert given_ == [min(unread[0].tokens, room)], "alone it has all of it"
-    assert max(taken[1:], default=0.0) <= room - room // 2 + longest, "half at most beside others"
+    assert max(taken[1:], default=0.0) <= room - room // 2 + longest, "half at most while others are read"
     is_whole = given_[0] == unread[0].tokens
     assert is_whole or prefill_time(unread[0], given_[0] + 1, slope) > room / 3, "a third is the oldest's"
 

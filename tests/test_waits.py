@@ -197,7 +197,7 @@ class Leaves(QuickToy):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_while_the_drafter_rests_the_target_has_all_cores(shared: bool) -> None:
-    """On one device `planned` drafts in turn, so that its drafter has a core of its own in few passes."""
+    """On one device `planned` alternates with the target, so that its drafter has a core of its own in few passes."""
     target = Leaves(16, 3, 5)
     worker = InlineWorker(make_drafter("model", target, width=2), SimulatedClock(lambda: 1.0, lambda rows: 5.0))
     worker.cores, worker.clock.shared = 1, shared

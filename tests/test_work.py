@@ -197,7 +197,7 @@ def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
     outcome = run(target, requests_of(1, 30), "card", worker=worker, just_in_time=0)
     rounds = len(outcome.steps[0])
     assert target.work["passes"] == 1 + rounds < 1 + 30
-    assert draft.work["passes"] <= 4 * (1 + rounds), "four forwards beside every pass"
+    assert draft.work["passes"] <= 4 * (1 + rounds), "four forwards during every pass"
     assert draft.work["passes"] >= rounds
 
 

@@ -25,7 +25,7 @@ REQUESTS = [make_request((3, 1, 4), max_tokens=40), make_request((7,), "gumbel",
 
 
 def simulated(method: str, alpha: float, length: int, ratio: float, width: int = 1, tokens: int = 4000) -> Outcome:
-    """So many tokens of a pair whose every place is accepted with chance `alpha`, of its own."""
+    """`tokens` tokens of a pair that accepts each token independently with chance `alpha`."""
     scripts = index_trace(synthetic_trace(alpha, 2, tokens // 2))
     options = {"width": width, "tree_nodes": 4096, "floor": 0.0}
     return run_setup(scripts, Setup(method, method, method, 64, options), costs.by_ratio(ratio), 2, length)
@@ -45,7 +45,7 @@ def test_pearl_gives_what_its_formula_says(alpha: float, gamma: int) -> None:
 
 
 def outcome_chances(alpha: float, length: int) -> list[float]:
-    """Of all outcomes: so many tokens accepted, and this one of the draft's ranks written next; likeliest first."""
+    """All outcomes (number of accepted tokens, rank of the draft's token that is written next), likeliest first."""
     ranks = [alpha * (1 - alpha) ** rank for rank in range(60)]
     inside = [alpha**count * chance for count in range(length) for chance in ranks[1:]]
     return sorted([*inside, *(alpha**length * chance for chance in ranks)], reverse=True)
@@ -94,7 +94,7 @@ def test_a_perfect_drafter_is_waited_for(method: str, worker: str, monkeypatch: 
 
 
 def grown(orders: DraftDirectives, forwards: int = 50) -> TokenTree:
-    """The tree of a drafter that was given these orders, after so many forwards at most."""
+    """The tree of a drafter that was given these directives, after at most this number of forwards."""
     loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
     loop.inbox.put(Open(0, REQUESTS[0]))
     loop.inbox.put(Configure(0, orders))

@@ -174,7 +174,7 @@ def test_the_latest_text_that_begins_so_is_found() -> None:
     known = filled((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 9))
     assert known.find(asked(1, 2, 3)) == (5, 6)
     assert known.find(asked(1)) == (9,)
-    assert known.find(asked(1, 2, 3, 4)) == ()  # nothing stands behind it
+    assert known.find(asked(1, 2, 3, 4)) == ()  # nothing follows it
     assert known.find(asked(2, 3)) == ()
     assert known.find(asked(1, 2, 3, 5, 6, 7)) == ()
 

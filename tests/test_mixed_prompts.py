@@ -1,5 +1,5 @@
-"""A long prompt beside short ones, on a clock that passes move by what they read: who waits for whom, and that the
-texts are what they are alone."""
+"""A long prompt among short ones, on a clock that passes advance by the tokens they read: who waits for whom, and the
+texts are those of single requests."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_draft_reads_a_long_text_in_pieces_while_others_wait() -> None:
     long, short = make_request(prompt(1500), max_tokens=40), make_request(prompt(9), max_tokens=40)
     alone, whole = draft([long])
     beside, pieces = draft([long, short])
-    assert max(whole) > 1500, "at once where nobody waits"
+    assert max(whole) > 1500, "at once where no request waits"
     assert max(pieces) < 256 + 100, "a chunk a step, and what is drafted for the other"
     assert sum(count > 256 for count in pieces) >= 5
     assert beside[0] == alone[0]

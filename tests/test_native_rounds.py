@@ -1,4 +1,4 @@
-"""Whole rounds that the native kernels carry out: the trees and texts of rounds that are asked for step by step."""
+"""Native rounds: their trees and texts equal those of rounds that the engine runs step by step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draft(target: NativeLlama) -> NativeLlama:
 
 @pytest.fixture
 def stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is timed: whoever plans goes by what he is told."""
+    """Nothing is timed, so that all planners use the stated times."""
 
     def seen(costs: CostModel, *_: object, is_first: bool = True) -> None:
         costs._planned_at = costs.num_rounds if is_first else costs._planned_at
@@ -195,8 +195,8 @@ def test_rounds_are_those_that_are_asked_for_step_by_step(
     "options", [{}, SAMPLED, SAMPLED | FILTERED | {"seed": 2**63 - 1, "choice": 2**70}, ADJUSTED, SAMPLED | ADJUSTED]
 )
 def test_texts_are_plain_decodings(ways: Ways, count: int, stops: frozenset[int], options: dict[str, Any]) -> None:
-    """Some rounds in a step, with others beside them, behind one another where the batch is full, up to stop tokens;
-    greedy ones beside those that are sampled."""
+    """Some rounds in a step, with other requests, in sequence where the batch is full, up to stop tokens;
+    greedy requests batched with sampled ones."""
     requests = asked(count, **({"stop_ids": stops} | options))
     requests[1::2] = asked(count, stop_ids=stops)[1::2]
     single, many = ways.runs(requests, carries=True)
@@ -283,7 +283,7 @@ def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
     ],
 )
 def test_who_asks_for_more_than_picked_tokens_is_served_step_by_step(ways: Ways, options: dict[str, Any]) -> None:
-    """And so is who writes beside."""
+    """And so does the other request in the batch."""
     request, other = make_request([5, 6, 7, 5, 6], max_tokens=25, **options), asked(1)[0]
     ways.runs([request], carries=True)
     assert not ways.carried
@@ -492,9 +492,9 @@ def test_what_is_noted_of_rounds_is_what_they_were(ways: Ways, monkeypatch: pyte
             TARGET
         )
         rest = iter([*steps[:-1], (steps[-1][0], max(steps[-1][1], walked[-1][1]))])
-        assert all(one in rest for one in walked), "what was carried out is not in the record, in its order"
+        assert all(one in rest for one in walked), "a native round is missing in the record, or out of order"
         rest = iter(steps)
-        assert all(one in rest for one in noted), "what the costs were told is not in the record, in its order"
+        assert all(one in rest for one in noted), "a recorded cost is missing in the record, or out of order"
         assert len(noted) >= len(walked) - 2
 
 

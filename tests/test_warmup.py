@@ -73,7 +73,7 @@ def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
 
 
 class Capturing(Counting):
-    """Takes a second for its first pass over so many rows, in which it sets something up; a millisecond for others."""
+    """Takes a second for its first pass over each number of rows, which it captures; a millisecond for others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,26 +30,26 @@ def picked_anyhow(_: Original) -> Any:
 
 
 RECALL_MUTATIONS: list[Mutation] = [
-    mutation("recall: nothing is kept", AnswerCache, "store", nothing, "test_recall.py::test_memory_is_bounded"),
+    mutation("recall: nothing is kept", AnswerCache, "store", nothing, "test_answer_cache.py::test_memory_is_bounded"),
     mutation(
         "recall: another key's texts are offered",
         AnswerCache,
         "find",
         of_all_keys,
-        "test_recall.py::test_others_are_offered_nothing",
+        "test_answer_cache.py::test_others_are_offered_nothing",
     ),
     mutation(
         "recall: what was typed is offered again",
         AnswerCache,
         "find",
         from_the_beginning,
-        "test_recall.py::test_who_types_on_what_was_written_is_offered_the_rest",
+        "test_answer_cache.py::test_who_types_on_what_was_written_is_offered_the_rest",
     ),
     mutation(
         "recall: texts that were picked by other noise are offered",
         answer_cache,
         "_way",
         picked_anyhow,
-        "test_recall.py::test_others_are_offered_nothing",
+        "test_answer_cache.py::test_others_are_offered_nothing",
     ),
 ]
