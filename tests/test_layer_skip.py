@@ -314,7 +314,7 @@ def test_what_cannot_leave_out_sublayers_is_refused_by_name() -> None:
         layer_skip.build(Options(), given=BuildContext(target=gpt))
     with pytest.raises(UserError, match="drafts on the target's own session, a worker has none"):
         layer_skip.build(Options(), given=BuildContext())
-    with pytest.raises(UserError, match="the target has 2 layers, of which a search keeps the first and the last"):
+    with pytest.raises(UserError, match="the target has 2 layers, and a search keeps the first and the last"):
         layer_skip.build(Options(), given=BuildContext(target=llama(replace(DEEP, num_layers=2))))
     assert layer_skip.build(Options(skip_mlp="1"), given=BuildContext(target=llama(replace(DEEP, num_layers=2))))
     inflated = llama(TINIES["tiny"])

@@ -62,7 +62,7 @@ Message = Open | Correct | Configure | Pause | Resume | Close
 
 @dataclass
 class DraftedRequest:
-    """One request on the drafter's side. Its tree may lag behind the target's root, never the reverse. `published`:
+    """One request on the drafter's side. Its root may be older than the target's, never the reverse. `published`:
     number of nodes that were returned in layers. `layers`: grown since the last directives."""
 
     state: Any

@@ -2,7 +2,7 @@
 
 The owner starts a new interpreter with one end of a socket pair as standard input; nothing else is shared.
 `multiprocessing.Process` would run the user's main script again in the child, load the models there a second time, and
-leave a resource tracker behind. In the child one thread reads, so that messages arrive while the drafter works; it ends
+start a resource tracker. In the child one thread reads, so that messages arrive while the drafter works; it ends
 the process when the owner is gone.
 """
 

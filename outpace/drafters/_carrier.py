@@ -115,20 +115,24 @@ class CopiesText:
 
 
 class PartCarrier(Carrier):
-    """Like `ModelCarrier`, for a drafter that shares its tree with others, one of which may copy from the text."""
+    """Like `ModelCarrier`, for a drafter that shares its tree with others, one may copy from the text."""
 
     def __init__(
-        self, inner: ModelCarrier, told: Callable[[Any, int], Any], number: int, copier: tuple[int, CopiesText] | None
+        self,
+        inner: ModelCarrier,
+        observed: Callable[[Any, int], Any],
+        number: int,
+        copier: tuple[int, CopiesText] | None,
     ) -> None:
-        """`told(state, number)`: returns a part's state after it has observed everything pending; `number` is the
+        """`observed(state, number)`: returns a part's state after it has observed everything pending; `number` is the
         model's part. `copier`: number and drafter of the part that copies."""
-        self._inner, self._told, self._number, self._copier = inner, told, number, copier
+        self._inner, self._observed, self._number, self._copier = inner, observed, number, copier
         self.copied = () if copier is None else (copier[1].name,)
 
     def carry(
         self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
     ) -> list[list[Carried]]:
-        parts = [self._told(state, self._number) for state in states]
+        parts = [self._observed(state, self._number) for state in states]
         copied = []
         for state, part, one in zip(states, parts, asked, strict=True):
             copied.append(self._copies(state, part.tokens) if one.ask.plan.copies else NO_COPIES)
@@ -142,4 +146,4 @@ class PartCarrier(Carrier):
         """Return the native lookup drafter for a request's text."""
         assert self._copier is not None
         number, copier = self._copier
-        return copier.copied(self._told(state, number), text, self._inner.pair.copies)
+        return copier.copied(self._observed(state, number), text, self._inner.pair.copies)

@@ -116,7 +116,7 @@ class TreeExpander:
     """Expands the best nodes of every tree, at most `width` per tree and forward.
 
     A tree is not expanded beyond `tree_nodes` nodes, nor below nodes with a path probability under `floor`. With a
-    `window`, a session starts at the last `window` tokens of the text, and starts anew before it exceeds `_FULL` times
+    `window`, a session starts at the last `window` tokens of the text, and starts again before it exceeds `_FULL` times
     that.
     """
 
@@ -267,27 +267,27 @@ class TreeExpander:
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
         """Read one chunk for each request that lacks more while others wait; return the places of these requests."""
-        behind = set[int]()
+        lagging = set[int]()
         for place, state in enumerate(states):
             if state.has_other_requests and not self._on_base:
                 self.begin(state)
                 if state.missing > CHUNK:
-                    behind.add(place)
-        if behind:
-            self._read_chunk([states[place] for place in sorted(behind)])
-        return behind
+                    lagging.add(place)
+        if lagging:
+            self._read_chunk([states[place] for place in sorted(lagging)])
+        return lagging
 
     def _catch_up(self, states: Sequence[ExpansionState]) -> None:
         """Read the committed tokens that sessions lack, except the last chunk, which is read with the frontier."""
-        behind = []
+        lagging = []
         for state in states:
             if not state.session.pending:  # otherwise nothing is missing
                 self.begin(state)
                 if state.missing > CHUNK:
-                    behind.append(state)
-        while behind:
-            self._read_chunk(behind)
-            behind = [state for state in behind if state.missing > CHUNK]
+                    lagging.append(state)
+        while lagging:
+            self._read_chunk(lagging)
+            lagging = [state for state in lagging if state.missing > CHUNK]
 
     def _read_chunk(self, states: Sequence[ExpansionState]) -> None:
         """Read the next chunk of missing committed tokens."""

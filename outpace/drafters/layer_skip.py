@@ -183,7 +183,7 @@ def searchable_layers(num_layers: int) -> range:
     """Return the layers that a search may skip: all but the first and the last. UserError if there are none."""
     if num_layers < 3:
         raise UserError(
-            f"the target has {num_layers} layers, of which a search keeps the first and the last: name what is left out"
+            f"the target has {num_layers} layers, and a search keeps the first and the last: name the layers to skip"
             " with skip_attention or skip_mlp"
         )
     return range(1, num_layers - 1)

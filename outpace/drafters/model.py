@@ -188,7 +188,7 @@ class ModelDrafter(Drafter):
         self._grower.configure(state, orders)
 
     def begin_concurrent(self) -> None:
-        self._ahead.is_beside = True
+        self._ahead.is_concurrent = True
 
     def on_root_moved(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
         self._ahead.on_root_moved(state, RootMove(path, tokens, root_id))

@@ -26,7 +26,7 @@ _COUNTED = 64  # match length beyond which a copy is no more certain
 @dataclass(frozen=True)
 class Options:
     """`longest`: most trailing tokens to match, fewer if there is no match; `copies`: tokens copied of each match;
-    `branches`: most different copies; `places`: number of places examined, at least `branches`, of which those with the
+    `branches`: most different copies; `places`: number of places examined, at least `branches`; those with the
     longest matches are copied; `least_chance`: tokens that are less likely to be reached are not proposed, 0: all are,
     whatever came true in other answers; `window`: number of trailing tokens of the text in which matches are sought."""
 

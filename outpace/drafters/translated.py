@@ -140,9 +140,9 @@ class TranslatedDrafter(Drafter):
 
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
         """Read the tokens that the sessions lack, except the last chunk."""
-        while behind := [state for state in states if len(state.wanted) - len(state.read) > _CHUNK]:
-            self._model.score_held([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in behind])
-            for state in behind:
+        while lagging := [state for state in states if len(state.wanted) - len(state.read) > _CHUNK]:
+            self._model.score_held([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in lagging])
+            for state in lagging:
                 _commit(state)
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
@@ -327,7 +327,7 @@ class ByText(TranslatedDrafter):
         state.proposed = {}
 
     def lives(self, state: ByTextState, seen: Observation, text: Sequence[int]) -> bool:
-        """Return False: it drafts anew, and tokens in common with the text need not be read again."""
+        """Return False: it drafts from the start, and tokens in common with the text need not be read again."""
         state.own = []
         return False
 
