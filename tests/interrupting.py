@@ -1,4 +1,4 @@
-"""Interrupts at chosen moments of what runs in this thread."""
+"""Interrupts at chosen moments of this thread."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TAKEN_EVENTS = ("call", "c_return")  # where a handler of signals may run; the o
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected in the block, so that no interrupt comes while another test's object is: there it would
-    be reported as that test's, and leave the object half finalized."""
+    """Disable garbage collection in the block: an interrupt during the finalization of another test's object would be
+    reported for that test."""
     gc.disable()
     try:
         yield
@@ -25,8 +25,8 @@ def uncollected() -> Iterator[None]:
 
 
 class Interrupt:
-    """Raises a KeyboardInterrupt at the `first`th beginning or end of a call, which is where the interpreter takes it,
-    and another one `then` lines later (0: none). `events`: those of `sys.setprofile` that count."""
+    """Raises KeyboardInterrupt at the `first`th start or end of a call, where the interpreter handles signals, and
+    another one `then` lines later (0: none). `events` are the counted events of `sys.setprofile`."""
 
     def __init__(self, first: int, then: int = 0, events: Sequence[str] = ANY_EVENT) -> None:
         self._calls, self._lines, self._events, self.came = first, then, events, False

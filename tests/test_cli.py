@@ -1,4 +1,4 @@
-"""The command line on a tiny random model: what it prints, and how it refuses. Nothing here asserts a speed."""
+"""The command line on a tiny random model: output and errors. No test asserts a speed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command: exit code, stdout, stderr."""
+    """Run a command; return exit status, stdout and stderr."""
     monkeypatch.setenv("OUTPACE_CACHE", str(tiny.parent / "cache"))
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -58,7 +58,7 @@ def generate(run: Run, tiny: Path, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-def test_generate_prints_the_text_on_stdout_and_the_figures_on_stderr(run: Run, tiny: Path) -> None:
+def test_generate_prints_text_to_stdout_and_statistics_to_stderr(run: Run, tiny: Path) -> None:
     found = generate(run, tiny, "--dtype", "float32")
     assert (set(found), found["precision"]) == (FIELDS, "float32")
     code, out, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--dtype", "float32")
@@ -80,14 +80,14 @@ def test_every_method_writes_the_same(run: Run, tiny: Path, drawn: tuple[str, ..
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_options_of_parts_may_stand_anywhere(run: Run, tiny: Path, place: int) -> None:
+def test_passed_through_options_may_be_anywhere(run: Run, tiny: Path, place: int) -> None:
     words = ["generate", "--max-tokens=4", PROMPT, "--target", str(tiny)]
     words[1 + place : 1 + place] = ["--copies", "3", "--deepest=2"]
     code, _, err = run(*words)
     assert (code, "auto" in err) == (0, True)
 
 
-def test_after_two_dashes_everything_is_the_prompt(run: Run, tiny: Path) -> None:
+def test_two_dashes_end_the_options(run: Run, tiny: Path) -> None:
     code, _, err = run("generate", "--raw", "--target", str(tiny), "--max-tokens", "2", "--", "--copies")
     assert (code, "cut at 2 tokens" in err) == (0, True)
 
@@ -168,19 +168,19 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
         (["demo", "--rounds", "0"], "rounds is 0"),
     ],
 )
-def test_a_bad_command_too(run: Run, words: list[str], said: str) -> None:
+def test_a_bad_command_is_one_sentence_and_exit_2(run: Run, words: list[str], said: str) -> None:
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert said in err
 
 
-def test_a_prompt_of_no_or_too_many_tokens(run: Run, tiny: Path) -> None:
+def test_an_empty_and_a_too_long_prompt(run: Run, tiny: Path) -> None:
     assert "no tokens" in run("generate", "", "--raw", "--target", str(tiny))[2]
     code, _, err = run("generate", "0123456789" * 20, "--raw", "--target", str(tiny))
     assert (code, "context holds 128" in err) == (2, True)
 
 
-def test_a_torn_file_and_a_draft_that_does_not_fit(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_and_a_draft_that_does_not_fit(run: Run, tiny: Path, tmp_path: Path) -> None:
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(tiny.read_bytes()[: tiny.stat().st_size // 2])
     code, _, err = run("generate", "x", "--target", str(torn))
@@ -193,9 +193,7 @@ def test_a_torn_file_and_a_draft_that_does_not_fit(run: Run, tiny: Path, tmp_pat
 
 
 @pytest.mark.parametrize("method", ["speculative", "card"])
-def test_a_drafter_that_fails_is_one_warning(
-    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_failing_drafter_is_one_warning(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     expected = generate(run, tiny, "--method", "autoregressive", "--dtype", "float32")["text"]
 
     def fail(*_: object) -> list[int]:
@@ -219,7 +217,7 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XDG_CACHE_HOME=/dev/null, for one."""
+    """For example with XDG_CACHE_HOME=/dev/null."""
     monkeypatch.setattr("outpace.planning.profile.cache_folder", lambda: Path("/dev/null/outpace"))
     code, _, err = run("generate", PROMPT, "--target", str(tiny), "--draft", str(tiny), "--max-tokens", "4")
     assert code == 0
@@ -228,7 +226,7 @@ def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.Mon
     assert "UserWarning" not in err
 
 
-def test_methods_lists_every_part(run: Run) -> None:
+def test_methods_lists_all(run: Run) -> None:
     found = json.loads(run("methods", "--json")[1])
     assert {"card", "speculative", "autoregressive"} <= {method["name"] for method in found["decoders"]}
     shown, said = run("methods")[1:]
@@ -239,7 +237,7 @@ def test_methods_lists_every_part(run: Run) -> None:
     assert "outpace methods NAME" in said
 
 
-def test_methods_of_a_name_are_shown_in_full(run: Run) -> None:
+def test_methods_with_names(run: Run) -> None:
     shown = run("methods", "speculative", "greedy")[1]
     assert "--draft-length 4" in shown
     assert "argmax for each row" in shown
@@ -249,7 +247,7 @@ def test_methods_of_a_name_are_shown_in_full(run: Run) -> None:
     assert "leave out --markdown or the names" in run("methods", "card", "--markdown")[2]
 
 
-def test_each_help_is_one_line_and_each_paper_its_own() -> None:
+def test_each_method_has_a_one_line_help_and_a_paper() -> None:
     for kind in registry.KINDS:
         for method in (registry.describe(kind, name) for name in registry.names(kind)):
             first = (registry.find(kind, method.name).__doc__ or "").splitlines()[0]
@@ -270,7 +268,7 @@ def test_each_help_is_one_line_and_each_paper_its_own() -> None:
         ("auto", None, "these times are not kept: the cache folder cannot be written"),
     ],
 )
-def test_tune_says_what_comes_of_it(
+def test_tune_reports_the_result(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, path: Path | None, said: str
 ) -> None:
     found = TuneResult({1: 0.01}, None, {"autoregressive": 100.0}, chosen, path, {}, TuneOptions())
@@ -279,7 +277,7 @@ def test_tune_says_what_comes_of_it(
     assert (code, said in err) == (0, True)
 
 
-def test_doctor_without_a_model_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_without_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setitem(doctor_file.EXTRAS, "none", ("nothing", ("json", "no_such_module")))
     code, out, _ = run("doctor", "--json")
@@ -303,7 +301,7 @@ def test_doctor_has_a_line_for_each_extra() -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.002, "0.50 times the floor (memory is"), (0.008, "2.00 times the floor")]
 )
-def test_doctor_calls_the_floor_an_estimate(seconds: float, said: str) -> None:
+def test_doctor_calls_the_memory_limit_an_estimate(seconds: float, said: str) -> None:
     model = {"name": "m", "weight_bytes": 10**6, "precision": "int8", "instruction_set": "avx2", "notice": None}
     model |= {"exact": True, "row_counts": [], "floor_seconds": 0.004, "pass_seconds": seconds}
     rows = dict(doctor_file._default_model(model))

@@ -1,4 +1,4 @@
-"""Chat, demo, and what happens on Ctrl-C and on a closed pipe. Nothing here asserts a speed."""
+"""Output of chat and demo. No test asserts a speed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def answer(text: str, *tokens: int, seconds: float = 1.0) -> Result:
     return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, summarize([]))
 
 
-def test_color_marks_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_tokens_are_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     terminal = Console(file=file, force_terminal=True, color_system="standard", highlight=False, markup=False)
     monkeypatch.setattr(display, "stdout", lambda: terminal)
@@ -52,7 +52,7 @@ def test_color_marks_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printable("a\tb\n\x07\x9b é") == "a\tb\n é"
 
 
-def test_a_bar_only_on_a_terminal_and_only_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_needs_a_terminal_and_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(is_terminal: bool, **options: Any) -> str:
         file = io.StringIO()
         monkeypatch.setattr(display, "stderr", lambda: Console(file=file, force_terminal=is_terminal))
@@ -64,7 +64,7 @@ def test_a_bar_only_on_a_terminal_and_only_when_it_takes_long(monkeypatch: pytes
     assert shown(False, after=0.0) == shown(True, after=0.0, quiet=True) == shown(True, after=60.0) == ""
 
 
-def test_where_two_texts_part() -> None:
+def test_the_first_difference_of_texts() -> None:
     one, same = answer("x", 1, 2, 3), answer("x", 1, 2, 3)
     assert Comparison("", [one], {"card": [same]}).differs_at is None
     assert Comparison("", [one], {"card": [answer("y", 1, 5, 3)]}).differs_at == 1
@@ -72,7 +72,7 @@ def test_where_two_texts_part() -> None:
     assert Comparison("", [answer("", 7, 1), one], {"card": [answer("", 7, 1), one]}).differs_at == 0
 
 
-def test_times_that_cannot_be_right_are_said() -> None:
+def test_implausible_times_are_reported() -> None:
     four_a_pass = summarize([RoundStats(drafted=3, accepted=3, emitted=4)])
     slow, fast = answer("", *range(10), seconds=2.0), answer("", *range(10), seconds=1.0)
     card = replace(fast, figures=four_a_pass)

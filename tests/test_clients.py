@@ -1,4 +1,4 @@
-"""Clients that others wrote, against a real server: the two most used ones here, all of them by `make test-clients`."""
+"""The two most used third-party clients against a real server; `make test-clients` runs all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLIENTS = ("openai_client", "anthropic_client")
 
 @pytest.fixture(scope="module")
 def environments() -> None:
-    """They are made before a server is started; where nothing can be installed, nothing can be tested."""
+    """Make the environments before a server is started; skip if packages cannot be installed."""
     spec = importlib.util.spec_from_file_location("run_clients", RUN)
     assert spec is not None
     assert spec.loader is not None

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("dtypes", "how"), in_turn([("int8", "float32"), ("float32", "int8"), ("auto", "bfloat16")], METHODS), ids=str
 )
-def test_a_draft_has_a_precision_of_its_own(folder: Path, dtypes: tuple[str, str], how: str) -> None:
+def test_a_draft_can_have_its_own_precision(folder: Path, dtypes: tuple[str, str], how: str) -> None:
     for temperature in (0.0, 1.0):
         asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
         with outpace.load(folder, dtype=dtypes[0], method="autoregressive") as llm:
@@ -55,7 +55,7 @@ def test_a_draft_has_a_precision_of_its_own(folder: Path, dtypes: tuple[str, str
 
 
 @needs_kernels
-def test_a_draft_without_a_precision_has_its_targets(folder: Path) -> None:
+def test_the_default_precision_of_a_draft(folder: Path) -> None:
     for dtype in ("int8", "int4", "bfloat16"):
         with outpace.load(folder, folder, dtype=dtype) as llm:
             assert llm.draft.precision == llm.target.precision == dtype
@@ -64,7 +64,7 @@ def test_a_draft_without_a_precision_has_its_targets(folder: Path) -> None:
 
 
 @needs_kernels
-def test_the_command_line_has_a_flag_for_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_draft_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ModelFlags(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
         assert (llm.target.precision, llm.draft.precision) == ("int8", "float32")
     arguments = ["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "4", "--json"]
@@ -79,7 +79,7 @@ def test_the_command_line_has_a_flag_for_it(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("own", [{"draft_dtype": "bfloat16"}, {"draft_device": "meta"}], ids=str)
-def test_layers_of_the_target_have_nothing_of_their_own(folder: Path, own: dict[str, str]) -> None:
+def test_target_layers_share_device_and_precision(folder: Path, own: dict[str, str]) -> None:
     says = "layers:0 has the target's own weights, .*leave out draft_device and draft_dtype"
     with pytest.raises(UserError, match=says):
         outpace.load(folder, "layers:0", **own)
@@ -88,7 +88,7 @@ def test_layers_of_the_target_have_nothing_of_their_own(folder: Path, own: dict[
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("int8", marks=needs_kernels), *FLOATS])
-def test_every_model_tells_its_precision(folder: Path, dtype: str) -> None:
+def test_every_model_reports_its_precision(folder: Path, dtype: str) -> None:
     target = load_model(folder, dtype=dtype)
     made_by_hand = Loaded(target.model, target.tokenizer, "by hand")
     assert [one.precision for one in (target, load_draft("layers:0", target), made_by_hand)] == [dtype] * 3
@@ -100,7 +100,7 @@ def test_every_model_tells_its_precision(folder: Path, dtype: str) -> None:
     )
 
 
-def test_options_may_be_given_whole_or_by_name(folder: Path) -> None:
+def test_options_as_a_record_or_by_name(folder: Path) -> None:
     whole = LoadOptions(runtime="llama", dtype="bfloat16")
     for loaded in (
         load_model(folder, whole),
@@ -115,14 +115,14 @@ def test_options_may_be_given_whole_or_by_name(folder: Path) -> None:
     assert again().precision == "bfloat16"
 
 
-def test_a_draft_shares_its_targets_options_but_its_cost_and_its_map() -> None:
+def test_the_load_options_of_a_draft() -> None:
     target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True, inflate=3)
     expected = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True)
     assert target.of_draft() == LoadOptions(**vars(target) | {"device_map": "auto"}).of_draft() == expected
     assert target.of_draft("cpu", "float32") == LoadOptions(exact=False, dtype="float32", trust_remote_code=True)
 
 
-def test_values_of_other_libraries_are_taken(folder: Path) -> None:
+def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
     class Named:
         """A path of yet another library."""
 
@@ -164,20 +164,20 @@ def test_values_of_other_libraries_are_taken(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None:
     for refuse in (LoadOptions, lambda **given: outpace.load("nowhere", **given)):
         with pytest.raises(UserError, match=says):
             refuse(**options)
 
 
-def test_a_name_that_no_part_knows_is_refused(folder: Path) -> None:
+def test_unknown_option_names_are_refused(folder: Path) -> None:
     with pytest.raises(TypeError, match="runtme"):
         load_model(folder, runtme="llama")
     with pytest.raises(UserError, match="runtme"):
         outpace.load(folder, runtme="llama")
 
 
-def test_flags_are_those_of_the_options_with_their_defaults() -> None:
+def test_flags_have_the_defaults_of_the_options() -> None:
     flags = inspect.signature(generate).parameters
     for field in fields(LoadOptions):
         assert (field.name in LOAD_FLAGS) == (field.name in flags), field.name

@@ -1,4 +1,4 @@
-"""`outpace chat --url`: the conversation with a server, ours and any that is worse."""
+"""`outpace chat --url`: conversations with the own server and with faulty ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_conversation_with_a_server(site: Served, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("flag", ["--method=card", "--draft-length=3", "--dtype=float32"])
-def test_a_flag_of_models_loaded_here_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_flags_of_local_models_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert chat("hello\n", monkeypatch, "--url", "http://127.0.0.1:1", flag) == 2
     assert f"leave out {flag.partition('=')[0]}" in capsys.readouterr().err
 
@@ -65,13 +65,13 @@ def test_a_flag_of_models_loaded_here_is_refused(flag: str, monkeypatch: pytest.
         ("http://127.0.0.1:1", "no answer from 127.0.0.1"),
     ],
 )
-def test_a_wrong_address_is_told(url: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_wrong_addresses(url: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert chat("hello\n", monkeypatch, "--url", url) == 2
     assert says in capsys.readouterr().err
 
 
 class Odd(http.server.BaseHTTPRequestHandler):
-    """Answers with what the path says."""
+    """Sends the status and body that the path requests."""
 
     replies: ClassVar[dict[str, tuple[int, bytes]]] = {}
 
@@ -111,13 +111,13 @@ def odd() -> Iterator[str]:
         (500, b"oh", "status 500"),
     ],
 )
-def test_an_odd_server_is_told(odd: str, status: int, body: bytes, says: str) -> None:
+def test_other_servers(odd: str, status: int, body: bytes, says: str) -> None:
     Odd.replies = {"/v1/models": (status, body)}
     with pytest.raises(UserError, match=says):
         RemoteModel(odd, None, None)
 
 
-def test_an_error_in_a_stream_is_told(odd: str) -> None:
+def test_an_error_in_a_stream(odd: str) -> None:
     stream = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\ndata: {"error": {"message": "no more"}}\n\n'
     Odd.replies = {"/base/v1/chat/completions": (200, stream)}
     shown: list[str] = []

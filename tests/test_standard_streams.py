@@ -1,4 +1,4 @@
-"""A disk that is full, a stream that is closed, a reader that has gone: a sentence, or silence, never a traceback."""
+"""Full disks, closed streams and broken pipes end in one sentence or in silence, never in a traceback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def environment(tiny: Path) -> dict[str, str]:
 
 @pytest.fixture
 def outpace(tiny: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the program with its standard streams as a shell's redirections give them."""
+    """Run the program with the redirections of a shell."""
 
     def run(arguments: tuple[str, ...], redirections: str = "") -> subprocess.CompletedProcess[str]:
         words = [str(tiny) if word == "TINY" else word for word in arguments]
@@ -65,7 +65,7 @@ def test_an_output_for_reading_only(outpace: Any) -> None:
 
 
 @pytest.mark.parametrize("redirections", ["2>&-", "2> /dev/full"])
-def test_errors_that_nobody_can_be_told(outpace: Any, redirections: str) -> None:
+def test_stderr_that_cannot_be_written(outpace: Any, redirections: str) -> None:
     assert outpace(("--version",), redirections).stdout.startswith("outpace ")
     done = outpace(("--nonsense",), redirections)
     assert (done.returncode, done.stdout) == (2, "")
@@ -79,7 +79,7 @@ def test_errors_that_nobody_can_be_told(outpace: Any, redirections: str) -> None
         *(pytest.param(*long, marks=pytest.mark.long) for long in (("<&-", "thread"), ("<&- 2>&-", "process"))),
     ],
 )
-def test_a_closed_input_that_nobody_reads(outpace: Any, redirections: str, worker: str) -> None:
+def test_a_closed_input_that_is_not_read(outpace: Any, redirections: str, worker: str) -> None:
     done = outpace((*GENERATE, "--json", "--method", "card", "--worker", worker), redirections)
     assert (done.returncode, done.stdout[:8]) == (0, '{"text":'), done.stderr
 

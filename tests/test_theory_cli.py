@@ -12,7 +12,7 @@ from outpace.core import theory
 from outpace.core.errors import UserError
 
 
-def test_rows_and_limits_are_the_formulas() -> None:
+def test_rows_and_limits_follow_the_formulas() -> None:
     arguments = ["theory", "--acceptance", "0.8", "--cost", "0.1", "--verify", "0.02", "--overhead", "0.05", "--json"]
     found = json.loads(CliRunner().invoke(app, arguments).output)
     for row in found["lengths"]:
@@ -24,7 +24,7 @@ def test_rows_and_limits_are_the_formulas() -> None:
     assert found["limits"] == pytest.approx({"limit_in_turn": 5.0, "limit_in_parallel": 10.0})
 
 
-def test_positions_have_acceptances_of_their_own() -> None:
+def test_acceptance_by_position() -> None:
     said = CliRunner().invoke(app, ["theory", "--acceptance", "0.9,0.5", "--lengths", "3", "--json"]).output
     rows = json.loads(said)["lengths"]
     assert [row["tokens"] for row in rows] == pytest.approx([1.9, 2.35, 2.575])
@@ -48,7 +48,7 @@ def test_the_table_shows_the_best_length() -> None:
         (["--lengths", "0"], "lengths"),
     ],
 )
-def test_wrong_numbers_are_refused(arguments: list[str], says: str) -> None:
+def test_invalid_numbers_are_refused(arguments: list[str], says: str) -> None:
     error = CliRunner().invoke(app, ["theory", *arguments]).exception
     assert isinstance(error, UserError)
     assert says in str(error)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FLAGS = {"decoders": "--method", "drafters": "--drafter", "rules": "--rule"}
 PAGE = """# Methods
 
-A method decides when to draft and with which drafter, a drafter what is proposed, a rule which proposals are accepted.
+A method decides when and where drafting happens, a drafter what is proposed, a rule which proposals are accepted.
 *Lossless* methods and rules keep the target's distribution (greedy, gumbel and match its text too); the others give up
 some of it for speed, and their answers are marked as lossy. Each option is a flag of the command line and an argument
 of the library. It is shown with its default if that is a value; the text below the options explains other defaults.

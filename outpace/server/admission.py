@@ -110,17 +110,8 @@ class Admission:
         self._counts, self._counts_until = QueueCounts(), 0.0  # cached
         self._next_retry = 0.0  # when the last refused client should retry
 
-    @property
-    def waiting(self) -> int:
-        """Choices that wait for a slot in the engine."""
-        return self._count().waiting
-
-    @property
-    def running(self) -> int:
-        """Choices that the engine works on."""
-        return self._count().running
-
-    def _count(self) -> QueueCounts:
+    def count(self) -> QueueCounts:
+        """Count the choices that wait for a slot in the engine, and those that it works on."""
         waiting = running = 0
         tokens = 0.0
         for group in self.groups:
@@ -143,7 +134,7 @@ class Admission:
             return None
         now = self._clock()
         if now >= self._counts_until:
-            self._counts, self._counts_until = self._count(), now + COUNT_SECONDS
+            self._counts, self._counts_until = self.count(), now + COUNT_SECONDS
         waiting = self._counts.waiting + self.num_reserved
         if waiting >= self._max_waiting(self._counts.running):
             return Refusal(f"the queue is full: {waiting} answers are waiting", "queue_full")
@@ -188,7 +179,7 @@ class Admission:
         if limits.per_key and self._keys[group.key] >= limits.per_key:
             raise self._error(Refusal(f"this key has its limit of {limits.per_key} concurrent requests", "key_limit"))
         waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
-        if self.groups and len(waiting) + more > self._max_waiting(self.running):
+        if self.groups and len(waiting) + more > self._max_waiting(self.count().running):
             raise self._error(Refusal(f"the queue is full: {len(waiting)} answers are waiting", "queue_full"))
         tokens = sum(len(choice.prepared.request.prompt) for choice in waiting)
         if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:
@@ -212,7 +203,7 @@ class Admission:
 
     def record(self, tokens: int) -> None:
         """Record a step of the engine that wrote `tokens`."""
-        self._counts, self._counts_until = self._count(), self._clock() + COUNT_SECONDS
+        self._counts, self._counts_until = self.count(), self._clock() + COUNT_SECONDS
         self._estimator.record(tokens, self._counts.waiting > 0)
 
     def timeout_error(self, group: ChoiceGroup) -> ApiError | None:

@@ -56,11 +56,6 @@ class ChoiceEnd:
         return summarize(self.history.steps)
 
 
-def no_thoughts(tokens: Sequence[int]) -> int:
-    """Count the reasoning tokens of a model that does not reason."""
-    return 0
-
-
 class Choice:
     """One computed answer. `indices` are its indices in the response: several if equal choices are computed once."""
 
@@ -116,9 +111,9 @@ class ChoiceGroup:
         choices: Sequence[Choice],
         prompts: Sequence[Sequence[int]],
         key: str,
-        count_thoughts: Callable[[Sequence[int]], int] = no_thoughts,
+        count_thoughts: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
-        """`count_thoughts` counts the reasoning tokens of an answer."""
+        """`count_thoughts` counts the reasoning tokens of an answer, if the model reasons."""
         self.choices, self.prompts, self.key, self._count_thoughts = tuple(choices), prompts, key, count_thoughts
         self.is_gone = False
         self.failure: Exception | None = None  # from outside the engine: a timeout, a shutdown
@@ -153,9 +148,8 @@ class ChoiceGroup:
     @property
     def thought_tokens(self) -> int:
         """Reasoning tokens of all choices in the response."""
-        if self._count_thoughts is no_thoughts:
-            return 0
-        return sum(len(choice.indices) * self._count_thoughts(choice.tokens) for choice in self.choices)
+        count = self._count_thoughts
+        return sum(len(choice.indices) * count(choice.tokens) for choice in self.choices) if count else 0
 
     @property
     def figures(self) -> RunStats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +24,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     limits: ServerLimits
     middleware: Middleware
-    _timer: asyncio.TimerHandle | None = None  # one for all deadlines of the connection
-    _deadline: float | None = None
-    _timeout_reply = b""
+    _timer: asyncio.TimerHandle | None = None  # of the current deadline
     _is_refused = False
     _keeps_alive = True  # after a refusal
     _head_bytes: int | None = 0  # received so far; None: no head is expected
@@ -40,8 +37,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -59,7 +55,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._deadline = self._head_bytes = None
+        self._cancel_timer()
+        self._head_bytes = None
         if not self._refuse():
             super().on_headers_complete()
 
@@ -102,20 +99,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect(TOO_LATE, self.limits.body_seconds)
 
     def _expect(self, timeout_reply: bytes, seconds: float) -> None:
-        """Set a deadline, at which the connection is closed with a reply."""
-        self._deadline, self._timeout_reply = time.monotonic() + seconds, timeout_reply
-        if self._timer is None:
-            self._timer = self.loop.call_later(seconds, self._check_deadline)
+        """Set the connection's deadline, at which it is closed with a reply."""
+        self._cancel_timer()
+        self._timer = self.loop.call_later(seconds, self._close, timeout_reply)
 
-    def _check_deadline(self) -> None:
-        self._timer = None
-        if self._deadline is None:
-            return
-        left = self._deadline - time.monotonic()
-        if left > 0.0:
-            self._timer = self.loop.call_later(left, self._check_deadline)
-        else:
-            self._close(self._timeout_reply)
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _close(self, reply: bytes) -> None:
         if not self.transport.is_closing():

@@ -11,7 +11,7 @@ from outpace.api.llm import LLM, PreparedRequest
 from outpace.api.params import SamplingParams
 from outpace.core import registry
 from outpace.engine.build import find_rule
-from outpace.server.choices import Choice, no_thoughts
+from outpace.server.choices import Choice
 from outpace.server.errors import ApiError
 from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
 from outpace.server.tool_calls import TextSplitter, ToolOptions
@@ -38,7 +38,7 @@ class GenerationRequest:
     own: OutpaceOptions | None = None
     rounds: bool = False
     splitter: Callable[[], TextSplitter] = TextSplitter
-    count_thoughts: Callable[[Sequence[int]], int] = no_thoughts
+    count_thoughts: Callable[[Sequence[int]], int] | None = None
 
 
 def chat_request(

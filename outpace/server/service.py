@@ -40,8 +40,8 @@ class Service:
         self.admission = Admission(self.limits, llm.engine.options.batch)
         self.thread = EngineThread(llm.engine, self._post, logs.fault)
         gauges: dict[str, Callable[[], float]] = {
-            "num_requests_running": lambda: self.admission.running,
-            "num_requests_waiting": lambda: self.admission.waiting,
+            "num_requests_running": lambda: self.admission.count().running,
+            "num_requests_waiting": lambda: self.admission.count().waiting,
             "engine_step_age_seconds": lambda: self.thread.step_age,
             "kv_cache_usage_perc": lambda: llm.engine.memory.used / max(llm.engine.memory.budget, 1),
         }

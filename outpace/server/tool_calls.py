@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure as read_structure
-from outpace.server.choices import no_thoughts
 from outpace.server.errors import ApiError
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
@@ -99,11 +98,11 @@ class ToolOptions:
             ReasoningParser(is_open) if thinks else None, CallParser(family, tools) if calls else None
         )
 
-    def thought_counter(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int]:
-        """Return a function that counts the reasoning tokens of an answer."""
+    def thought_counter(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int] | None:
+        """Return a function that counts the reasoning tokens of an answer; None if the model does not reason."""
         is_open, spelled = self._opens_thought(prompt), self.service.llm.tokenizer.spelled
         if not (self.service.has_thoughts or is_open):
-            return no_thoughts
+            return None
         return lambda tokens: thought_tokens(map(spelled, tokens), is_open)
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:

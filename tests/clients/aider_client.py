@@ -1,4 +1,4 @@
-"""aider: asks about a file, and edits one in its whole form; streamed and not."""
+"""aider: a question about a file, and an edit of a whole file, streamed and not."""
 
 # needs: aider-chat==0.86.2
 from __future__ import annotations
@@ -31,13 +31,13 @@ HISTORY = ("--chat-history-file", "chat.md", "--input-history-file", "input.txt"
 
 
 def written() -> float:
-    """Tokens that the server has written so far."""
+    """Return the number of tokens that the server has generated."""
     with urllib.request.urlopen(f"{URL}/metrics") as page:
         return float(re.search(rb"^outpace:generation_tokens_total (\S+)$", page.read(), re.MULTILINE)[1])
 
 
 def aider(*more: str) -> str:
-    """What it says."""
+    """Return aider's output."""
     command = [Path(sys.executable).parent / "aider", "--model", name, "--openai-api-base", f"{URL}/v1"]
     command += ["--openai-api-key", "none", "--model-metadata-file", "models.json", "--model-settings-file"]
     command += ["settings.yml", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-pretty"]

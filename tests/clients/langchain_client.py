@@ -1,4 +1,4 @@
-"""langchain-openai: chat, whole, streamed and in batches, tools, and answers of a schema."""
+"""langchain-openai: chat, whole, streamed and in batches, tools, and answers that follow a schema."""
 
 # needs: langchain-openai==1.7.3
 from __future__ import annotations

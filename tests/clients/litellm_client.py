@@ -1,4 +1,4 @@
-"""litellm: chat, whole and streamed, completions, tools, messages in Anthropic's form, and errors as it sorts them."""
+"""litellm: chat, whole and streamed, completions, tools, Anthropic's messages, and its classes of errors."""
 
 # needs: litellm==1.106.2 mcp==2.3.0
 from __future__ import annotations

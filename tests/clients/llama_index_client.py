@@ -1,4 +1,4 @@
-"""llama-index: chat and completions, whole and streamed, and objects of a schema by a call of a tool."""
+"""llama-index: chat and completions, whole and streamed, and objects of a schema by tool calls."""
 
 # needs: llama-index-llms-openai-like==0.8.1
 from __future__ import annotations

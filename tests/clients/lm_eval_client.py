@@ -1,4 +1,4 @@
-"""lm-eval: a local task by log-probabilities with echo and the server's tokenizer; the library is as accurate."""
+"""lm-eval: a local task by log-probabilities with echo and the server's tokenizer; the library is equally accurate."""
 
 # needs: lm-eval[api]==0.4.13
 from __future__ import annotations

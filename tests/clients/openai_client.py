@@ -1,4 +1,4 @@
-"""The openai package: chat, completions, responses, whole and streamed, errors, many at once."""
+"""The openai package: chat, completions, responses, whole and streamed, errors, concurrent requests."""
 
 # needs: openai==3.54.0
 from __future__ import annotations

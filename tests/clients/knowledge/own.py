@@ -1,4 +1,4 @@
-"""What the library itself scores in the task of `lm_eval_client.py`: accuracies and log-probabilities, as JSON."""
+"""Score the task of `lm_eval_client.py` by the library: accuracies and log-probabilities, as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def score(llm: outpace.LLM, context: str, continuation: str) -> float:
-    """The log-probability of a continuation."""
+    """Return the log-probability of a continuation."""
     start = len(llm.tokenizer.encode(context))
     (found,) = llm.generate(llm.tokenizer.encode(context + continuation), max_tokens=1, logprobs=0, echo=True)
     return sum(record.logprob for record in found.prompt_logprobs[start - 1 :])
