@@ -15,10 +15,10 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import Auto
 from outpace.decoders.base import RequestContext
-from outpace.planning.context import BatchRows
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean
 from outpace.planning.planner import Planner
+from outpace.planning.sources import BatchRows
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Ask, Request
-from outpace.planning.context import PlanningContext
+from outpace.planning.sources import PlanningContext
 
 Coroutine = Generator[Ask, Any, None]
 """Yields Draft, Verify, Await, Commit or native rounds, and is sent the result of each."""

@@ -30,8 +30,8 @@ from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import State, TokenSequence, Watch, check_request, check_rule_needs, isolate
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
 from outpace.models.base import Model, Part, chain, check_needs
-from outpace.planning.context import BatchRows
 from outpace.planning.cost_model import CostModel
+from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
 

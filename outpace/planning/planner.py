@@ -17,9 +17,8 @@ from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
 from outpace.planning.acceptance import AcceptanceModel
-from outpace.planning.context import PlanningContext
 from outpace.planning.cost_model import YIELD, CostModel
-from outpace.planning.sources import LookupSource, ModelSource, RepetitionDetector
+from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 LITTLE = 0.5  # if lookups promise more than this below the root, the yield of a model's layer is not representative
 _BEAM = 4  # leaves that one layer is assumed to expand, and extra rows by which the price of a row is estimated
