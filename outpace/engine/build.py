@@ -17,8 +17,7 @@ from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 from outpace.decoders.base import Decoder
 from outpace.drafters import build_drafter, drafter_modules, drafter_names
-from outpace.engine.engine import Engine
-from outpace.engine.options import BURST, EngineOptions
+from outpace.engine.engine import BURST, Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")

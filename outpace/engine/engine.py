@@ -10,13 +10,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
 from outpace.card.worker import DraftWorker
 from outpace.core.drafting import NO_NEEDS, Needs
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Decoder
@@ -24,7 +24,6 @@ from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.native_rounds import NativeRounds
-from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import State, TokenSequence, Watch, check_request, check_rule_needs, isolate
@@ -33,6 +32,34 @@ from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
+
+BURST = 0.016  # seconds of rounds in one step: less than one frame of a screen at 60 Hz
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together;
+    `chunk`: prompt tokens in a pass; `batch`: requests running at once, others wait; `kv_memory`: GiB for keys and
+    values (None: half of the free memory); `reuse`: start prompts from the keys and values of a text with the same
+    prefix, and let drafters copy what followed the whole prompt there; `burst`: seconds that several rounds in one step
+    may take, plain or native ones, so that the host's work is done once for all of them."""
+
+    nodes: int = 8
+    rows: int = 64
+    chunk: int = 256
+    batch: int = 16
+    kv_memory: float | None = None
+    reuse: bool = True
+    burst: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_whole("nodes", self.nodes, 1, 4096)
+        check_whole("rows", self.rows, 1, 65536)
+        check_whole("chunk", self.chunk, 1, 65536)
+        check_whole("batch", self.batch, 1, 4096)
+        check_range("burst", self.burst, 0.0)
+        if self.kv_memory is not None:
+            check_range("kv_memory", self.kv_memory, 0.0)
 
 
 class Batch(NamedTuple):
