@@ -16,8 +16,8 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders.base import RequestContext
 from outpace.planning import acceptance, cost_model, estimators, latency_curve, planner, sources
+from outpace.planning.sources import PlanningContext
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -238,7 +238,7 @@ PLANNER_MUTATIONS = [
     ),
     mutation(
         "planner: requests do not share the rows that they choose",
-        RequestContext,
+        PlanningContext,
         "set_rows",
         lambda f: lambda self, rows: None,
     ),
