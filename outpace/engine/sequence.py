@@ -32,7 +32,7 @@ from outpace.core.types import (
     tree_rows,
 )
 from outpace.decoders.base import Coroutine, Decoder, RequestContext
-from outpace.engine.kv_memory import HashedTokens
+from outpace.engine.prefix_index import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import native_noise
