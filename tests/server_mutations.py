@@ -90,7 +90,7 @@ SERVER_MUTATIONS = [
     ),
     mutation(
         "grammar: what was asked of one text holds for all of its length",
-        matcher._Answer,
+        matcher._CachedResult,
         "holds",
         of_any_text,
         "test_grammar.py::test_a_question_is_asked_once",

@@ -271,7 +271,7 @@ def test_scores_are_in_float32(dtype: torch.dtype) -> None:
 def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions(device="cuda", graphs="cuda")
     for why, kind in ((None, FusedLlama), ("there is no compiler", SteppingLlama)):
-        monkeypatch.setattr(triton_support, "refusal", lambda device, why=why: why)
+        monkeypatch.setattr(triton_support, "unavailable_reason", lambda device, why=why: why)
         chosen, notice = runtimes._captured(options)
         assert chosen is kind
         assert (notice is None) if why is None else str(notice).endswith("there is no compiler")

@@ -14,6 +14,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import cacheback, retrieval
+from outpace.drafters._phrases import PhraseTable
 from outpace.rules.greedy import Greedy
 
 TARGET = QuickToy(16, 3, 0)
@@ -69,7 +70,7 @@ def test_the_datastore_is_searched_in_few_steps() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_table_holds_the_latest_phrases_of_the_latest_leaders(seed: int) -> None:
     """Against a list of all that was ever learnt."""
-    chance, table, learnt = random.Random(seed), cacheback.Table(5, 3), []
+    chance, table, learnt = random.Random(seed), PhraseTable(5, 3), []
     for _ in range(300):
         leader, phrase = chance.randrange(8), (chance.randrange(3), chance.randrange(3), 0)
         table.learn(leader, phrase)

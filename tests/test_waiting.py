@@ -86,7 +86,7 @@ def test_the_host_waits_once_for_a_batch(module: Any, samplings: list[Sampling])
 
 
 def test_a_second_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "uploaded", lambda values, dtype, device: torch.tensor(values, dtype=torch.int32))
+    monkeypatch.setattr(noise, "to_device", lambda values, dtype, device: torch.tensor(values, dtype=torch.int32))
     with pytest.raises(AssertionError, match="tensor"):
         test_the_host_waits_once_for_a_batch(gumbel, SAMPLED)
 

@@ -155,8 +155,10 @@ class Noise(NamedTuple):
 
 
 class Carrying(NamedTuple):
-    """One request's input beside its plan: the target's session, which has all tokens but the root, the rows of its
-    last pass, the number of tokens still to write, the tokens that end it, and its noise.
+    """One request's input, in addition to its plan.
+
+    The target's session, which has all tokens but the root, the rows of its last pass, the number of tokens still to
+    write, the tokens that end it, and its noise.
     """
 
     session: Any

@@ -53,10 +53,10 @@ def _on_device(scores: Tensor, tokens: Sequence[int], top: int) -> list[TokenLog
         log_p = torch.log_softmax(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
         places, values = stable_top_k(log_p, min(top, log_p.shape[-1]))
         found.append(torch.cat([log_p.gather(-1, its).double(), places.double(), values.double()], dim=-1))
-    told = torch.cat(found).tolist()  # exactly: [tokens, 1 + 2 * top]
+    copied = torch.cat(found).tolist()  # exact: [tokens, 1 + 2 * top]
     return [
         _record(token, row[0], map(int, row[1 : len(row) // 2 + 1]), row[len(row) // 2 + 1 :])
-        for token, row in zip(tokens, told, strict=True)
+        for token, row in zip(tokens, copied, strict=True)
     ]
 
 

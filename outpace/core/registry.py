@@ -1,8 +1,8 @@
 """Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`, and there is no other list.
 
-A method's file holds `build` (or a class with `decode`), an `Options` dataclass, and a docstring whose first line is its help and
-whose second paragraph cites its paper. Files that start with an underscore, and `base`, are not methods. Other packages
-register modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and
+A method's file holds `build` (or a class with `decode`), an `Options` dataclass, and a docstring whose first line is
+its help and whose second paragraph cites its paper. Files that begin with an underscore, and `base`, are not methods.
+Other packages register modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and
 `outpace.decoders`.
 """
 
@@ -64,8 +64,7 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the module of a drafter or rule, or the class of a decoder; UserError with the nearest name where there is
-    none."""
+    """Return the module of a drafter or rule, or the class of a decoder; raise UserError if there is none."""
     module = _module(kind, name)
     return _decoder(module) if kind == "decoders" else module
 
@@ -96,7 +95,7 @@ def _look_up(group: str, look: Callable[..., Iterable[EntryPoint]], path: tuple[
 
 
 def describe(kind: str, name: str) -> Method:
-    """A method's row in the table of methods."""
+    """Return a method's row in the table of methods."""
     module, method = _module(kind, name), find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
@@ -134,20 +133,22 @@ def _needs(kind: str, module: ModuleType) -> str:
 
 
 def option_names(module: Any) -> tuple[str, ...]:
-    """The names of a method's options, `name=default`."""
+    """Return the names of a method's options, as `name=default`."""
     return tuple(f"{f.name}={_default(f)}" for f in fields(module.Options))
 
 
 def build_options(module: Any, values: Mapping[str, Any]) -> Any:
-    """The method's Options from those of `values` that it knows; text is read as the option's own type."""
+    """Build the method's Options from the `values` that it knows; strings are converted to the option's type."""
     kinds = get_type_hints(module.Options)
     known = _fields(module)
     return module.Options(**{n: _read(n, kinds[n], values[n]) for n in values if n in known})
 
 
 def check_known(modules: Mapping[str, Any], values: Mapping[str, Any], unnamed: Sequence[Any] = ()) -> None:
-    """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence. `unnamed`:
-    methods that nobody chose, whose options are known too."""
+    """Raise UserError for a value that no chosen method has an option for: nothing is ignored silently.
+
+    `unnamed` are methods in use that the user did not name; their options are known too.
+    """
     allowed = set[str]().union(*map(_fields, (*modules.values(), *unnamed)))
     for name in values:
         if name not in allowed:

@@ -1,19 +1,13 @@
-"""Formulas of speculative decoding.
-
-Expected tokens per round, speedups and their limits, and the loss of lossy rules.
+"""Formulas of speculative decoding: expected tokens per round, speedups and their limits.
 
 alpha is the probability that a drafted token is accepted, gamma the draft length, c the time of a draft step over that
-of a plain target pass, v the time of a verifying pass over that of a plain one, and TV(p, q) = sum (p - q)+.
+of a plain target pass, and v the time of a verifying pass over that of a plain one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -35,11 +29,6 @@ def speedup(tokens: float, gamma: int, c: float, v: float = 1.0, overhead: float
     Leviathan et al., theorem 3.8, has v = 1 and o = 0.
     """
     return tokens / (gamma * c + v + overhead)
-
-
-def can_help(alpha: float, c: float) -> bool:
-    """Return whether any length helps if verifying costs no more than a plain pass. Leviathan et al., corollary 3.9."""
-    return alpha > c
 
 
 def best_length(alpha: float, c: float, most: int = 64) -> int:
@@ -82,39 +71,3 @@ def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> flo
     `tokens` is A per pass, `slow_down` is d, the relative time of a wide draft forward.
     """
     return min(tokens / v, parallel_limit(c * slow_down))
-
-
-def tree_tokens(path_acceptances: Sequence[float]) -> float:
-    """Return the tokens per round of a tree: 1 + the sum over its nodes of the probability that their path is accepted.
-
-    Sequoia, arXiv:2402.12374.
-    """
-    return 1.0 + math.fsum(path_acceptances)
-
-
-def tree_speedup(tokens: float, depth: int, c: float, v: float) -> float:
-    """Return the speedup of a tree that is grown in `depth` draft forwards: F / (d c + v)."""
-    return tokens / (depth * c + v)
-
-
-def total_variation(p: Tensor, q: Tensor) -> float:
-    """Return sum (p - q)+ = 1 - sum min(p, q). [vocab] both"""
-    return float((p - q).clamp(min=0.0).sum())
-
-
-def expected_rejections(distances: Sequence[float]) -> float:
-    """Return the expected rejections in a text by the ratio rule: the sum of TV(p_n, q_n) over its tokens.
-
-    Yin et al., "A Theoretical Perspective for Speculative Decoding Algorithm", NeurIPS 2024.
-    """
-    return math.fsum(distances)
-
-
-def ideal_speedup(tokens: int, rejections: float) -> float:
-    """Return the speedup of a free draft of unlimited length: tokens over rejections."""
-    return math.inf if rejections <= 0.0 else tokens / rejections
-
-
-def min_distance(distance: float, rejected: float) -> float:
-    """Return Yin's bound: a rule that rejects with this probability is at least TV(p, q) - P(reject) away from p."""
-    return max(0.0, distance - rejected)
