@@ -43,7 +43,7 @@ def small(capability: int, kind: str) -> None:
         given = {"mixed": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}
         given |= {"floor": "fp32", "scale": "fp32", "most": "fp32", "nodes": "i32", **STRIDES}
         constants = {**HEADS, "WIDTH": 80, "HALF": 64, "HAS_NORM": flag, "ROTATES": flag}
-        compiled(triton_kernels._turn_kernel, capability, 1, given, constants)
+        compiled(triton_kernels._rotate_kernel, capability, 1, given, constants)
         given = {"words": "*i32", "out": "*fp32", "vocab": "i32"}
         compiled(fused_noise._noise_kernel, capability, 4, given, {"IS_GUMBEL": flag, "SIZE": fused_noise.BLOCK})
 
@@ -53,7 +53,7 @@ def attention(capability: int, kind: str, width: int, rows: int, is_whole: bool,
     given = {"query": x, "kv": x, "bits": at, "lengths": at, "depths": at, "below": at, "out": x, "sums": "*fp32"}
     given |= {"nodes": "i32", "slots": "i32", "piece": "i32", **STRIDES}
     most, slots = triton_kernels.blocks_of(DTYPES[kind], width)
-    rows, depth = min(rows, most), triton_kernels.power_of_two(width, 16)
+    rows, depth = min(rows, most), triton_kernels.next_power_of_two(width, 16)
     constants = {**HEADS, "WIDTH": width, "WORDS": 4, "WINDOW": window, "IS_WHOLE": is_whole, "ROWS": rows}
     constants |= {"PRECISION": "ieee" if kind == "fp32" else "tf32", "DEPTH": depth, "SLOTS": slots}
     shared = compiled(triton_kernels._attend_kernel, capability, triton_kernels.WARPS, given, constants)

@@ -140,7 +140,7 @@ class Skipping(Drafter):
     needs = Needs(session=24)
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
-        self._grower = TreeExpander(target.without(attention, mlp), width, tree_nodes=24, on_base=True)
+        self._grower = TreeExpander(target.skip_sublayers(attention, mlp), width, tree_nodes=24, on_base=True)
         self._width = width
 
     def open(self, request: Request) -> ExpansionState:

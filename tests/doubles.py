@@ -64,8 +64,8 @@ class QuickToy(Toy):
         super().__init__(vocab_size, order, seed, agreement)
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> QuickToy:
-        other = super().without(attention, mlp)
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> QuickToy:
+        other = super().skip_sublayers(attention, mlp)
         other._rows = {}
         return other
 

@@ -35,7 +35,7 @@ def of_any_root(follow: Original) -> Original:
 
 STEP_MUTATIONS: list[Mutation] = [
     mutation("steps: a node sees itself alone", NodeSelection, "best", sees_itself_alone, ALIKE),
-    mutation("steps: noise is that of the next position", SteppingLlama, "_proposed", keyed_one_further, ALIKE),
+    mutation("steps: noise is that of the next position", SteppingLlama, "_propose", keyed_one_further, ALIKE),
     mutation("steps: nobody tells them where the target went", RootUpdateChannel, "send", nothing, TOLD),
     mutation("steps: told where the target went, they go on as before", NodeSelection, "_towards", anywhere, TOLD),
     mutation("steps: what they expanded below a new root is lost", MultiStepCache, "claim", nothing, TOLD),

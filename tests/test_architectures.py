@@ -218,7 +218,7 @@ def test_queries_keys_and_values_stay_within_the_bounds_of_their_grids(pair: Pai
         mixed = layer.qkv.linear(torch.cat([worst, -worst, rows, -rows]))
         if layer.head_norm is not None:
             mixed = model._norm_heads(mixed, layer.head_norm)
-        turns = model._turns(torch.arange(len(mixed)) % 50)[config.rotation(number)]
+        turns = model._rope(torch.arange(len(mixed)) % 50)[config.rotation(number)]
         turned = FastAttention(torch.float32).prepare(mixed, turns)  # [inputs, heads.., head_dim]
         is_value = layer.bounds[:, 1] == 1
         reached = torch.where(is_value, turned.abs().amax(dim=(0, 2)), turned.norm(dim=2).amax(dim=0))
@@ -257,7 +257,7 @@ def test_a_position_turns_alike_however_far_the_table_reaches() -> None:
 def test_layers_keep_what_sets_them_apart_in_a_shallow_draft() -> None:
     config = replace(reference.TINY, windows=(5, None, 9), rotary_layers=(True, False, True))
     tensors = reference.random_tensors(config)
-    draft = Llama.from_tensors(config, tensors.__getitem__).shallow([1, 2])
+    draft = Llama.from_tensors(config, tensors.__getitem__).select_layers([1, 2])
     assert (draft.config.windows, draft.config.rotary_layers) == ((None, 9), (False, True))
 
     def renumbered(name: str) -> Tensor:
@@ -277,7 +277,7 @@ def test_a_reduced_output_layer_scores_its_tokens_alone(tied: bool) -> None:
     whole = Llama.from_tensors(config, tensors.__getitem__)
     some = Llama.from_tensors(config, tensors.__getitem__, head_ids=ids)
     expected = fresh(whole, [5, 6, 7])
-    for model in (some, some.shallow([0, 1, 2])):
+    for model in (some, some.select_layers([0, 1, 2])):
         got = fresh(model, [5, 6, 7])
         torch.testing.assert_close(got[ids], expected[ids], atol=1e-5, rtol=1e-5)
         assert set(torch.where(got > -torch.inf)[0].tolist()) == set(ids.tolist())

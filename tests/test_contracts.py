@@ -205,14 +205,14 @@ def test_a_drafter_on_the_targets_session_leaves_its_text_alone(width: int) -> N
 
 
 def test_without_and_project_agree_with_a_slow_twin() -> None:
-    less = LAYERED.without((1,), (0, 2))
+    less = LAYERED.skip_sublayers((1,), (0, 2))
     x = torch.zeros(16, dtype=torch.float64)
     for layer, table in enumerate(LAYERED._tables):
         x = x + table[PROMPT[-1 - layer]] if layer != 1 else x
         x = x + 0.5 * torch.tanh(x) if layer == 1 else x
     assert torch.equal(less._row(PROMPT), x)
     assert torch.equal(LAYERED.project(LAYERED._stream(PROMPT)[-1][None]).values[0], LAYERED._row(PROMPT))
-    assert less.without((), (1,))._row(PROMPT).equal(LAYERED.without((1,), (0, 1, 2))._row(PROMPT))
+    assert less.skip_sublayers((), (1,))._row(PROMPT).equal(LAYERED.skip_sublayers((1,), (0, 1, 2))._row(PROMPT))
 
 
 class Spied(Toy):
@@ -256,7 +256,7 @@ def test_a_pass_in_which_nobody_is_shown_anything_is_a_plain_one() -> None:
 class Blind(Toy):
     """A model that gives its scores and no more."""
 
-    extras = frozenset()
+    capabilities = frozenset()
 
 
 @pytest.mark.parametrize(

@@ -317,8 +317,8 @@ def _in_order_of_tokens(best: Any) -> Any:
     ("owner", "name", "change"),
     [
         (step_choice.NodeSelection, "best", sees_itself_alone),
-        (SteppingLlama, "_proposed", keyed_one_further),
-        (step_choice, "best_of", _in_order_of_tokens),
+        (SteppingLlama, "_propose", keyed_one_further),
+        (step_choice, "stable_top_k", _in_order_of_tokens),
     ],
 )
 def test_a_mistake_on_the_device_is_noticed(

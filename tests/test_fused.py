@@ -31,7 +31,7 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda import captures, triton_kernels
 from outpace.models.llama.cuda.fused_runtime import FusedLlama
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
-from outpace.models.llama.torch.attention import attend_batch, rotated, tree_mask
+from outpace.models.llama.torch.attention import attend_batch, rotate_pairs, tree_mask
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import LoadOptions
 
@@ -158,7 +158,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
     table = torch.polar(torch.full((slots + 300, width // 2), 1.5), torch.rand(slots + 300, width // 2) * 6)
     kv = trees.kv.clone()
     given = (table if rotates else None, trees.positions, trees.slots)
-    query = triton_kernels.turn(mixed, norms, 0.2, *given, kv, kv.shape[-1] ** -0.5)
+    query = triton_kernels.rotate_and_store(mixed, norms, 0.2, *given, kv, kv.shape[-1] ** -0.5)
 
     parts = mixed.double().unflatten(1, (-1, width))
     if norms is not None:
@@ -168,7 +168,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
     at = table[trees.positions.flatten()][:, None] if rotates else torch.ones(len(mixed), 1, width // 2)
     at, still = at.cdouble(), torch.ones_like(at).cdouble()
     turns = [(at / math.sqrt(width)).expand(-1, heads, -1), at.expand(-1, groups, -1), still.expand(-1, groups, -1)]
-    turned = rotated(parts.flatten(1), torch.cat(turns, 1))
+    turned = rotate_pairs(parts.flatten(1), torch.cat(turns, 1))
     # each element is a sum of two products, at most as large as its pair's length times the rotation's
     sizes = parts.unflatten(2, (-1, 2)).norm(dim=3) * torch.cat(turns, 1).abs()
     bound = relative_error(8 + (width if has_norm else 0)) * sizes.repeat_interleave(2, 2)
@@ -184,7 +184,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
 def test_what_is_stored_is_finite() -> None:
     mixed = torch.tensor([[1.0, 2.0, math.inf, -math.inf, math.nan, 3.0]])  # one head, width 2
     kv = torch.zeros(2, 1, 1, 4, 2)
-    triton_kernels.turn(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv, 1.0)
+    triton_kernels.rotate_and_store(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv, 1.0)
     most = torch.finfo(torch.float32).max
     assert kv[:, 0, 0, 1].tolist() == [[most, -most], [0.0, 3.0]]
 
@@ -205,7 +205,7 @@ def test_every_kind_of_layer(config: LlamaConfig) -> None:
         rows.append(runtime.score([chain(first, words[20:22], range(2), keep=[0, 2, 4])]))
     for got, expected in zip(rows[:2], rows[2:], strict=True):
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
-    some = [one.shallow([0]) for one in (model, slow)]
+    some = [one.select_layers([0]) for one in (model, slow)]
     shallow = [one.score([chain(one.open(9, 9), words[:2], range(2))]) for one in some]
     torch.testing.assert_close(*shallow, atol=2e-4, rtol=2e-4)
 

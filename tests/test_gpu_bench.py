@@ -68,7 +68,7 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: s
     if mistake == "forgets moves":
         monkeypatch.setattr(runtime.GraphLlama, "_moves_pass", lambda *_: None)
     elif mistake == "sees siblings":
-        monkeypatch.setattr(runtime, "seen_bits", lambda sees: runtime.np.full((len(sees), 4), -1))
+        monkeypatch.setattr(runtime, "visible_bits", lambda visible: runtime.np.full((len(visible), 4), -1))
     else:
         monkeypatch.setattr(runtime.Pool, "padding", property(lambda pool: 3))
     rows = gpu_checks.of_forwards("cpu", torch.float32, is_eager=True)

@@ -23,7 +23,7 @@ from outpace.models.llama.cuda import multi_step_runtime
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.torch import attention
 from outpace.models.llama.torch.attention import ExactAttention, exact_weights
-from outpace.models.llama.torch.linear import FIXED, Linear, rows_stay
+from outpace.models.llama.torch.linear import FIXED, Linear, rows_are_independent
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import KV_DTYPES
 
@@ -127,7 +127,7 @@ def test_its_bits_are_those_of_the_torch_runtime_where_that_is_exact() -> None:
 
 
 def test_layers_of_it_are_exact_too() -> None:
-    shallow = exact().shallow([0, 2])
+    shallow = exact().select_layers([0, 2])
     assert isinstance(shallow, ExactGraphLlama)
     check_against_plain(shallow)
 
@@ -171,12 +171,12 @@ def by_neighbours(x: torch.Tensor, residual: torch.Tensor | None = None) -> torc
 
 @pytest.mark.parametrize("linear", [by_place, by_neighbours])
 def test_products_that_see_places_or_neighbours_are_found(linear: Linear) -> None:
-    assert rows_stay([(lambda x, residual=None: 2 * x, 8)], FIXED, torch.float32, torch.device("cpu"))
-    assert not rows_stay([(linear, 8)], FIXED, torch.float32, torch.device("cpu"))
+    assert rows_are_independent([(lambda x, residual=None: 2 * x, 8)], FIXED, torch.float32, torch.device("cpu"))
+    assert not rows_are_independent([(linear, 8)], FIXED, torch.float32, torch.device("cpu"))
 
 
 def test_where_products_see_places_there_is_no_exact_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(multi_step_runtime, "rows_stay", lambda *_: False)
+    monkeypatch.setattr(multi_step_runtime, "rows_are_independent", lambda *_: False)
     with pytest.raises(UserError, match="whose products of 64 rows give a row other bits at another place"):
         outpace.load(model_folder(tmp_path), graphs="eager", exact=True)
 
@@ -189,7 +189,7 @@ def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hi
 @pytest.mark.parametrize("mistake", ["attends in float32", "forgets the grids", "forgets moves"])
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     if mistake == "attends in float32":
-        monkeypatch.setattr(multi_step_runtime, "attend_exactly", in_float32)
+        monkeypatch.setattr(multi_step_runtime, "attend_batch_exactly", in_float32)
     elif mistake == "forgets the grids":
         monkeypatch.setattr(attention, "exact_weights", lambda scores: scores.softmax(-1))
     else:

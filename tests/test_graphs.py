@@ -17,7 +17,6 @@ from test_llama import TINIES
 from turns import in_turn
 
 import outpace
-from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda.captures import Captures, EagerCapture, HostRead
@@ -55,10 +54,9 @@ def near(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 @pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
-def test_a_tree_scores_as_its_paths_do_and_as_the_slow_runtime(config: LlamaConfig, attention: str) -> None:
-    model, twin = graphs(config, attention=attention), slow(config)
+def test_a_tree_scores_as_its_paths_do_and_as_the_slow_runtime(config: LlamaConfig) -> None:
+    model, twin = graphs(config), slow(config)
     prompt, parents, tokens = text(model, 37), random_parents(24, 1), text(model, 24, 2)
     got = model.score([Part(fed(model, prompt), tokens, parents, range(24))])
     near(got, twin.score([Part(fed(twin, prompt), tokens, parents, range(24))]))
@@ -172,14 +170,9 @@ def test_the_pool_is_what_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model.session_bytes(0) == 0
 
 
-def test_it_knows_its_kinds_of_attention() -> None:
-    with pytest.raises(UserError, match="matmul"):
-        graphs(attention="flash")
-
-
 def test_layers_of_a_captured_model_are_captured_too() -> None:
     model = graphs()
-    shallow, twin = model.shallow([0, 2]), slow().shallow([0, 2])
+    shallow, twin = model.select_layers([0, 2]), slow().select_layers([0, 2])
     assert isinstance(shallow, GraphLlama)
     assert shallow.pool is not model.pool
     near(after(shallow, [1, 2, 3]), after(twin, [1, 2, 3]))

@@ -131,7 +131,7 @@ def test_where_nothing_is_skipped_everything_is_accepted(model: Model, sampling:
 
 def test_rows_are_those_of_a_fresh_forward_without_the_sublayers(model: Model) -> None:
     """Node after node, as a draft grows, and each path at once behind a prompt that was read anew."""
-    less = model.without((1, 4), (2,))
+    less = model.skip_sublayers((1, 4), (2,))
     prompt, nodes, parents = text(model, 25), text(model, 10, 1), random_parents(10, 4)
     session = prefilled(model, prompt)
     grown = [
@@ -148,7 +148,7 @@ def test_rows_are_those_of_a_fresh_forward_without_the_sublayers(model: Model) -
 
 
 def test_agreement_is_that_of_single_steps_and_leaves_the_session_alone(model: Model) -> None:
-    less, tokens = model.without((2,), (3,)), text(model, 30)
+    less, tokens = model.skip_sublayers((2,), (3,)), text(model, 30)
     session = prefilled(model, tokens[:-1])
     before = held_by(session)
     request = make_request(tokens[:10])

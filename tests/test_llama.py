@@ -186,9 +186,9 @@ def test_only_wanted_rows_are_scored(model: Llama) -> None:
 
 def test_a_shallow_model_shares_the_layers() -> None:
     model = tiny(TINY)
-    same = model.shallow([0, 1, 2])
+    same = model.select_layers([0, 1, 2])
     assert_same(model, fresh(same, [1, 2, 3]), fresh(model, [1, 2, 3]))
-    assert not torch.equal(fresh(model.shallow([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
+    assert not torch.equal(fresh(model.select_layers([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
 
 
 def test_a_full_session_says_so() -> None:

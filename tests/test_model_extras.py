@@ -61,7 +61,7 @@ def test_hidden_states_are_what_the_layers_before_them_give() -> None:
     """A model of the first two layers alone says after its last what the whole one says in the middle."""
     model = llama(TINIES["tiny"])
     tokens = text(model, 9)
-    assert torch.equal(shown(model, tokens, (2,))[1][0], shown(model.shallow([0, 1]), tokens, (2,))[1][0])
+    assert torch.equal(shown(model, tokens, (2,))[1][0], shown(model.select_layers([0, 1]), tokens, (2,))[1][0])
     embedding = model._embedding[tokens[-1]]
     assert torch.equal(shown(model, tokens, (0,))[1][0], embedding)
 
@@ -71,10 +71,10 @@ def test_hidden_states_are_what_the_layers_before_them_give() -> None:
 def test_without_layers_it_is_the_model_of_the_others(config: object, exact: bool | None) -> None:
     model = llama(config, exact)  # type: ignore[arg-type]
     tokens = text(model, 20)
-    less, other = model.without([1], [1]), model.shallow([0, *range(2, model.num_layers)])
+    less, other = model.skip_sublayers([1], [1]), model.select_layers([0, *range(2, model.num_layers)])
     assert_same(model, *(m.score([chain(m.open(30, 30), tokens, [19])])[0] for m in (less, other)))
-    again = less.without([0], []).without([], [2])
-    both = model.without([0, 1], [1, 2])
+    again = less.skip_sublayers([0], []).skip_sublayers([], [2])
+    both = model.skip_sublayers([0, 1], [1, 2])
     assert_same(model, *(m.score([chain(m.open(30, 30), tokens, [19])])[0] for m in (again, both)))
 
 
@@ -113,15 +113,15 @@ def test_steering_is_a_bias_of_the_up_projection(exact: bool | None) -> None:
     weights = reference.random_tensors(biased)
     model = Llama.from_tensors(biased, weights.__getitem__, exact=exact)
     generator = torch.Generator().manual_seed(5)
-    steer = torch.randn(biased.num_layers, biased.intermediate_size, generator=generator)
+    mlp_bias = torch.randn(biased.num_layers, biased.intermediate_size, generator=generator)
     for layer in range(biased.num_layers):
         weights[f"model.layers.{layer}.mlp.up_proj.bias"] = (
-            weights[f"model.layers.{layer}.mlp.up_proj.bias"] + steer[layer]
+            weights[f"model.layers.{layer}.mlp.up_proj.bias"] + mlp_bias[layer]
         )
     other = Llama.from_tensors(biased, weights.__getitem__, exact=exact)
     tokens = text(model, 10)
     parts = [chain(model.open(20, 20), tokens, [9], ()) for _ in "ab"]
-    got = model.score([parts[0]._replace(steer=steer), parts[1]])
+    got = model.score([parts[0]._replace(mlp_bias=mlp_bias), parts[1]])
     expected = other.score([chain(other.open(20, 20), tokens, [9])])
     torch.testing.assert_close(got[:1], expected, atol=1e-4, rtol=1e-4)
     assert_same(model, got[1:], model.score([chain(model.open(20, 20), tokens, [9])]))
@@ -129,17 +129,17 @@ def test_steering_is_a_bias_of_the_up_projection(exact: bool | None) -> None:
 
 def test_the_toy_has_slow_twins_for_all_of_them() -> None:
     toy = Toy(16, 3, 0, mlp=0.5)
-    tokens, steer, inputs = [3, 1, 4, 1, 5], torch.randn(3, 16).double(), torch.randn(5, 16).double()
+    tokens, mlp_bias, inputs = [3, 1, 4, 1, 5], torch.randn(3, 16).double(), torch.randn(5, 16).double()
     session = toy.open(20, 20)
     toy.score([chain(session, [9, 9, *tokens[:2]])])
     session.keep(range(4))
-    part = Part(session, tokens[2:], (PREFIX, 0, 1), (2,), (), (2,), 0, steer, inputs[2:])
+    part = Part(session, tokens[2:], (PREFIX, 0, 1), (2,), (), (2,), 0, mlp_bias, inputs[2:])
     scored = toy.score_hidden([part], (0, 2, 3))
     x = inputs[4]
     seen = [x]
     for layer in range(3):
         x = x + toy._tables[layer][tokens[4 - layer]]
-        x = x + 0.5 * torch.tanh(x + steer[layer])
+        x = x + 0.5 * torch.tanh(x + mlp_bias[layer])
         seen.append(x)
     assert scored.hidden is not None
     assert torch.equal(scored.hidden[:, 0], torch.stack([seen[0], seen[2], seen[3]]))
@@ -191,8 +191,8 @@ def test_what_transformers_cannot_do_is_refused_by_name() -> None:
     model = adapt(tiny.build("gpt2"))
     part = chain(model.open(20, 20), [5, 9], [1])
     for field, value, what in (
-        ("length", 0, "score behind a part of a text alone"),
-        ("steer", torch.zeros(2, 9), "be steered in its MLPs"),
+        ("length", 0, "score after a prefix of the committed text"),
+        ("mlp_bias", torch.zeros(2, 9), "add a bias inside its MLPs"),
         ("inputs", torch.zeros(2, 32), "take vectors in place of tokens"),
     ):
         with pytest.raises(
@@ -212,4 +212,4 @@ def test_the_runtimes_that_are_named_are_those_that_can() -> None:
 
     classes = {"llama": Llama, "native": NativeLlama, "transformers": TransformersModel}
     for extra in Capability:
-        assert list(extra.value[1]) == [name for name, kind in classes.items() if extra in kind.extras]
+        assert list(extra.value[1]) == [name for name, kind in classes.items() if extra in kind.capabilities]

@@ -224,8 +224,8 @@ def test_a_reduced_output_layer_scores_its_tokens_only() -> None:
 
 def test_a_shallow_model_shares_the_layers() -> None:
     model = tiny(TINY)
-    assert torch.equal(fresh(model.shallow([0, 1, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
-    assert not torch.equal(fresh(model.shallow([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
+    assert torch.equal(fresh(model.select_layers([0, 1, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
+    assert not torch.equal(fresh(model.select_layers([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
 
 
 @pytest.mark.parametrize("config", [TINIES["windows"], TINIES["gemma"]], ids=["windows", "gemma"])
@@ -293,7 +293,7 @@ ENGLISH = (
 )
 def test_every_method_writes_plain_decodings_text(smollm2: NativeLlama, sampling: dict) -> None:
     target = Loaded(smollm2, Tokenizer.from_folder(resolve(None)), "native")
-    draft = Loaded(smollm2.shallow([*range(12), *range(16, 30)]), target.tokenizer, "draft")
+    draft = Loaded(smollm2.select_layers([*range(12), *range(16, 30)]), target.tokenizer, "draft")
     prompts = [[{"role": "user", "content": "List three colours."}], [{"role": "user", "content": "What is a cat?"}]]
 
     def write(model: Loaded | None, **options: object) -> tuple[list[tuple[int, ...]], int]:

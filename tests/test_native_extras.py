@@ -59,14 +59,14 @@ def everything(model: NativeLlama) -> list[np.ndarray]:
     """A forest in which each part asks for something else, by the model whole and without some sublayers."""
     config, generator = model.config, torch.Generator().manual_seed(3)
     vectors = torch.randn(9, config.hidden_size, generator=generator)
-    steer = torch.randn(config.num_layers, config.intermediate_size, generator=generator)
+    mlp_bias = torch.randn(config.num_layers, config.intermediate_size, generator=generator)
     found: list[np.ndarray] = []
-    for one in (model, model.without([1], [0, 2])):
+    for one in (model, model.skip_sublayers([1], [0, 2])):
         sessions = [prefilled(model, text(model, 12, seed)) for seed in range(4)]
         nodes, parents = text(model, 9, 7), random_parents(9, 2)
         parts = [Part(session, nodes, parents, (0, 4, 8), shown=(1, 8)) for session in sessions]
         parts[1] = parts[1]._replace(inputs=vectors)
-        parts[2] = parts[2]._replace(steer=steer)
+        parts[2] = parts[2]._replace(mlp_bias=mlp_bias)
         parts[3] = parts[3]._replace(length=5, shown=())
         scored = one.score_hidden(parts, LAYERS)
         assert scored.hidden is not None
@@ -157,7 +157,7 @@ def test_a_drafter_is_told_the_same_of_a_prompt_that_is_known_already() -> None:
 def test_hidden_states_are_what_the_layers_before_them_give() -> None:
     model = tiny(TINIES["tiny"])
     tokens, embedding = text(model, 9), np.empty((1, model.config.hidden_size), np.float32)
-    assert torch.equal(fresh_hidden(model, tokens, (2,))[1], fresh_hidden(model.shallow([0, 1]), tokens, (2,))[1])
+    assert torch.equal(fresh_hidden(model, tokens, (2,))[1], fresh_hidden(model.select_layers([0, 1]), tokens, (2,))[1])
     model._ends.embedding.read(np.array(tokens[-1:], np.int32), embedding)
     assert np.array_equal(fresh_hidden(model, tokens, (0,))[1].numpy(), embedding)
 
@@ -168,12 +168,12 @@ def test_without_layers_it_is_the_model_of_the_others(model: NativeLlama) -> Non
     def last(one: NativeLlama) -> Tensor:
         return one.score([chain(one.open(30, 30), tokens, [19])])[0]
 
-    less, other = model.without([1], [1]), model.shallow([0, *range(2, model.num_layers)])
+    less, other = model.skip_sublayers([1], [1]), model.select_layers([0, *range(2, model.num_layers)])
     assert torch.equal(last(less), last(other))
-    again, both = less.without([0], []).without([], [2]), model.without([0, 1], [1, 2])
+    again, both = less.skip_sublayers([0], []).skip_sublayers([], [2]), model.skip_sublayers([0, 1], [1, 2])
     assert torch.equal(last(again), last(both))
     assert not torch.equal(last(both), last(less))
-    assert torch.equal(last(model.without([], [])), last(model))
+    assert torch.equal(last(model.skip_sublayers([], [])), last(model))
 
 
 def test_skipped_sublayers_are_a_forward_without_them() -> None:
@@ -184,7 +184,7 @@ def test_skipped_sublayers_are_a_forward_without_them() -> None:
     for attention, mlp, silenced in (((0,), (), "self_attn.o_proj"), ((), (0,), "mlp.down_proj")):
         muted = weights | {f"model.layers.0.{silenced}.weight": 0 * weights[f"model.layers.0.{silenced}.weight"]}
         one, other = (NativeLlama.from_tensors(config, kind.__getitem__) for kind in (weights, muted))
-        got = one.without(attention, mlp)
+        got = one.skip_sublayers(attention, mlp)
         pair = [m.score([chain(m.open(20, 20), tokens, range(10))]) for m in (got, other)]
         assert torch.equal(*pair)
 
@@ -192,7 +192,7 @@ def test_skipped_sublayers_are_a_forward_without_them() -> None:
 @pytest.mark.parametrize("skipped", [(), (1,)])
 def test_a_shorter_text_is_all_that_a_part_with_a_length_sees(model: NativeLlama, skipped: tuple[int, ...]) -> None:
     prompt, nodes = text(model, 30), text(model, 6, 1)
-    parents, less = [PREFIX, 0, 1, 1, 0, 4], model.without(skipped, skipped)
+    parents, less = [PREFIX, 0, 1, 1, 0, 4], model.skip_sublayers(skipped, skipped)
     for length in (0, 7, 30):
         long, short = prefilled(model, prompt), prefilled(model, prompt[:length]) if length else model.open(60, 60)
         before = long.read(30)
@@ -221,13 +221,13 @@ def test_steering_is_a_bias_of_the_up_projection() -> None:
     biased = TINIES["biased"]
     weights = reference.random_tensors(biased)
     model = NativeLlama.from_tensors(biased, weights.__getitem__)
-    steer = torch.randn(biased.num_layers, biased.intermediate_size, generator=torch.Generator().manual_seed(5))
+    mlp_bias = torch.randn(biased.num_layers, biased.intermediate_size, generator=torch.Generator().manual_seed(5))
     for layer in range(biased.num_layers):
         name = f"model.layers.{layer}.mlp.up_proj.bias"
-        weights[name] = weights[name] + steer[layer]
+        weights[name] = weights[name] + mlp_bias[layer]
     other, tokens = NativeLlama.from_tensors(biased, weights.__getitem__), text(model, 10)
     parts = [chain(model.open(20, 20), tokens, [9]) for _ in "ab"]
-    got = model.score([parts[0]._replace(steer=steer), parts[1]])
+    got = model.score([parts[0]._replace(mlp_bias=mlp_bias), parts[1]])
     expected = other.score([chain(other.open(20, 20), tokens, [9])])
     plain = model.score([chain(model.open(20, 20), tokens, [9])])
     assert (got[0] - expected[0]).norm() < 0.05 * (plain[0] - expected[0]).norm()
@@ -274,7 +274,7 @@ def test_kernels_that_were_built_before_are_refused_with_what_to_do(monkeypatch:
     model = tiny(TINIES["tiny"])
     for ask in (
         lambda: Engine(model, Head(model, 1)),
-        lambda: model.without([1], []),
+        lambda: model.skip_sublayers([1], []),
         lambda: model.project(torch.zeros(1, 48)),
         lambda: model.score([chain(model.open(9, 9), [1], [0])._replace(length=0)]),
     ):

@@ -55,7 +55,7 @@ def target() -> NativeLlama:
 @pytest.fixture(scope="module")
 def draft(target: NativeLlama) -> NativeLlama:
     """The target without its last layer: right in some places, and wrong in others."""
-    return target.shallow(range(target.num_layers - 1))
+    return target.select_layers(range(target.num_layers - 1))
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_layers_with_windows_and_turns_of_their_own_write_plain_texts(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny(TINIES[name])
-    ways, requests = Ways(monkeypatch, model, model.shallow(range(model.num_layers - 1))), asked(4, 9, **options)
+    ways, requests = Ways(monkeypatch, model, model.select_layers(range(model.num_layers - 1))), asked(4, 9, **options)
     runs, _ = ways.runs(requests, carries=True, burst=LONG)
     assert ways.carried
     assert any(len(one.path) > 1 for one in ways.carried) or options
@@ -344,16 +344,6 @@ def test_odd_options_write_plain_texts_beside_others(ways: Ways, options: dict[s
     assert [run.tokens for run in runs] == [plain_tokens(ways.target, request) for request in requests]
 
 
-def test_kernels_that_adjust_no_scores_carry_out_all_other_rounds(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(kernels, "Adjusting")
-    (plain,), (moved,) = asked(1), asked(1, **ADJUSTED)
-    for request, is_carried in ((plain, True), (moved, False)):
-        (run,), _ = ways.runs([request], carries=True)
-        assert run.tokens == plain_tokens(ways.target, request)
-        assert bool(ways.carried) == is_carried
-        ways.carried.clear()
-
-
 def test_what_gives_nothing_is_tried_ever_later(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its time is none of a pass's."""
     calls: list[int] = []
@@ -398,8 +388,8 @@ def test_rows_without_an_order_are_not_carried_out(target: NativeLlama, draft: N
     sides = []
     for model, session in zip(models, sessions, strict=True):
         session.reserve(40)
-        held, names = model.known()
-        sides.append(kernels.Side(model.team(), names, held, model.turns.table, 39, model.vocab_size - 1))
+        held, names = model.output_vocab()
+        sides.append(kernels.Side(model.worker_model(), names, held, model.rope_table.table, 39, model.vocab_size - 1))
     layers = 0 if is_target else 2
     plan = kernels.Plan(1.0, 1.0, 1.0, 4, layers, 0, 0.0, 0.0, 1.0, 0.0, -1e9, 0.0, [1.0], [])
     nodes = ([3], [-1], [0.0], [1.0])
@@ -462,7 +452,7 @@ def test_no_position_is_asked_for_behind_the_table(monkeypatch: pytest.MonkeyPat
     """Which reaches as far as sessions do and no further, where it is made in small pieces."""
     monkeypatch.setattr(rope_tables, "BLOCK", block)
     model = tiny(TINIES["tiny"])
-    ways = Ways(monkeypatch, model, model.shallow(range(model.num_layers - 1)))
+    ways = Ways(monkeypatch, model, model.select_layers(range(model.num_layers - 1)))
     for seed in range(4):
         requests = asked(2, seed)
         runs, _ = ways.runs(requests, carries=True, burst=LONG, step=0.01)
@@ -519,7 +509,7 @@ def test_fewer_rows_than_pay_are_tried_once_in_a_call(ways: Ways) -> None:
 @pytest.mark.parametrize("context", [40, 64, 4096])
 def test_a_draft_with_a_shorter_context_stops_there(target: NativeLlama, context: int, window: int) -> None:
     """Long before the text does, and without a warning."""
-    draft = target.shallow(range(target.num_layers - 1))
+    draft = target.select_layers(range(target.num_layers - 1))
     draft.max_positions = min(context, target.max_positions)
     for length in (5, 30, 50, 90):
         prompt = [7 * n % 97 for n in range(length)]
@@ -579,8 +569,8 @@ def test_requests_that_pause_for_want_of_memory_write_their_texts(ways: Ways) ->
 def test_a_missing_request_is_refused() -> None:
     model = tiny(TINIES["tiny"])
     model.open(8, 8)
-    held, names = model.known()
-    side = kernels.Side(model.team(), names, held, model.turns.table, 7, model.vocab_size - 1)
+    held, names = model.output_vocab()
+    side = kernels.Side(model.worker_model(), names, held, model.rope_table.table, 7, model.vocab_size - 1)
     times = kernels.PassTimes([1.0], 1, [])
     with pytest.raises(ValueError, match="a request is missing"):
         kernels.Pair().carry_out(side, side, kernels.Growing(2, 8, -9.0), 4, times, [None], 1, 1.0)

@@ -22,7 +22,7 @@ from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.models.llama.torch.linear import find_row_counts, in_calls, padded
+from outpace.models.llama.torch.linear import apply_in_chunks, find_row_counts, pad_rows
 from outpace.models.toy import Toy, ToySession
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
@@ -162,7 +162,7 @@ def test_products_meet_probed_row_counts_only() -> None:
 
     for rows in (1, 4, 5, 8, 9, 63, 64, 65, 70, 127, 128, 200):
         x = torch.randn(rows, 3)
-        product = in_calls(linear, padded(x, counts), padded(x, counts), counts)
+        product = apply_in_chunks(linear, pad_rows(x, counts), pad_rows(x, counts), counts)
         assert torch.equal(product[:rows], 2 * x)
     assert set(met) <= set(counts)
 

@@ -43,7 +43,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "int8"}, {"exact": True}, {"trust_remote_code": True}, {"runtime": "native"}], ids=str
 )
-def test_a_cpu_runs_the_native_kernels(folder: Path, options: dict[str, Any]) -> None:
+def test_a_cpu_runs_the_binding(folder: Path, options: dict[str, Any]) -> None:
     loaded = load_model(folder, **options)
     assert isinstance(loaded.model, NativeLlama)
     assert (loaded.precision, loaded.model.exact, loaded.notice) == ("int8", True, None)
@@ -117,7 +117,6 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
     ("options", "says"),
     [
         ({"runtime": "transformers", "dtype": "int8"}, "dtype int8 needs the runtime native"),
-        ({"runtime": "transformers", "dtype": "fp8"}, "dtype fp8 by torch is for the runtime llama"),
         ({"dtype": "int9"}, "unknown dtype 'int9', .*; did you mean 'int8'"),
         ({"dtype": "int3", "runtime": "native"}, "unknown dtype 'int3', allowed are auto, bfloat16, file, float16"),
         ({"dtype": "int4", "runtime": "llama"}, "dtype int4 needs the runtime native"),
@@ -242,11 +241,13 @@ def test_doctor_makes_no_draft_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_done_while_weights_are_loaded_is_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is made when progress is first told, by whom waits for the weights; else behind them."""
     done, told = list[str](), list[float]()
-    work = runtimes.Meanwhile(lambda: done.append("made") or len(done), lambda stage, fraction: told.append(fraction))
+    work = runtimes.ConcurrentWork(
+        lambda: done.append("made") or len(done), lambda stage, fraction: told.append(fraction)
+    )
     for fraction in (0.5, 1.0):
         work("loading", fraction)
     assert (work.result, done, told) == (1, ["made"], [0.5, 1.0])
-    silent = runtimes.Meanwhile(lambda: "late", lambda stage, fraction: None)
+    silent = runtimes.ConcurrentWork(lambda: "late", lambda stage, fraction: None)
     assert silent.result == "late"
 
     def failing(source: object) -> None:

@@ -90,7 +90,7 @@ def test_an_agreement_is_that_of_drafting_behind_the_targets_text(target: Loaded
     for answer in answers:
         agreed = skip_search._agreed(target.model, answer)
         assert agreed == [True] * (len(answer.text) - len(answer.request.prompt) - 1)
-        less = skip_search._agreed(target.model.without((1, 2), (2, 3)), answer)
+        less = skip_search._agreed(target.model.skip_sublayers((1, 2), (2, 3)), answer)
         assert len(less) == len(agreed)
         assert not all(less)
 
@@ -142,10 +142,10 @@ def test_a_search_without_what_it_needs_is_refused(
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(UserError, match="is empty, a corpus needs text"):
         search(target, [tmp_path / "empty.txt"], SearchOptions(), silent)
-    small = replace(target, model=target.model.shallow([0, 1]))
+    small = replace(target, model=target.model.select_layers([0, 1]))
     with pytest.raises(UserError, match="the target has 2 layers"):
         search(small, [corpus], SearchOptions(), silent)
-    inflated = replace(target, model=target.model.without((), ()))
+    inflated = replace(target, model=target.model.skip_sublayers((), ()))
     inflated.model.inflate = 4
     with pytest.raises(UserError, match="an inflated target has layers that change nothing"):
         search(inflated, [corpus], SearchOptions(), silent)

@@ -151,12 +151,11 @@ def test_refusals_come_before_anything_is_loaded(tmp_path: Path, monkeypatch: py
         LoadOptions(tp_plan="rows")
     with pytest.raises(UserError, match=r"this one runs alone: start it with"):
         load_model(missing, tp_plan="auto")
-    monkeypatch.setattr(devices, "processes", lambda: 2)
+    monkeypatch.setattr(devices, "num_processes", lambda: 2)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
     for more, said in [
         ({"runtime": "native"}, "for the runtime transformers, not for native"),
         ({"device_map": "auto"}, "both say where"),
-        ({"dtype": "fp8"}, "without a device map or tp_plan"),
     ]:
         with pytest.raises(UserError, match=said):
             load_model(missing, tp_plan="auto", **more)
@@ -164,7 +163,7 @@ def test_refusals_come_before_anything_is_loaded(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="2 were started here, and 1 are present"):
         load_model(missing, tp_plan="auto")
     monkeypatch.undo()
-    monkeypatch.setattr(devices, "processes", lambda: 2)
+    monkeypatch.setattr(devices, "num_processes", lambda: 2)
     monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install accelerate"):

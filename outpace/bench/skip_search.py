@@ -103,7 +103,7 @@ def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progr
     def judge(sublayers: Sublayers) -> tuple[float, int, float]:
         if not sublayers.size:
             return 0.0, 1, 1.0
-        less = model.without(*sublayers)
+        less = model.skip_sublayers(*sublayers)
         runs = [_agreed(less, answer) for answer in answers]
         return *predict_speedup(runs, sublayers, times), sum(map(sum, runs)) / sum(map(len, runs))
 
@@ -187,7 +187,7 @@ def _time_sublayers(model: Model, session: Any) -> SublayerTimes:
     """Return the median times of passes after an answer's text; the kinds of passes alternate."""
     layers = searchable_layers(model.num_layers)
     kinds = [(model, rows) for rows in range(1, MAX_DRAFT_LENGTH + 2)]
-    kinds += [(model.without(layers, ()), 1), (model.without((), layers), 1)]
+    kinds += [(model.skip_sublayers(layers, ()), 1), (model.skip_sublayers((), layers), 1)]
     seconds: list[list[float]] = [[] for _ in kinds]
     for _ in range(PASSES):
         for (one, rows), taken in zip(kinds, seconds, strict=True):

@@ -38,7 +38,6 @@ EXTRAS = {  # of pyproject.toml: purpose and modules; `native` has its own line
         ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     ),
     "transformers": ("architectures that the own runtimes do not support", ("transformers",)),
-    "torchao": ("weights in 8 bits by torch", ("torchao",)),
     "distill": ("plots of outpace distill", ("matplotlib",)),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "transformers")),

@@ -43,7 +43,7 @@ LOAD_FLAGS: dict[str, Any] = {  # the fields of LoadOptions that are flags
     "device": flag("Device of the target: cpu, cuda, cuda:1, ...", MODEL),
     "dtype": flag(
         "Precision: file (a GGUF, GPTQ or AWQ model's own weights, all else in int8; CPU only), int4 (as file, but four"
-        " bits where file has int8 in its layers), int8 (native on a CPU, else by torchao), fp8 (by torchao), float32,"
+        " bits where file has int8 in its layers), int8 (CPU only), float32,"
         " bfloat16 or float16; auto: file on a CPU and bfloat16 on a GPU where available, else float32.",
         MODEL,
     ),

@@ -26,10 +26,6 @@ class NativeModelPair(Protocol):
     def copies(self, longest: int, tokens: int, branches: int, places: int, window: int, least: float) -> Any:
         """Return a native lookup drafter that copies from a request's text, like drafter `ngram` with these options."""
 
-    @property
-    def adjusts(self) -> bool:
-        """Whether it can adjust logits."""
-
     def adjusting(self, request: Request) -> Any:
         """Return an object that adjusts logits for this request, once it has its text."""
 
@@ -58,7 +54,7 @@ class ModelCarrier(Carrier):
         """Like `carry`, with a native lookup drafter for each request's text."""
         parts = []
         for state, one, copies in zip(states, asked, copied, strict=True):
-            if state.session.pending or (state.request.adjustments is not None and not self.pair.adjusts):
+            if state.session.pending:
                 return []
             if one.ask.plan.deepest and not self._is_close(state):
                 return []
@@ -86,7 +82,7 @@ class ModelCarrier(Carrier):
             missing = self._grower.clamp_ids(state.tokens[state.start + session.length :])[:-1]
             expanded = min(growing.width * plan.deepest, growing.tree_nodes)
             grown = len(missing) + rounds * plan.most + expanded
-            session.reserve(min(session.length + grown, session.capacity + session.room))
+            session.reserve(min(session.length + grown, session.capacity + session.max_pending))
         return Reading(session, missing, state.room, trust, copied, self._adjusting(state))
 
     def _adjusting(self, state: Any) -> Any:

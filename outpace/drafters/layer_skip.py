@@ -23,7 +23,7 @@ from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
-from outpace.models.base import Capability, Model, Part, unsupported
+from outpace.models.base import Capability, Model, Part
 from outpace.rules.base import top_k_rows
 
 _GUIDED = 25  # every 25th trial is chosen by the Gaussian process
@@ -149,9 +149,8 @@ class Sublayers(NamedTuple):
 
 def check_target(model: Model) -> None:
     """Raise UserError for a model that cannot skip sublayers."""
-    for extra in (Capability.WITHOUT, Capability.LENGTH):
-        if extra not in model.extras:
-            raise unsupported(model, extra)
+    model.check_capability(Capability.SKIP_SUBLAYERS)
+    model.check_capability(Capability.LENGTH)
 
 
 def parse_layers(name: str, text: str | None) -> tuple[int, ...]:
@@ -330,7 +329,7 @@ class LayerSkipDrafter(Drafter):
 
     def _choose(self, sublayers: Sublayers) -> None:
         self.sublayers = sublayers
-        self._grower.model = self._target.without(*sublayers)
+        self._grower.model = self._target.skip_sublayers(*sublayers)
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         offers = iter(top_k_rows(self._grower.score(jobs), rows_of(jobs), self._options.width + _SPARE))
@@ -360,7 +359,7 @@ class LayerSkipDrafter(Drafter):
             return
         state.rounds = 0
         tried = self.search.propose()
-        found = find_agreements(self._target.without(*tried), session, state.request, state.tokens, count)
+        found = find_agreements(self._target.skip_sublayers(*tried), session, state.request, state.tokens, count)
         if self.search.learn(tried, sum(found) / count):
             self._choose(tried)
 

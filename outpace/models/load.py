@@ -1,4 +1,4 @@
-"""Models from what a user calls them, each with its tokenizer and where it came from; and the draft for a target."""
+"""Loads target and draft models by the names that users give them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outpace.models.files.pairs import find_draft
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 
-LAYERS = "layers:"  # a draft made of some of the target's own layers: layers:0,1,28,29
+LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0,1,28,29
 
 
 def load_model(
@@ -30,8 +30,10 @@ def load_model(
     progress: Progress = silent,
     **changes: Any,
 ) -> Loaded:
-    """The model that `spec` means: a folder, a .gguf file, a hub id, None for the shipped one, or a model of
-    transformers that is loaded already, with its `tokenizer`. `changes` are fields of `LoadOptions` by name."""
+    """Load the model that `spec` names: a folder, a .gguf file, a hub id, or None for the shipped model.
+
+    `spec` may also be a loaded transformers model, with its `tokenizer`. `changes` are fields of `LoadOptions`.
+    """
     options = replace(options or LoadOptions(), **changes)
     if isinstance(spec, os.PathLike):
         spec = Path(spec)
@@ -59,14 +61,16 @@ def load_draft(
     same_tokens: bool = True,
     **changes: Any,
 ) -> Loaded:
-    """A draft for this target: another model with the same tokens, some of the target's own layers, or "auto" for the
-    small sibling that is known for it. A model that is loaded already has the target's tokenizer if none is named.
-    Without `same_tokens` it may have others, which whoever drafts with it translates."""
+    """Load a draft model for this target: another model, some of the target's own layers, or "auto".
+
+    "auto" is the small sibling that is known for the target. A loaded model gets the target's tokenizer unless one is
+    given. Without `same_tokens` the draft may have other tokens, which its drafter translates.
+    """
     if str(spec).startswith(LAYERS):
         if target.inflate != 1:
             raise UserError(f"{spec} skips layers, which inflate adds without effect: its cost would mean nothing")
         again = partial(_layers_again, str(spec), target.again) if target.again else None
-        return Loaded(_shallow(str(spec), target), target.tokenizer, str(spec), again=again)
+        return Loaded(_select_layers(str(spec), target), target.tokenizer, str(spec), again=again)
     if spec == "auto":
         spec = find_draft(target.name, target.config)
     if not isinstance(spec, str | os.PathLike):
@@ -85,16 +89,16 @@ def open_draft(
     tokenizer: Any = None,
     progress: Progress = silent,
 ) -> Loaded:
-    """A draft that is a model of its own, for the target of this name and these `files`, which may be loading still."""
+    """Load a draft model of its own for a target, given its name and `files`; the target may still be loading."""
     options = replace(options, is_draft=True)
     if not isinstance(spec, str | os.PathLike) or not is_packed(Path(spec)):
         return load_model(spec, options, tokenizer=tokenizer, progress=progress)
-    found = _whole(Path(spec), target, files, progress)
+    found = _complete(Path(spec), target, files, progress)
     return replace(load_model(found, options, tokenizer=tokenizer, progress=progress), name=str(spec))
 
 
 def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
-    """The draft, which knows no more tokens than its target; UserError where these differ."""
+    """Limit the draft to the target's tokens and return it; UserError if their tokens differ."""
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
         advice = "drafter translated takes a draft with another tokenizer"
@@ -103,8 +107,8 @@ def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     return draft
 
 
-def _whole(spec: Path, target: str, files: Callable[[], Path] | None, progress: Progress) -> Path:
-    """The folder of a packed draft, whole with its target's embeddings."""
+def _complete(spec: Path, target: str, files: Callable[[], Path] | None, progress: Progress) -> Path:
+    """Return the folder of a packed draft, completed with its target's embeddings."""
     if files is None:
         raise UserError(
             f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
@@ -113,11 +117,11 @@ def _whole(spec: Path, target: str, files: Callable[[], Path] | None, progress: 
     return complete_draft(spec.expanduser(), files(), progress=progress)
 
 
-def _shallow(spec: str, target: Loaded) -> Model:
+def _select_layers(spec: str, target: Loaded) -> Model:
     count = target.model.num_layers
     if not count:
         raise UserError(f"{spec} needs a target of the runtime native or llama, {target.name} runs by transformers")
-    draft: Model = target.model.shallow(_layers(spec, count))
+    draft: Model = target.model.select_layers(_layers(spec, count))
     return draft
 
 

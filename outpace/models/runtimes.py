@@ -1,8 +1,8 @@
-"""What computes a model: our own runtimes for the Llama family, or transformers for everything else that it loads.
+"""Runtimes that load and compute models: our own for the Llama family, and transformers for all others.
 
-On a CPU it is the native one, on the own weights of a file that has them in blocks, else in int8, unless another
-precision is asked for. Where its kernels are not installed or do not take the model, torch computes it in float32, and
-the model's `notice` says so: the texts of the two differ.
+On a CPU the native runtime is the default, with a file's own weights if they are in blocks, else int8. If its kernels
+are not installed or do not support the model, torch computes it in float32, and the model's `notice` says so, because
+the texts differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outpace.core.errors import UserError, install_command, unknown
 from outpace.core.lazy import num_threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
-from outpace.models.llama.weight_sources import inflated, label, notice
+from outpace.models.llama.weight_sources import inflated, inflation_label, inflation_notice
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
@@ -28,11 +28,11 @@ INSTALL = f"`{install_command('transformers')}`"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its tokenizer, where it came from, and the fields of its config.json.
+    """A model with its tokenizer, its name, and the fields of its config.json.
 
-    `inflate`: how many times as much as its own a pass costs. `notice`: what its users are to know of it and of how it
-    was loaded. `again` loads the same in another process, and can be pickled; `files` finds the folder of its files:
-    both are None where the model was handed over as an object. `others`: of a draft, those that draft beside it.
+    `inflate`: factor by which a pass costs more. `notice`: a sentence for users about the model and its loading.
+    `again` loads the same model in another process and can be pickled; `files` finds the folder of its files; both are
+    None if the model was passed as an object. `others`: for a draft model, further draft models next to it.
     """
 
     model: Any
@@ -47,21 +47,23 @@ class Loaded:
 
     @property
     def precision(self) -> str:
-        """What the model's weights are held in."""
+        """Format of the model's weights."""
         precision: str = self.model.precision
         return precision
 
 
-class Meanwhile:
-    """Progress that is told on, and some work that is done when it is told first: other threads load weights then. Here
-    and not in a thread of its own, whose share of the C library's memory would keep what the work frees."""
+class ConcurrentWork:
+    """A progress callback that does some work at its first call, while other threads load weights.
+
+    The work does not get a thread of its own, whose arena of the C library would keep the memory that the work frees.
+    """
 
     def __init__(self, work: Callable[[], Any], progress: Progress) -> None:
         self._work, self._progress = work, progress
 
     @cached_property
     def result(self) -> Any:
-        """What the work gives; it is done now where it was not."""
+        """The work's result; the work is done now if it was not."""
         return self._work()
 
     def __call__(self, stage: str, fraction: float) -> None:
@@ -70,15 +72,17 @@ class Meanwhile:
 
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    """The model that `spec` means by a runtime of RUNTIMES. "auto" is our own, and transformers for what our own
-    refuses as not its to run, and for a device map or a tp_plan."""
+    """Load the model that `spec` names by a runtime of RUNTIMES.
+
+    "auto" is our own, and transformers for models that ours does not support, for a device map and for a tp_plan.
+    """
     if options.runtime not in RUNTIMES:
         raise unknown("runtime", options.runtime, RUNTIMES)
     return RUNTIMES[options.runtime](spec, options, progress)
 
 
 def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
-    """A model of transformers that is loaded already, and its tokenizer."""
+    """Wrap a loaded transformers model and its tokenizer."""
     _need_transformers("a loaded model")
     from outpace.models.hf import load as transformers_load
 
@@ -88,7 +92,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
 
 
 def missing_kernels() -> str | None:
-    """Why the native runtime is not available; None where it is."""
+    """Return why the native runtime is not available; None if it is."""
     from outpace.models.llama.native.binding import load_kernels
 
     try:
@@ -101,7 +105,7 @@ def missing_kernels() -> str | None:
 def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     if options.is_spread:
         return _transformers(spec, options, progress)
-    try:  # plain files need no code of their own, whatever is allowed
+    try:  # our runtimes run no code from the model's files, even if it is allowed
         return _own(spec, replace(options, trust_remote_code=False), progress)
     except UnsupportedModel as unavailable_reason:
         if importlib.util.find_spec("transformers") is None:
@@ -110,10 +114,10 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
 
 
 def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    """Native on a CPU where no other precision is asked for, else torch."""
+    """Load by the native runtime on a CPU unless another precision was chosen, else by torch."""
     from outpace.models.llama.native.binding import UnsupportedShape
 
-    if options.dtype in (INT8, INT4, FILE) and not options.quantized:
+    if options.dtype in (INT8, INT4, FILE):
         return _native(spec, options, progress)
     if options.dtype != AUTO or not options.is_on_cpu or options.has_graphs:
         return _llama(spec, options, progress)
@@ -127,14 +131,12 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
-    """By torch; `reason`: why it is not the native runtime, where that was expected."""
+    """Load by torch. `reason`: why not by the native runtime, if that was expected."""
     from outpace.models.llama.torch.runtime import Llama
 
     if options.trust_remote_code or options.is_spread:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype", "quantized")} | {
-        "dtype": options.torch_dtype
-    }
+    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")} | {"dtype": options.torch_dtype}
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
         kind, slow_path_warning = _captured(options)
@@ -144,7 +146,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
 
 def _captured(options: LoadOptions) -> tuple[Any, str | None]:
-    """Which of the runtimes whose passes are captured, and what its users are to know of that."""
+    """Choose the runtime with captured passes, and a notice for its users."""
     import torch
 
     from outpace.core.triton_support import slow_path_warning, unavailable_reason
@@ -163,28 +165,25 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
 
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    """On a CPU by the package outpace-kernels. A `dtype` of float16 is int8 with half the keys and values."""
+    """Load by the package outpace-kernels on a CPU. `dtype` float16 means int8 weights with float16 keys and values."""
     from outpace.models.llama.native.binding import NativeOptions, load_kernels, read_formats, usable_cores
     from outpace.models.llama.native.runtime import NativeLlama
 
     if options.has_graphs:
         raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native")
-    is_old = not hasattr(load_kernels(), "FORMATS")  # built before they took a file's own weights
-    rounds = hasattr(load_kernels(), "round_to_q4_1")  # those before did not
-    if (is_old and options.dtype == FILE) or (not rounds and options.dtype == INT4):
-        raise UserError(f"dtype {options.dtype} needs newer kernels: `pip install ./kernels` in a checkout")
+    kernels = load_kernels()
     if not options.is_on_cpu or options.trust_remote_code:
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
     if options.dtype not in (AUTO, INT8, INT4, FILE, "float16"):
         held = "in int8, in int4 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
-    count = min(num_threads(), usable_cores())  # more were asked for by the environment, not by the user
-    weights = options.dtype if options.dtype in (AUTO, INT4, FILE) and not is_old else INT8
-    if options.is_draft and weights == AUTO and rounds:
+    count = min(num_threads(), usable_cores())  # the environment may ask for more
+    weights = options.dtype if options.dtype in (AUTO, INT4, FILE) else INT8
+    if options.is_draft and weights == AUTO:
         weights, options = INT4, replace(options, dtype=INT4)
     native = NativeOptions(count, options.kv_dtype_or(NATIVE_KV), weights=weights)
     build = partial(NativeLlama.from_tensors, options=native)
-    return _read(spec, options, progress, build, None, True, is_old, read_formats(load_kernels()))
+    return _read(spec, options, progress, build, formats=read_formats(kernels))
 
 
 def _read(
@@ -193,33 +192,33 @@ def _read(
     progress: Progress,
     build: Callable[..., Model],
     reason: str | None = None,
-    in_place: bool = False,
-    converted: bool = False,
-    formats: tuple[str, ...] = (),
+    formats: tuple[str, ...] | None = None,
 ) -> Loaded:
-    """A model of the Llama family from its files. `build` is handed tensors, a .gguf file's by way of its conversion;
-    `in_place`: arrays, and such a file's matrices as they are. `converted`: all of them are arrays. `formats`: those of
-    a file's that are taken."""
+    """Load a model of the Llama family from its files.
+
+    `build` gets tensors, after a conversion of a .gguf file. With `formats` it gets arrays, and matrices in these
+    formats of the file as they are.
+    """
     from outpace.models.files.find import locate, open_source, resolve
     from outpace.models.llama.config.draft_vocab import read_draft_vocab
     from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
     from outpace.models.text.tokenizer import tokenizer_of
 
-    path = (locate if in_place and not converted else resolve)(None if spec is None else str(spec), progress=progress)
+    path = (resolve if formats is None else locate)(None if spec is None else str(spec), progress=progress)
     with open_source(path) as source:
         config = from_dict(source.config)
         source.check_shapes(tensor_shapes(config))
         head_ids = read_draft_vocab(path, source.config)
-        told = Meanwhile(partial(tokenizer_of, source), progress)
-        weights = source.weight if in_place else source.tensor
+        tokenizer_work = ConcurrentWork(partial(tokenizer_of, source), progress)
+        weights = source.tensor if formats is None else source.weight
         config, fetch = inflated(config, weights, options.inflate)
         check_memory(tensor_shapes(config), options)
-        check_host(source, config, options, formats if in_place else None)
-        model = build(config, fetch, head_ids=head_ids, progress=told)
-        tokenizer = told.result
+        check_host(source, config, options, formats)
+        model = build(config, fetch, head_ids=head_ids, progress=tokenizer_work)
+        tokenizer = tokenizer_work.result
     model.inflate = options.inflate
-    name = _name(spec) + label(options.inflate)
-    notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
+    name = _name(spec) + inflation_label(options.inflate)
+    notices = "; ".join(filter(None, (model.notice, inflation_notice(options.inflate), reason)))
     return Loaded(model, tokenizer, name, source.config, options.inflate, notices or None)
 
 
@@ -239,15 +238,17 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
 
     progress("loading", 0.0)
     source, revision = _source(spec, progress)
-    if isinstance(source, Path):  # of which our own runtimes may read a part that transformers does not load alone
+    if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
         check_causal_lm(read_json(source / "config.json"), source)
     model, tokenizer = transformers_load.load(source, revision, options)
     return _of_transformers(model, tokenizer, _name(spec))
 
 
 def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, str | None]:
-    """What transformers is to load: a folder; or a repository of the hub, which may hold more than our own runtimes
-    read, and its revision."""
+    """Return what transformers loads: a folder, or a hub repository and its revision.
+
+    The repository may hold more than our own runtimes read.
+    """
     from outpace.models.files import hub
     from outpace.models.files.find import resolve
 

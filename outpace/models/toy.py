@@ -1,4 +1,4 @@
-"""An exact model for tests: float64 scores that are a function of the last few tokens, looked up, never learnt."""
+"""An exact model for tests: float64 logits looked up from random tables by the last few tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
+from outpace.core.logits import SparseLogits, TargetOutput
 from outpace.models.base import Capability, Model, Part, Session
 
 
 class ToySession(Session):
-    """Keeps a token where a real model keeps keys and values: a wrong `keep` or mask shows in the scores."""
+    """Stores tokens where a real model stores keys and values, so that a wrong `keep` or mask changes the logits."""
 
     block = 8
 
-    def __init__(self, capacity: int, room: int) -> None:
-        super().__init__(capacity, room)
+    def __init__(self, capacity: int, max_pending: int) -> None:
+        super().__init__(capacity, max_pending)
         self.tokens = np.empty(0, dtype=np.int64)
 
     def _resize(self, slots: int) -> None:
@@ -34,15 +34,15 @@ class ToySession(Session):
 
 
 class Toy(Model):
-    """A layer for each of the last `order` tokens. Its attention adds table_i[token i back] to the residual stream, its
-    MLP adds `mlp` * tanh of that; the stream after the last layer is the logits.
+    """A model with one layer for each of the last `order` tokens.
 
-    `agreement` blends the tables with those of another seed: a drafter that agrees with a target of `seed` the more,
-    the nearer it is to 1.
+    The attention of layer i adds a row of table i, chosen by the token i places back, to the residual stream; the MLP
+    adds `mlp` * tanh of the stream. The stream after the last layer is the logits. `agreement` blends the tables with
+    those of another seed: the nearer it is to 1, the more a drafter agrees with the target of the same `seed`.
     """
 
     token_bytes = 8
-    extras = frozenset(Capability)
+    capabilities = frozenset(Capability)
 
     def __init__(
         self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0, mlp: float = 0.0
@@ -51,28 +51,24 @@ class Toy(Model):
         self.max_positions = 1 << 20
         self.device = torch.device("cpu")
         own, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 7919))
-        shape = (order, vocab_size + 1, vocab_size)  # one more row for "before the text"
+        shape = (order, vocab_size + 1, vocab_size)  # the extra row stands for positions before the text
         tables = torch.randn(shape, generator=own, dtype=torch.float64)
         noise = torch.randn(shape, generator=other, dtype=torch.float64)
         self._tables = 2.0 * (agreement * tables + (1.0 - agreement) * noise)
         self._mlp = [mlp] * order
-        self._skipped: frozenset[int] = frozenset()  # attention
+        self._skipped: frozenset[int] = frozenset()  # attention layers
 
-    def open(self, capacity: int, room: int) -> ToySession:
-        return ToySession(capacity, room)
+    def open(self, capacity: int, max_pending: int) -> ToySession:
+        return ToySession(capacity, max_pending)
 
-    def score(self, forest: Sequence[Part]) -> Tensor:
-        """Logits of the wanted nodes, float64 [wanted rows, vocab]."""
-        return tensor_of(self.score_hidden(forest, ()).logits)
-
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """As `score`, with hidden states, float64 [layers, shown rows, vocab]."""
+    def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
+        """Return float64 logits [wanted rows, vocab] and hidden states [layers, shown rows, vocab]."""
         rows: list[Tensor] = []
         shown: list[Tensor] = []
         for part in forest:
             contexts = self._contexts(part)
             for node in part.wanted:
-                is_plain = part.inputs is None and part.steer is None
+                is_plain = part.inputs is None and part.mlp_bias is None
                 rows.append(self._row(contexts[node]) if is_plain else self._stream(contexts[node], part, node)[-1])
             for node in part.shown:
                 stream = self._stream(contexts[node], part, node)
@@ -80,7 +76,7 @@ class Toy(Model):
         nothing = torch.empty(0, self.vocab_size, dtype=torch.float64)
         return TargetOutput(torch.stack(rows) if rows else nothing, torch.stack(shown, 1) if shown else None)
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> Toy:
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Toy:
         other = copy(self)
         other._skipped = self._skipped.union(attention)
         other._mlp = [0.0 if layer in mlp else strength for layer, strength in enumerate(self._mlp)]
@@ -91,30 +87,27 @@ class Toy(Model):
 
     @property
     def reach(self) -> int:
-        """Tokens at the end of a text that its scores depend on; no more of it are handed to `_row`."""
+        """Number of trailing tokens that the logits depend on."""
         return self.num_layers
 
     def _contexts(self, part: Part) -> dict[int, list[int]]:
-        """Stores a part's tokens; the ends of the texts that the nodes see which are asked for, as far as scores depend
-        on them, their own tokens last."""
+        """Store a part's tokens; return for each wanted or shown node the trailing tokens that it sees, itself last."""
         session = part.session
-        if part.keep is not None:
-            session.keep(part.keep)
         before = session.pending
-        sees = session.extend(part.parents)
+        visible = session.extend(part.parents)
         start = session.length
         session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
         end = start if part.length is None else part.length
         committed = session.tokens[max(0, end - self.reach) : end].tolist()
-        asked = {*part.wanted, *part.shown}
-        return {node: committed + session.tokens[np.flatnonzero(sees[node]) + start].tolist() for node in asked}
+        nodes = {*part.wanted, *part.shown}
+        return {node: committed + session.tokens[np.flatnonzero(visible[node]) + start].tolist() for node in nodes}
 
     def _row(self, context: Sequence[int]) -> Tensor:
         return self._stream(context)[-1]
 
     def _stream(self, context: Sequence[int], part: Part | None = None, node: int = 0) -> list[Tensor]:
-        """The residual stream before the first layer and after each of them. [vocab] each"""
-        inputs, steer = (part.inputs, part.steer) if part else (None, None)
+        """Return the residual stream before the first layer and after each layer, each [vocab]."""
+        inputs, bias = (part.inputs, part.mlp_bias) if part else (None, None)
         x = torch.zeros(self.vocab_size, dtype=torch.float64) if inputs is None else inputs[node].double()
         stream = [x]
         for layer, table in enumerate(self._tables):
@@ -122,6 +115,6 @@ class Toy(Model):
                 back = layer + 1
                 x = x + table[context[-back] if back <= len(context) else self.vocab_size]
             if self._mlp[layer]:
-                x = x + self._mlp[layer] * torch.tanh(x if steer is None else x + steer[layer])
+                x = x + self._mlp[layer] * torch.tanh(x if bias is None else x + bias[layer])
             stream.append(x)
         return stream

@@ -79,7 +79,7 @@ class Replay(Model):
     def open(self, capacity: int, room: int) -> ReplaySession:
         return ReplaySession(capacity, room)
 
-    def score(self, forest: Sequence[Part]) -> Tensor:
+    def _score(self, forest: Sequence[Part]) -> Tensor:
         """Return the logits of the wanted nodes, float32 [wanted rows, vocab]."""
         return self._rows([node for part in forest for node in self._wanted_nodes(part)])
 
@@ -88,8 +88,6 @@ class Replay(Model):
 
     def _wanted_nodes(self, part: Part) -> Iterator[_WantedNode]:
         session: ReplaySession = part.session
-        if part.keep is not None:
-            session.keep(part.keep)
         before = session.pending
         session.extend(part.parents)
         if session.answer is None:

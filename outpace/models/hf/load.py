@@ -93,18 +93,18 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
 
 def _plan(source: str | Path, common: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that make transformers split a model over all processes; UserError if it cannot."""
-    from outpace.models.devices import processes
+    from outpace.models.devices import num_processes
     from outpace.models.hf.split import check_tp_plan
 
     with _explained(str(source)):
         config = AutoConfig.from_pretrained(source, **common)
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    check_tp_plan(config, kind, processes(), source)
+    check_tp_plan(config, kind, num_processes(), source)
     try:
         from transformers.distributed import DistributedConfig
     except ImportError:  # before transformers 5.10
         return {"tp_plan": "auto"}
-    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes())}
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_processes())}
 
 
 def wrap_pair(module: Any, tokenizer: Any, lead: Any = None) -> tuple[TransformersModel, Tokenizer]:

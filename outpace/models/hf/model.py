@@ -21,7 +21,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.tree import PREFIX
-from outpace.models.base import Capability, Model, Part, chain, check_forest
+from outpace.models.base import Capability, Model, Part, chain
 from outpace.models.hf.passes import ForwardPasses, TransformersSession
 
 PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches make slots and positions differ
@@ -101,7 +101,8 @@ def _tree(passes: ForwardPasses, prefix: list[int], nodes: list[int], as_trees: 
     """Score the probe's tree after the prefix, in one forward or one for each branch. [nodes, vocab]"""
     session = passes.open(BEFORE + len(nodes), BEFORE + len(nodes))
     _read(passes, session, prefix)
-    part = Part(session, nodes, PARENTS, range(len(nodes)), range(BEFORE))
+    session.keep(range(BEFORE))
+    part = Part(session, nodes, PARENTS, range(len(nodes)))
     return passes.score([part], width=passes.num_embeddings, as_trees=as_trees).float()
 
 
@@ -138,7 +139,7 @@ class TransformersModel(Model):
     `trees`: a token tree is one forward; if False, `notice` explains why.
     """
 
-    extras = frozenset({Capability.HIDDEN})
+    capabilities = frozenset({Capability.HIDDEN})
 
     def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
         """`found` is the result of probing these passes."""
@@ -165,18 +166,16 @@ class TransformersModel(Model):
         return self._passes.open(capacity, room)
 
     @property
-    def deepest(self) -> int:
+    def max_hidden_layer(self) -> int:
         """The last layer with hidden states: the output of the final layer is available only after the final norm."""
         return int(self.config.num_hidden_layers) - 1
 
-    def score(self, forest: Sequence[Part]) -> Tensor:
+    def _score(self, forest: Sequence[Part]) -> Tensor:
         """Score each part in one or more forwards; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
-        check_forest(self, forest)
         return self._passes.score(forest, width=self.vocab_size, as_trees=self.trees)
 
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
+    def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Score, and return the hidden states before each of `layers`. [layers, shown rows, width]"""
-        check_forest(self, forest)
         scored = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
         rows = self._passes.score(scored, width=self.vocab_size, as_trees=self.trees, layers=layers)
         wanted, shown, first = [], [], 0

@@ -152,9 +152,6 @@ class ForwardPasses:
         With `as_trees` a tree is one forward with a mask, otherwise one forward for each branch. A chain needs no mask.
         """
         columns = RowLayout(width, tuple(layers))
-        for part in forest:
-            if part.keep is not None:
-                part.session.keep(part.keep)
         rows = [self._score_part(part, columns, as_trees) for part in forest if part.tokens]
         rows = [row for row in rows if len(row)]
         return torch.cat(rows) if rows else self._zeros(columns)[:0]

@@ -1,7 +1,7 @@
-"""Work that is captured once and then replayed on the same buffers: as a CUDA graph, or its stand-in on any device.
+"""Captures of a pass over static buffers, replayed as a CUDA graph, or by a stand-in on any device.
 
-The stand-in runs the same callable each time and holds it to what a graph demands: no read of a device's values by the
-host, no tensor made from the host's, no buffer that moves between two replays. So a CPU tests what a GPU will do.
+The stand-in runs the same callable each time and enforces the rules of a graph: the host reads no device values, makes
+no tensors from its own, and no buffer moves between two replays. So a CPU tests what a GPU will do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Work = Callable[[], None]
-WARM_UPS = 2  # runs before a capture: libraries choose their kernels and make their workspaces then
+Shapes = Mapping[str, tuple[int, ...]]
+WARM_UPS = 2  # runs before a capture, in which libraries choose their kernels and allocate workspaces
+WORDS = 4  # of 64 pending nodes each
+MOST_PENDING = 64 * WORDS
 
-_CAPTURING = threading.Lock()  # the allocator's side of a capture is the process's: one at a time
+_CAPTURING = threading.Lock()  # the allocator's capture state is global to the process: one capture at a time
 
-# Operations whose result the host must have before it can go on, and those that take values from it.
+# Operations that wait for the device or take values from the host.
 HOST_OPERATIONS = {
     "_local_scalar_dense",
     "equal",
@@ -43,35 +46,35 @@ HOST_METHODS = {"__bool__", "__float__", "__index__", "__int__", "cpu", "item", 
 
 
 class HostRead(RuntimeError):
-    """A captured callable did what no graph can replay."""
+    """Raised when a captured callable does something that no graph can replay."""
 
 
 class _Operations(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and each operation would pay for being kept from it."""
+        """Return False: nothing is compiled here, and excluding each operation from compilation costs time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         tensors = list(_tensors((*args, *kwargs.values())))
-        is_chosen = name in ("index", "index_put", "index_put_") and any(
+        is_masked = name in ("index", "index_put", "index_put_") and any(
             tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:]
         )
-        goal = kwargs.get("device")
+        target = kwargs.get("device")
         crosses = len({tensor.device.type for tensor in tensors if tensor.dim() or name == "copy_"}) > 1 or (
-            name == "_to_copy" and goal is not None and torch.device(goal).type != tensors[0].device.type
+            name == "_to_copy" and target is not None and torch.device(target).type != tensors[0].device.type
         )
         if crosses and name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,)):
-            crosses = not tensors[1].is_pinned()  # which a graph fetches anew whenever it runs
-        if name in HOST_OPERATIONS or is_chosen or crosses:
+            crosses = not tensors[1].is_pinned()  # a graph fetches pinned memory anew at each replay
+        if name in HOST_OPERATIONS or is_masked or crosses:
             raise HostRead(f"{func} within a captured pass: a graph cannot wait for the host")
         return func(*args, **kwargs)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """An operation's tensors: what it is given, and what stands in its lists."""
+    """Yield an operation's tensor arguments, also those inside lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -80,7 +83,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _Methods(TorchFunctionMode):
-    """Reads of a CPU's tensor, which no operation shows."""
+    """Detects reads of a CPU tensor, which no dispatched operation shows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in HOST_METHODS:
@@ -89,32 +92,32 @@ class _Methods(TorchFunctionMode):
 
 
 def guarded(work: Work) -> None:
-    """Runs it; HostRead for what no graph can replay."""
+    """Run `work`; raise HostRead if it does something that no graph can replay."""
     with _Methods(), _Operations():
         work()
 
 
 class EagerCapture:
-    """The stand-in: the same callable, run anew. `buffers`: those that must stay where they are.
+    """The stand-in for a graph: runs the same callable again. `buffers` must not move.
 
-    Its operations are watched when it is captured; a replay could have others only after a read of the host's, and for
-    these each replay is watched too.
+    Operations are checked when it is captured; a replay could have others only after a read by the host, and for these
+    every replay is checked too.
     """
 
     def __init__(self, work: Work, buffers: Sequence[Tensor]) -> None:
         self._work, self._buffers = work, buffers
-        self._places = [buffer.data_ptr() for buffer in buffers]
+        self._addresses = [buffer.data_ptr() for buffer in buffers]
         guarded(work)
 
     def replay(self) -> None:
-        if self._places != [buffer.data_ptr() for buffer in self._buffers]:
+        if self._addresses != [buffer.data_ptr() for buffer in self._buffers]:
             raise HostRead("a static buffer moved after the capture: a graph would write to where it was")
         with _Methods():
             self._work()
 
 
 class CudaCapture:
-    """A CUDA graph. Warmed up and captured on `stream`, replayed on the caller's. `memory`: the graphs' own pool."""
+    """A CUDA graph, warmed up and captured on `stream` and replayed on the caller's. `memory`: the graphs' own pool."""
 
     def __init__(self, work: Work, buffers: Sequence[Tensor], stream: Any, memory: Any) -> None:
         self._kept = buffers  # a graph knows addresses only
@@ -129,7 +132,7 @@ class CudaCapture:
                 # thread_local: another thread, which drafts, may allocate meanwhile
                 with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
                     work()
-            finally:  # a capture that fails leaves this thread on its stream, and its warm-ups at work
+            finally:  # a failed capture would leave this thread on its stream, and its warm-ups running
                 torch.cuda.set_stream(caller)
                 caller.wait_stream(stream)
 
@@ -138,31 +141,31 @@ class CudaCapture:
 
 
 class Captures:
-    """What one model has captured, by key. All of it goes when the buffers it works on have moved."""
+    """The captures of one model, by key. All of them are dropped when their buffers have moved."""
 
     def __init__(self, is_eager: bool) -> None:
         self.is_eager = is_eager
-        self._memory: Any = None  # shared by the graphs: each leaves nothing there that another reads
-        self._stream: Any = None  # one for all captures: libraries keep a workspace for each stream that they meet
+        self._memory: Any = None  # shared by the graphs: none leaves anything there that another reads
+        self._stream: Any = None  # one for all captures, because libraries keep a workspace for each stream
         self._made: dict[Hashable, EagerCapture | CudaCapture] = {}
         self._buffers: dict[Hashable, Any] = {}
-        self._places: tuple[int, ...] = ()
+        self._addresses: tuple[int, ...] = ()
         self._is_busy = False
         self.count = 0  # captures so far
 
     def forget_if_moved(self, *tensors: Tensor) -> None:
-        """What was captured while these were elsewhere is of no use."""
-        places = tuple(tensor.data_ptr() for tensor in tensors)
-        if places != self._places:
+        """Drop all captures if these tensors are not where they were."""
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if addresses != self._addresses:
             if self._stream is not None:
-                with _CAPTURING:  # a device that waits while another thread captures there breaks its capture
-                    torch.cuda.synchronize(self._stream.device)  # a replay may still be under way in their memory
+                with _CAPTURING:  # waiting for a device breaks another thread's capture there
+                    torch.cuda.synchronize(self._stream.device)  # a replay may still be running in their memory
             self._made.clear()
-            self._memory = None  # the allocator takes no pool back whose graphs are all gone
-            self._places = places
+            self._memory = None  # the allocator cannot reuse a pool whose graphs are all gone
+            self._addresses = addresses
 
     def buffers(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Static buffers that are made once, never within what is captured."""
+        """Return static buffers, which are created once and never within a captured pass."""
         if key not in self._buffers:
             if self._is_busy:
                 raise HostRead(f"static buffers {key} are made within a captured pass")
@@ -173,7 +176,7 @@ class Captures:
         return key in self._made
 
     def prepare(self, key: Hashable, work: Work, *buffers: Tensor) -> None:
-        """Captures `work` where it is not yet; the buffers must hold values that do no harm."""
+        """Capture `work` if it is not captured yet; the buffers must hold harmless values."""
         if key in self._made:
             return
         if not self.is_eager:
@@ -196,54 +199,47 @@ class Captures:
             self._is_busy = False
 
 
-WORDS = 4  # of 64 pending nodes each
-MOST_PENDING = 64 * WORDS
-Shapes = Mapping[str, tuple[int, ...]]
-
-
 class StaticInputs:
-    """int64 tensors of these shapes by name, on the device in `device` and on the host in `host`.
+    """int64 inputs of a captured pass by name: filled on the host, and sent to fixed addresses in one copy.
 
-    `idle` are the values that do no harm, by name; 0 for all others. The host writes into one of two buffers while the
-    other may still be on its way.
+    `device` holds the tensors on the device. The host writes to one of two buffers while the other may still be being
+    copied.
     """
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         total = sum(math.prod(shape) for shape in shapes.values())
         pinned = device.type == "cuda"
-        self._sent = torch.zeros(total, dtype=torch.int64, device=device)
+        self.buffer = torch.zeros(total, dtype=torch.int64, device=device)  # all inputs on the device
         self._hosts = [torch.zeros(total, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)] if pinned else []
-        self._views = [_views(shapes, buffer.numpy()) for buffer in self._hosts]
-        self.device: dict[str, Tensor] = _views(shapes, self._sent)
-        self._turn = 0
-
-    @property
-    def buffer(self) -> Tensor:
-        """All of it on the device."""
-        return self._sent
+        self._views = [_views(shapes, host.numpy()) for host in self._hosts]
+        self.device: dict[str, Tensor] = _views(shapes, self.buffer)
+        self._current = 0
 
     def begin(self, idle: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """The host's side with idle values, to be filled; waits where the copy before the last is not done."""
-        self._turn = 1 - self._turn
+        """Return the host's arrays to fill, with harmless values: those of `idle` by name, and 0 for all others.
+
+        Waits if the copy before the last is not finished.
+        """
+        self._current = 1 - self._current
         if self._events:
-            self._events[self._turn].synchronize()
-        host: dict[str, np.ndarray] = self._views[self._turn]
-        self._hosts[self._turn].zero_()
+            self._events[self._current].synchronize()
+        host: dict[str, np.ndarray] = self._views[self._current]
+        self._hosts[self._current].zero_()
         for name, value in idle.items():
             host[name].fill(value)
         return host
 
     @torch.inference_mode()
     def send(self) -> None:
-        """One copy to the device, which the host does not wait for."""
-        self._sent.copy_(self._hosts[self._turn], non_blocking=True)
+        """Start the copy to the device; the host does not wait for it."""
+        self.buffer.copy_(self._hosts[self._current], non_blocking=True)
         if self._events:  # on the stream of the copy: another device may be the current one
-            self._events[self._turn].record(torch.cuda.current_stream(self._sent.device))
+            self._events[self._current].record(torch.cuda.current_stream(self.buffer.device))
 
 
 def _views(shapes: Shapes, flat: Any) -> dict[str, Any]:
-    """Parts of a flat tensor or array, by name."""
+    """Return parts of a flat tensor or array by name."""
     views, start = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape)
@@ -253,22 +249,19 @@ def _views(shapes: Shapes, flat: Any) -> dict[str, Any]:
 
 
 def pass_shapes(batch: int, nodes: int) -> Shapes:
-    """Of a forward over so many nodes of so many sessions."""
+    """Return the input shapes of a pass over `nodes` nodes of `batch` sessions each."""
     each = (batch, nodes)
     return {
-        "tokens": each,
-        "positions": each,
-        "slots": each,
-        "depths": each,
+        **dict.fromkeys(("tokens", "positions", "slots", "depths"), each),
         "lengths": (batch,),
         "bits": (*each, WORDS),
         "below": (batch, MOST_PENDING),
     }
 
 
-def seen_bits(sees: np.ndarray) -> np.ndarray:
-    """Which pending nodes each new node sees, bool [nodes, pending], as bits: int64 [nodes, WORDS]"""
-    bits = np.zeros((len(sees), MOST_PENDING // 8), dtype=np.uint8)
-    packed = np.packbits(sees, axis=1, bitorder="little")
+def visible_bits(visible: np.ndarray) -> np.ndarray:
+    """Pack which pending nodes each new node sees, bool [nodes, pending], into bits: int64 [nodes, WORDS]"""
+    bits = np.zeros((len(visible), MOST_PENDING // 8), dtype=np.uint8)
+    packed = np.packbits(visible, axis=1, bitorder="little")
     bits[:, : packed.shape[1]] = packed
     return bits.view("<i8")

@@ -1,7 +1,7 @@
-"""Captured forwards whose layers are ten launches: four products, and kernels of `fused.py` between them.
+"""Captured passes whose layers take ten launches: four products, and the kernels of `triton_kernels.py` between them.
 
-Not for exact mode, where every operation must give a row the same bits whatever the bucket. It is imported where Triton
-is there alone.
+They do not support exact mode, in which every operation must give a row the same bits whatever the bucket. Import this
+module only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -18,80 +18,89 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.cuda import triton_kernels
 from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
 from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
-from outpace.models.llama.torch.attention import FUSED, KINDS
-from outpace.models.llama.torch.linear import Linear, add_product, in_float32
+from outpace.models.llama.torch.linear import Linear, add_product, float_product
 
 
 class FusedLlama(SteppingLlama):
-    """As SteppingLlama, with scores in float32. Keys and values in fewer bits are left to it."""
+    """Captured passes with fused kernels and float32 logits. Encoded keys and values use the unfused attention."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.attention = FUSED if self._holding.is_own else KINDS[0]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.attention = "fused" if self._kv_format.is_own else "matmul"
         self.score_dtype = torch.float32
         self._floor, self._head_floor = float(self._norm_floor), float(self._head_norm_floor)
 
     @classmethod
-    def from_tensors(cls, *args: Any, **more: Any) -> SteppingLlama:
-        """As GraphLlama's. Where a compiler fails on a kernel of this model, the same model by torch's own operations,
-        with a notice."""
-        model = super().from_tensors(*args, **more)
+    def from_tensors(cls, *args: Any, **options: Any) -> SteppingLlama:
+        """Build a model; if a kernel does not compile for it, return the same model without our kernels.
+
+        The latter has a notice.
+        """
+        model = super().from_tensors(*args, **options)
         assert isinstance(model, FusedLlama)
         try:
             model.try_kernels()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of many kinds, by what failed
+        except Exception as error:  # the compiler's errors are of many types
             return model.by_torch(f"{type(error).__name__}: {error}")
         return model
 
     @torch.inference_mode()
     def try_kernels(self) -> None:
-        """A small pass, and attention of the largest programs over one piece and over several: what would fail later
-        fails here."""
+        """Run a small pass, and attention in its largest programs over one and over several pieces.
+
+        Whatever would fail later fails here.
+        """
         self.score([chain(self.open(2, 1), [0], [0])])
-        if self.attention != FUSED:
+        if self.attention != "fused":
             return
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         nodes, piece = triton_kernels.MOST_ROWS, triton_kernels.PIECE
-        shape = {"bits": (1, nodes, WORDS), "lengths": (1,), "depths": (1, nodes), "below": (1, MOST_PENDING)}
-        given = {name: torch.zeros(size, dtype=torch.int64, device=self.device) for name, size in shape.items()}
+        shapes = {"bits": (1, nodes, WORDS), "lengths": (1,), "depths": (1, nodes), "below": (1, MOST_PENDING)}
+        inputs = {name: torch.zeros(size, dtype=torch.int64, device=self.device) for name, size in shapes.items()}
         query = torch.zeros(nodes, heads, width, dtype=self.dtype, device=self.device)
         for slots, window in product((piece, 4 * piece), self._windows):
-            triton_kernels.attend(query, query.new_zeros(2, 1, groups, slots, width), given, slots, window)
+            triton_kernels.attend(query, query.new_zeros(2, 1, groups, slots, width), inputs, slots, window)
 
-    def by_torch(self, why: str) -> SteppingLlama:
-        """The same model without the kernels; the reason is in its notice."""
+    def by_torch(self, reason: str) -> SteppingLlama:
+        """Return the same model without our kernels, with the reason in its notice."""
         ends, ids = (self._embedding, self._head), self._head_ids
         model = SteppingLlama(self.config, self._layers, *ends, self.exact, ids, self.kv_dtype)
-        model.captures, model.quantized = Captures(self.captures.is_eager), self.quantized
-        model.notice = slow_path_warning(why)
+        model.captures = Captures(self.captures.is_eager)
+        model.notice = slow_path_warning(reason)
         return model
 
-    def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
-        if self.attention != FUSED:
-            super()._layers_pass(start, given, slots)
+    def _layers_pass(self, start: int, inputs: dict[str, Tensor], slots: int) -> None:
+        if self.attention != "fused":
+            super()._layers_pass(start, inputs, slots)
             return
-        x = self._embedded(given["tokens"].flatten())
+        x = self._embed(inputs["tokens"].flatten())
         for number in range(len(self._layers)):
-            x = self._feed(number, self._mix_fused(number, start, x, given, slots), ())
+            x = self._mlp(number, self._fused_attention(number, start, x, inputs, slots))
         self._hidden[: len(x)].copy_(x)
 
-    def _mix_fused(self, number: int, start: int, x: Tensor, given: dict[str, Tensor], slots: int) -> Tensor:
-        """A layer's attention, for all sessions at once."""
+    def _fused_attention(self, number: int, start: int, x: Tensor, inputs: dict[str, Tensor], slots: int) -> Tensor:
+        """Add a layer's attention for all sessions at once."""
         layer, config = self._layers[number], self.config
-        kv = self.pool.kv[number][:, start : start + len(given["lengths"])]
-        mixed = self._apply_normed(layer.qkv, x)
-        where, scale = (given["positions"], given["slots"], kv), config.attention_scale
-        query = triton_kernels.turn(
-            mixed, layer.head_norm, self._head_floor, self._turns.of_layer(number), *where, scale
+        kv = self.pool.kv[number][:, start : start + len(inputs["lengths"])]
+        qkv = self._apply_normed(layer.qkv, x)
+        query = triton_kernels.rotate_and_store(
+            qkv,
+            layer.head_norm,
+            self._head_floor,
+            self._rope.of_layer(number),
+            inputs["positions"],
+            inputs["slots"],
+            kv,
+            config.attention_scale,
         )
-        mixed = triton_kernels.attend(query, kv, given, slots, config.window(number))
-        return self._add_mixed(number, mixed, x)
+        attended = triton_kernels.attend(query, kv, inputs, slots, config.window(number))
+        return self._add_attention(number, attended, x)
 
-    def _feed(self, number: int, x: Tensor, spans: Any) -> Tensor:
-        if any(span.steer is not None for span in spans):
-            return super()._feed(number, x, spans)
+    def _mlp(self, number: int, x: Tensor, sessions: Any = ()) -> Tensor:
+        if any(rows.mlp_bias is not None for rows in sessions):
+            return super()._mlp(number, x, sessions)
         layer = self._layers[number]
         gated = triton_kernels.gated(self._apply_normed(layer.gate_up, x), self.config.activation == GELU)
         return self._add(layer.down, layer.down_norm, gated, x)
@@ -99,9 +108,9 @@ class FusedLlama(SteppingLlama):
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return triton_kernels.norm(x.contiguous(), weight, self._floor)
 
-    def _scored(self, normed: Tensor) -> Tensor:
-        return in_float32(self._head.linear, normed)
+    def _head_product(self, normed: Tensor) -> Tensor:
+        return float_product(self._head.linear, normed)
 
     def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The residual is written over: it has no other use."""
+        """Apply a product, overwriting the residual, which has no other use."""
         return linear(x) if residual is None else add_product(linear, x, residual)

@@ -1,8 +1,13 @@
-"""A pass's norms, turning and storing, and gates, one kernel each, in Triton.
+"""Triton kernels of a captured pass: norms, rotation and storing of keys, gates, and attention over a pool.
 
-By torch's own operations a layer of a small pass is thirty launches, each of which takes a GPU some two microseconds
-however little it does; with these, and `fused_attention.py`, it is ten.
+By torch's own operations a layer of a small pass takes thirty launches, each of about two microseconds on a GPU however
+little it does; with these kernels it takes ten.
+
+Attention reads the slots in blocks with a running softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
+arXiv:2205.14135), and long texts in several pieces that are combined afterwards (Flash-Decoding, 2023). There is no
+mask tensor: a node's visible pending nodes are read from bits, and slots after the last of them are skipped.
 """
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -34,14 +39,14 @@ def _gate_kernel(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr
     gate = tl.load(gate_up + row * 2 * width + place, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * width + place, mask=is_there, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    slope = 1.59576912 + 0.0713548162 * gate * gate if IS_GELU else 1.0  # twice what tanh has in GELU, over the gate
-    gated = (gate / (1.0 + tl.exp(-gate * slope))).to(kind).to(tl.float32)  # rounded as it is between two operations
+    slope = 1.59576912 + 0.0713548162 * gate * gate if IS_GELU else 1.0  # 2 * tanh argument of GELU / gate
+    gated = (gate / (1.0 + tl.exp(-gate * slope))).to(kind).to(tl.float32)  # torch rounds between the two operations
     tl.store(out + row * width + place, (gated * up).to(kind), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["nodes"])
-def _turn_kernel(
-    mixed,
+def _rotate_kernel(
+    qkv,
     norms,
     table,
     positions,
@@ -66,7 +71,7 @@ def _turn_kernel(
     pair = tl.arange(0, HALF)
     is_there = pair < WIDTH // 2
     held = query.dtype.element_ty
-    start = mixed + (row * (HEADS + 2 * GROUPS) + head) * WIDTH + 2 * pair
+    start = qkv + (row * (HEADS + 2 * GROUPS) + head) * WIDTH + 2 * pair
     even = tl.load(start, mask=is_there, other=0.0).to(tl.float32)
     odd = tl.load(start + 1, mask=is_there, other=0.0).to(tl.float32)
     if head < HEADS + GROUPS:
@@ -77,38 +82,38 @@ def _turn_kernel(
             odd = odd / divisor * tl.load(weight + 1, mask=is_there, other=0.0)
             even, odd = even.to(held).to(tl.float32), odd.to(held).to(tl.float32)
         if ROTATES:
-            turn = table + (tl.load(positions + row) * (WIDTH // 2) + pair) * 2
-            cosine = tl.load(turn, mask=is_there, other=0.0)
-            sine = tl.load(turn + 1, mask=is_there, other=0.0)
+            factor = table + (tl.load(positions + row) * (WIDTH // 2) + pair) * 2
+            cosine = tl.load(factor, mask=is_there, other=0.0)
+            sine = tl.load(factor + 1, mask=is_there, other=0.0)
             even, odd = even * cosine - odd * sine, even * sine + odd * cosine
     if head < HEADS:
-        goal = query + (row * HEADS + head) * WIDTH + 2 * pair
-        tl.store(goal, (even * scale).to(held), mask=is_there)
-        tl.store(goal + 1, (odd * scale).to(held), mask=is_there)
-    else:  # a request whose numbers overflow must not spoil the one that comes into its row
+        address = query + (row * HEADS + head) * WIDTH + 2 * pair
+        tl.store(address, (even * scale).to(held), mask=is_there)
+        tl.store(address + 1, (odd * scale).to(held), mask=is_there)
+    else:  # a request whose numbers overflow must not spoil the next one in its row
         even = tl.minimum(tl.maximum(tl.where(even == even, even, 0.0), -most), most)
         odd = tl.minimum(tl.maximum(tl.where(odd == odd, odd, 0.0), -most), most)
         group = head - HEADS
         place = (group // GROUPS) * kind_stride + (row // nodes) * row_stride + (group % GROUPS) * head_stride
-        goal = kv + place + tl.load(slots + row) * WIDTH + 2 * pair
-        tl.store(goal, even.to(held), mask=is_there)
-        tl.store(goal + 1, odd.to(held), mask=is_there)
+        address = kv + place + tl.load(slots + row) * WIDTH + 2 * pair
+        tl.store(address, even.to(held), mask=is_there)
+        tl.store(address + 1, odd.to(held), mask=is_there)
 
 
 def norm(x: Tensor, weight: Tensor | None, floor: float) -> Tensor:
-    """x [rows, width] over sqrt(sum of squares + floor^2), times `weight`: in x's dtype."""
+    """Divide x [rows, width] by sqrt(sum of squares + floor^2) and multiply by `weight`; return x's dtype."""
     out, (rows, width) = torch.empty_like(x), x.shape
     block = next_power_of_two(width)
     warps = min(max(block // 512, 1), 16)
-    given = x if weight is None else weight
+    weights = x if weight is None else weight
     if rows:
         with device_guard(x):
-            _norm_kernel[(rows,)](x, given, out, floor, width, weight is not None, block, num_warps=warps)
+            _norm_kernel[(rows,)](x, weights, out, floor, width, weight is not None, block, num_warps=warps)
     return out
 
 
 def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-    """f(gate) * up, of both side by side: [rows, 2 * width] to [rows, width]. f: SiLU, or GELU by tanh."""
+    """Compute f(gate) * up from both side by side, [rows, 2 * width] to [rows, width]. f: SiLU, or tanh GELU."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out, block = gate_up.new_empty(rows, width), min(next_power_of_two(width), 1024)
     if rows:
@@ -117,8 +122,8 @@ def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
     return out
 
 
-def turn(
-    mixed: Tensor,
+def rotate_and_store(
+    qkv: Tensor,
     norms: Tensor | None,
     floor: float,
     table: Tensor | None,
@@ -127,22 +132,22 @@ def turn(
     kv: Tensor,
     scale: float,
 ) -> Tensor:
-    """Turned queries [batch * nodes, heads, d], times `scale`; keys, values go into `kv` [2, batch, kv_heads, .., d].
+    """Rotate and scale queries [batch * nodes, heads, d]; store keys and values in `kv` [2, batch, kv_heads, .., d].
 
-    `mixed` [batch * nodes, (heads + 2 kv_heads) * d], pairs side by side; `norms` [heads + 2 kv_heads, d]: weights of
-    queries' and keys' own norms; `table` complex [positions, d / 2]: what pairs are multiplied by, None: they stay;
-    `positions` and `slots` [batch, nodes]: where a node stands in its text, and in `kv`.
+    `qkv` [batch * nodes, (heads + 2 kv_heads) * d] has rotation pairs as neighbours; `norms` [heads + 2 kv_heads, d]:
+    weights of queries' and keys' own norms; `table` complex [positions, d / 2]: factors of pairs, None: no rotation;
+    `positions` and `slots` [batch, nodes]: a node's position in its text, and its slot in `kv`.
     """
     width, groups, (batch, nodes) = kv.shape[-1], kv.shape[2], slots.shape
-    heads = mixed.shape[1] // width - 2 * groups
-    query = mixed.new_empty(len(mixed), heads, width)
+    heads = qkv.shape[1] // width - 2 * groups
+    query = qkv.new_empty(len(qkv), heads, width)
     assert kv.stride(3) == width
     assert kv.stride(4) == 1
     with device_guard(kv):
-        _turn_kernel[(batch * nodes, heads + 2 * groups)](
-            mixed,
-            mixed if norms is None else norms,
-            mixed if table is None else torch.view_as_real(table),
+        _rotate_kernel[(batch * nodes, heads + 2 * groups)](
+            qkv,
+            qkv if norms is None else norms,
+            qkv if table is None else torch.view_as_real(table),
             positions,
             slots,
             query,
@@ -163,19 +168,19 @@ def turn(
     return query
 
 
-BLOCK_SLOTS = 64  # keys that are read at once, and of more bytes than these the fewer
+BLOCK_SLOTS = 64  # keys that a program reads at once; fewer if a key has more than MOST_BYTES
 MOST_BYTES = 256
-WARPS, STAGES = 4, 2  # of a program; by one stage Triton 3.6 and 3.9 fail to compile it
-PIECE = 128  # the fewest slots that have a program of their own
-PROGRAMS = 512  # no more of them: there is enough to do for any device
-MOST_ROWS = 64  # nodes and heads of one program, and fewer where keys have more bytes
-_FEW = 16  # the fewest rows that the units for products take
-_LEAST = tl.constexpr(-1e30)  # finite: what sees nothing stays so
+WARPS, STAGES = 4, 2  # of a program; Triton 3.6 and 3.9 fail to compile it with one stage
+PIECE = 128  # minimum number of slots for a program of its own
+PROGRAMS = 512  # enough programs for any device
+MOST_ROWS = 64  # nodes times heads of one program; fewer if keys have more bytes
+_FEW = 16  # minimum number of rows for tensor cores
+_LEAST = tl.constexpr(-1e30)  # finite, so that a row that sees nothing stays finite
 
 
 @triton.jit
 def _seen(words, below, depth, place, is_row, WORDS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which rows see which slots, that stand at these places behind the text, or before it: below 0."""
+    """Return which rows see which slots; `place` is a slot minus the text's length, negative for committed tokens."""
     held = tl.minimum(tl.maximum(place, 0), 64 * WORDS - 1)
     is_tree = (place >= 0) & (place < 64 * WORDS)
     word = tl.load(words[:, None] + (held // 64)[None, :], mask=is_row[:, None] & is_tree[None, :], other=0)
@@ -192,8 +197,10 @@ def _over_slots(
     WIDTH: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Some rows' queries over the slots from `first` to `end`: what they mix, not yet over the total of its weights,
-    the largest score, and that total."""
+    """Attend with some rows' queries over the slots from `first` to `end`.
+
+    Returns the weighted sum of values, not yet divided by the total weight, the largest score, and that total.
+    """
     entry = tl.arange(0, DEPTH)
     is_entry = entry < WIDTH
     largest = tl.full([ROWS], _LEAST, tl.float32)
@@ -206,7 +213,7 @@ def _over_slots(
         key = tl.load(inside, mask=is_slot[None, :] & is_entry[:, None], other=0.0)
         scores = tl.dot(part, key, input_precision=PRECISION)
         is_seen = is_row[:, None] & is_slot[None, :]
-        if WINDOW > 0 or start + SLOTS > length:  # else all of it is the text, which all see
+        if WINDOW > 0 or start + SLOTS > length:  # else the block is committed text, which all rows see
             is_seen = is_seen & _seen(words, below, depth, slot - length, is_row, WORDS, WINDOW)
         scores = tl.where(is_seen, scores, _LEAST)
         higher = tl.maximum(largest, tl.max(scores, 1))
@@ -226,7 +233,7 @@ def _attend_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
     IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One session's key head, some of its rows (nodes, times the heads that share the keys), one piece of the slots."""
+    """Attend for one session's key head, some rows (nodes times heads that share keys), and one piece of slots."""
     session, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = row < HEADS // GROUPS * nodes
@@ -257,15 +264,15 @@ def _attend_kernel(
         tl.store(out + at[:, None] + entry[None, :], found.to(out.dtype.element_ty), mask=is_mine)
     else:
         rows = tl.num_programs(0).to(tl.int64) // GROUPS * nodes * HEADS
-        goal = sums + (tl.program_id(2) * rows + node * HEADS + head) * (WIDTH + 2)
-        tl.store(goal[:, None] + entry[None, :], found, mask=is_mine)
-        tl.store(goal + WIDTH, largest, mask=is_row)
-        tl.store(goal + WIDTH + 1, total, mask=is_row)
+        address = sums + (tl.program_id(2) * rows + node * HEADS + head) * (WIDTH + 2)
+        tl.store(address[:, None] + entry[None, :], found, mask=is_mine)
+        tl.store(address + WIDTH, largest, mask=is_row)
+        tl.store(address + WIDTH + 1, total, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["pieces"])
 def _join_kernel(sums, out, pieces, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
-    """One row's pieces put together."""
+    """Combine one row's pieces."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     entry = tl.arange(0, DEPTH)
     is_entry = entry < WIDTH
@@ -283,21 +290,25 @@ def _join_kernel(sums, out, pieces, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
 
 
 def pieces_of(slots: int, programs: int) -> int:
-    """Into how many pieces so many slots are cut, where there are so many programs without."""
+    """Return the number of pieces to cut the slots into, given the number of programs without pieces."""
     return max(1, min(-(-slots // PIECE), PROGRAMS // programs))
 
 
 def blocks_of(dtype: torch.dtype, width: int) -> tuple[int, int]:
-    """The most rows of one program, and how many keys of this width it reads at once: they must fit into what a GPU of
-    a computer at home has for each program, 99 KB."""
+    """Return the most rows of one program, and the number of keys of this width that it reads at once.
+
+    They must fit into the 99 KB of shared memory that a consumer GPU has for each program.
+    """
     share = max(1, next_power_of_two(width) * dtype.itemsize // MOST_BYTES)
     return max(_FEW, MOST_ROWS // share), max(_FEW, BLOCK_SLOTS // share)
 
 
-def attend(query: Tensor, kv: Tensor, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
-    """query [batch * nodes, heads, d], scaled, over the first `slots` of `kv` [2, batch, kv_heads, .., d]: rows
-    [batch * nodes, heads * d]. `given`: bits, lengths, depths, below, as `batched.tree_mask` takes them."""
-    (rows, heads, width), groups, bits = query.shape, kv.shape[2], given["bits"]
+def attend(query: Tensor, kv: Tensor, inputs: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
+    """Attend with scaled query [batch * nodes, heads, d] over the first `slots` of `kv` [2, batch, kv_heads, .., d].
+
+    Returns rows [batch * nodes, heads * d]. `inputs`: bits, lengths, depths and below, as in `attention.tree_mask`.
+    """
+    (rows, heads, width), groups, bits = query.shape, kv.shape[2], inputs["bits"]
     batch, nodes, words = bits.shape
     mine = heads // groups * nodes
     most, at_once = blocks_of(query.dtype, width)
@@ -312,9 +323,9 @@ def attend(query: Tensor, kv: Tensor, given: dict[str, Tensor], slots: int, wind
             query,
             kv,
             bits,
-            given["lengths"],
-            given["depths"],
-            given["below"],
+            inputs["lengths"],
+            inputs["depths"],
+            inputs["below"],
             out,
             sums,
             nodes,

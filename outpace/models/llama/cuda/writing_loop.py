@@ -1,9 +1,8 @@
-"""Plain decoding of many texts at once by one graph, to which the host comes only now and then.
+"""Plain decoding of many texts at once by one graph, with which the host interacts only now and then.
 
-The graph takes a step of all texts, picks each one's next token on the device and feeds it to the next step.
-
-Prompts are read token by token among the others' answers, so every step is the same graph. It is how a draft's training
-text is written, where nobody waits for one answer and the answers' tokens a second count alone.
+The graph runs one step of all texts, samples each text's next token on the device and feeds it to the next step.
+Prompts are read token by token among the other texts' answers, so every step is the same graph. It writes the training
+text of a draft model, where only throughput counts.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
 from outpace.models.llama.cuda.pool import Pool
 from outpace.models.llama.cuda.runtime import GraphLlama
 
-PART = 128  # tokens of which the likeliest is found first
-_LEAST_TEMPERATURE = 1e-6  # of a row that takes the likeliest token: it is divided by, and not used
+CHUNK = 128  # of the vocabulary, for the two steps of top-k
+_LEAST_TEMPERATURE = 1e-6  # of a greedy row: logits are divided by it, and the result is not used
 
 
 class QueuedText(NamedTuple):
-    """A text that is to be written: `keys` int32 [most, 2] of the noise of each token that it may have, None: the
-    likeliest token is taken."""
+    """A text to write, of at most `most` tokens. `keys` int32 [most, 2]: each token's noise key; None: greedy."""
 
     prompt: Sequence[int]
     most: int
@@ -39,8 +37,10 @@ class QueuedText(NamedTuple):
 
 
 class FinishedText(NamedTuple):
-    """A text that ended: its answer, and the k likeliest tokens at each place with their log-probabilities at
-    temperature 1, likeliest first. int64 [tokens], int64 and float32 [tokens, k]"""
+    """A finished answer, int64 [tokens], with the top k tokens at each position and their log-probabilities.
+
+    int64 and float32 [tokens, k], highest first, at temperature 1.
+    """
 
     row: int
     tokens: np.ndarray
@@ -49,44 +49,44 @@ class FinishedText(NamedTuple):
 
 
 class WritingLoop:
-    """`rows` texts of at most `length` tokens, prompts included, by a captured model of its own storage."""
+    """Writes up to `rows` texts of at most `length` tokens, prompts included, by a captured model with its own pool."""
 
     def __init__(self, model: GraphLlama, rows: int, length: int, top: int, stop_ids: Sequence[int]) -> None:
         self.rows, self.length, self.top = rows, length, top
         self._model, device = copy(model), model.device
         self._model.captures = Captures(model.captures.is_eager)
-        self._model.pool = Pool(model.config, model._holding, device)
+        self._model.pool = Pool(model.config, model._kv_format, device)
         self._model.pool.resize(rows, length)
-        self._model._turns.reach(length)
+        self._model._rope.reach(length)
         self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
         whole = {"dtype": torch.int64, "device": device}
-        self._texts = torch.zeros(rows, length + 1, **whole)  # the last column is nobody's
+        self._texts = torch.zeros(rows, length + 1, **whole)  # the last column is unused
         self._ids = torch.zeros(rows, length + 1, top, **whole)
         self._log_p = torch.zeros(rows, length + 1, top, device=device)
         self._keys = torch.zeros(rows, length + 1, 2, dtype=torch.int32, device=device)
-        self._place = torch.zeros(rows, **whole)  # of the token that is read next
-        self._prompt, self._end = torch.ones(rows, **whole), torch.zeros(rows, **whole)  # an end of 0: nothing to write
+        self._place = torch.zeros(rows, **whole)  # position of the next token to read
+        self._prompt, self._end = torch.ones(rows, **whole), torch.zeros(rows, **whole)  # an end of 0: the row is free
         self._temperature = torch.ones(rows, device=device)
         self._is_greedy = torch.ones(rows, dtype=torch.bool, device=device)
         self._stops = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
         self._stops[to_device(sorted(stop_ids), np.int64, device)] = True
         bits = torch.zeros(rows, 1, WORDS, **whole)
-        bits[..., 0] = 1  # a token sees itself, and what is before it
-        self._given = {
+        bits[..., 0] = 1  # a token sees itself and everything before it
+        self._inputs = {
             "bits": bits,
             "depths": torch.zeros(rows, 1, **whole),
             "below": torch.zeros(rows, MOST_PENDING, **whole),
         }
-        self._begun: dict[int, int] = {}  # rows that are written to, with the length of their prompts
+        self._begun: dict[int, int] = {}  # prompt length by busy row
 
     @property
     def free(self) -> list[int]:
-        """Rows that nothing is written to."""
+        """Rows without a text."""
         return [row for row in range(self.rows) if row not in self._begun]
 
     @torch.inference_mode()
     def begin(self, texts: Sequence[tuple[int, QueuedText]]) -> None:
-        """Texts for free rows."""
+        """Assign texts to free rows."""
         if not texts:
             return
         device, count = self._texts.device, len(texts)
@@ -106,24 +106,24 @@ class WritingLoop:
         self._end[at] = to_device(
             [start + text.most for start, (_, text) in zip(starts, texts, strict=True)], np.int64, device
         )
-        heat = [max(text.temperature, _LEAST_TEMPERATURE) for _, text in texts]
-        self._temperature[at] = to_device(heat, np.float32, device)
+        temperatures = [max(text.temperature, _LEAST_TEMPERATURE) for _, text in texts]
+        self._temperature[at] = to_device(temperatures, np.float32, device)
         self._is_greedy[at] = to_device([text.keys is None for _, text in texts], np.bool_, device)
 
     @torch.inference_mode()
     def run(self, steps: int) -> list[FinishedText]:
-        """So many steps of all rows; the texts that ended meanwhile, whose rows are free again."""
+        """Run `steps` steps of all rows; return the texts that finished and free their rows."""
         captures, key = self._model.captures, ("loop",)
-        tables = self._model._turns.tables
+        tables = self._model._rope.tables
         captures.forget_if_moved(self._model.pool.kv, *tables)
         captures.prepare(key, self._step, self._model.pool.kv, *tables, self._model._hidden, self._texts, self._place)
         for _ in range(steps):
             captures.replay(key)
         places, ends = torch.stack([self._place, self._end]).tolist()
         done = [row for row in self._begun if places[row] >= ends[row] - 1]
-        return self._ended(done, ends) if done else []
+        return self._finished(done, ends) if done else []
 
-    def _ended(self, rows: Sequence[int], ends: Sequence[int]) -> list[FinishedText]:
+    def _finished(self, rows: Sequence[int], ends: Sequence[int]) -> list[FinishedText]:
         at = to_device(rows, np.int64, self._texts.device)
         longest = max(ends[row] for row in rows)
         texts, ids, log_p = (part[at, :longest].cpu().numpy() for part in (self._texts, self._ids, self._log_p))
@@ -134,16 +134,16 @@ class WritingLoop:
         return found
 
     def _step(self) -> None:
-        """Captured: every row's token at its place is read, and the one behind it is picked or stands there already."""
+        """Captured: read every row's next token, and sample the one after it unless it is part of the prompt."""
         place = self._place[:, None]
         now = {"tokens": self._texts.gather(1, place), "positions": place, "slots": place, "lengths": self._place}
-        self._model._layers_pass(0, self._given | now, self.length)
+        self._model._layers_pass(0, self._inputs | now, self.length)
         logits = self._model._logits(self._model._hidden).float()  # [rows, vocab]
-        log_p, ids = _likeliest(torch.log_softmax(logits, -1), self.top)
+        log_p, ids = _top_k(torch.log_softmax(logits, -1), self.top)
         after = place + 1
         keys = self._keys.gather(1, after[..., None].expand(-1, 1, 2))[:, 0]
-        warm = torch.log_softmax(logits / self._temperature[:, None], -1)
-        race = torch.exp(warm - warm.amax(-1, keepdim=True)) / exponential_from_words(keys, warm.shape[-1])
+        scaled = torch.log_softmax(logits / self._temperature[:, None], -1)
+        race = torch.exp(scaled - scaled.amax(-1, keepdim=True)) / exponential_from_words(keys, scaled.shape[-1])
         picked = torch.where(self._is_greedy, logits.argmax(-1), race.argmax(-1))
         is_answer, is_live = after[:, 0] >= self._prompt, after[:, 0] < self._end
         token = torch.where(is_answer, picked, self._texts.gather(1, after)[:, 0])
@@ -152,15 +152,17 @@ class WritingLoop:
         self._log_p.scatter_(1, after[..., None].expand(-1, 1, self.top), log_p[:, None])
         is_last = is_answer & is_live & self._stops[token]
         self._end.copy_(torch.where(is_last, after[:, 0] + 1, self._end))
-        self._place.add_(is_live)  # those that ended stand still
+        self._place.add_(is_live)  # finished rows stop
 
 
-def _likeliest(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of each row of a wide vocabulary, largest first, and their places. They are in those parts of the row
-    whose largest are the largest, so few numbers are sorted. [rows, count] both"""
-    parts = F.pad(log_p, (0, -log_p.shape[1] % PART), value=-math.inf).unflatten(1, (-1, PART))
-    of_parts = parts.amax(-1)
-    at = of_parts.topk(min(count, of_parts.shape[1]), -1).indices  # [rows, chosen]
-    inside = parts.gather(1, at[..., None].expand(-1, -1, PART)).flatten(1)
+def _top_k(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest values of each row, largest first, and their indices: [rows, count] both
+
+    They are in the chunks with the largest maxima, so only a few numbers are sorted.
+    """
+    parts = F.pad(log_p, (0, -log_p.shape[1] % CHUNK), value=-math.inf).unflatten(1, (-1, CHUNK))
+    maxima = parts.amax(-1)
+    at = maxima.topk(min(count, maxima.shape[1]), -1).indices  # [rows, chosen]
+    inside = parts.gather(1, at[..., None].expand(-1, -1, CHUNK)).flatten(1)
     top = inside.topk(count, -1)
-    return top.values, at.gather(1, top.indices // PART) * PART + top.indices % PART
+    return top.values, at.gather(1, top.indices // CHUNK) * CHUNK + top.indices % CHUNK

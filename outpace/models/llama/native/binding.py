@@ -1,17 +1,18 @@
-"""The package of the native kernels: whether it is here, which models it takes, and how it is to run them."""
+"""Loads the package outpace-kernels, says which models it supports, and holds its options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.lazy import cpu_ids
-from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
+VERSION = "0.2.0"  # of outpace-kernels: its interface changes with every release
 WEIGHTS = (INT8, INT4, FILE, AUTO)
 INSTALL = (
     "run `pip install ./kernels` in a checkout of outpace, with a C++20 compiler, or"
@@ -20,15 +21,17 @@ INSTALL = (
 
 
 class UnsupportedShape(UserError):
-    """A model that the kernels do not take; the torch runtime does."""
+    """Raised for a model that the kernels do not support; the torch runtime does."""
 
 
 @dataclass(frozen=True)
 class NativeOptions:
-    """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
-    `weights` "file": those in blocks stay as the file has them; all others are rounded to int8. "auto": the same,
-    and nothing is told of what comes in float. "int4": the same, and the layers' matrices in float are rounded to four
-    bits."""
+    """Options of the native runtime.
+
+    `threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has. `weights`
+    "file": keep a file's block formats and round all others to int8; "auto": the same, without a notice about rounded
+    float matrices; "int4": the same as "auto", but round the layers' float matrices to four bits.
+    """
 
     threads: int | None = None
     kv_dtype: str = "float32"
@@ -45,39 +48,30 @@ class NativeOptions:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(cpu_ids())
 
 
 def read_formats(kernels: Any) -> tuple[str, ...]:
-    """The formats of a file's matrices that these kernels read where they lie: blocks, and floats that they round."""
-    return (*getattr(kernels, "FORMATS", ()), *getattr(kernels, "FLOATS", ()))
+    """Return the formats of a file's matrices that the kernels read in place: blocks, and floats that they round."""
+    return (*kernels.FORMATS, *kernels.FLOATS)
 
 
 def load_kernels() -> Any:
-    """The package of the kernels; UserError where it is not installed, with how to install it."""
+    """Import outpace_kernels; raise UserError with instructions if it is missing or of another version."""
     try:
         import outpace_kernels
     except ImportError as error:
         what = "are not installed" if error.name == "outpace_kernels" else f"cannot be imported ({error})"
         raise UserError(f"the native kernels {what}: {INSTALL}") from error
+    if (found := version("outpace-kernels")) != VERSION:
+        raise UserError(f"the native kernels are of version {found}, this release needs {VERSION}: {INSTALL}")
     return outpace_kernels
 
 
 def check_supported(kernels: Any, config: LlamaConfig) -> None:
-    """UnsupportedShape for a model that the kernels would get wrong."""
-    largest = kernels.MAX_DEPTH
-    if config.head_dim > largest or config.head_dim % 2:
-        raise UnsupportedShape(f"head_dim is {config.head_dim}, native kernels take even ones up to {largest}")
-    if not hasattr(kernels.Layer, "window") and (any(config.windows) or config.query_scale or constants_of(config)):
-        raise UnsupportedShape(f"these kernels were built before they took sliding windows or Gemma 3: {INSTALL}")
-
-
-def constants_of(config: LlamaConfig) -> dict[str, Any]:
-    """What the kernels' Model is told of a config beside its sizes; nothing where it is Llama's."""
-    found: dict[str, Any] = {}
-    if len(config.rotations) > 1:
-        found["rotations"] = len(config.rotations)
-    if config.embedding_scale != 1.0:
-        found["embedding_scale"] = config.embedding_scale
-    return found | ({"gelu": True} if config.activation == GELU else {})
+    """Raise UnsupportedShape for a model that the kernels would compute wrongly."""
+    if config.head_dim > kernels.MAX_DEPTH or config.head_dim % 2:
+        raise UnsupportedShape(
+            f"head_dim is {config.head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}"
+        )

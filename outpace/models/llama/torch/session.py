@@ -1,4 +1,4 @@
-"""What the torch runtime keeps of a text: keys and values in the attention's own type, or in fewer bits."""
+"""Sessions of the torch runtime, and the format of their keys and values: the attention's own type or fewer bits."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ from outpace.models.llama.config.footprint import SCALED, num_scales
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.options import AUTO, INT8
 
-MOST_HALF = 65504.0  # the largest number in half precision: nothing becomes infinite
-MOST_SCALED = 1e38  # what is read back must not become infinite either
-TINY = 1e-30  # 127 / top must stay finite
+MAX_HALF = 65504.0  # the largest finite number in half precision
+MAX_SCALED = 1e38  # larger values could become infinite when they are decoded
+TINY = 1e-30  # 127 / largest must stay finite
 
 
 class KVFormat:
-    """How keys and values [..., head_dim] are held. In int8 their scales' bytes stand behind them."""
+    """Encodes keys and values [..., head_dim]. In int8, their scales' bytes follow them."""
 
     def __init__(self, kv_dtype: str, own: torch.dtype, head_dim: int) -> None:
-        """`own`: the attention's type, which "auto" means."""
+        """`own`: the attention's type, which "auto" stands for."""
         self.is_own = kv_dtype == AUTO
         self.dtype: torch.dtype = own if self.is_own else getattr(torch, kv_dtype)
-        self._own, self._depth = own, head_dim
+        self._own, self._head_dim = own, head_dim
         self.width = head_dim + (2 * num_scales(head_dim) if kv_dtype == INT8 else 0)
 
     def encode(self, x: Tensor) -> Tensor:
-        """As they are held: [..., width]"""
+        """Encode keys or values for storage: [..., head_dim] to [..., width]"""
         if self.dtype == torch.int8:
-            return self._as_bytes(x.float().clamp(-MOST_SCALED, MOST_SCALED))
-        return (x.clamp(-MOST_HALF, MOST_HALF) if self.dtype == torch.float16 else x).to(self.dtype)
+            return self._quantize(x.float().clamp(-MAX_SCALED, MAX_SCALED))
+        return (x.clamp(-MAX_HALF, MAX_HALF) if self.dtype == torch.float16 else x).to(self.dtype)
 
-    def decode(self, held: Tensor) -> Tensor:
-        """In the attention's type: [..., head_dim]"""
+    def decode(self, stored: Tensor) -> Tensor:
+        """Decode to the attention's type: [..., width] to [..., head_dim]"""
         if self.dtype != torch.int8:
-            return held.to(self._own)
-        scales = held[..., self._depth :].contiguous().view(torch.int16).int() << 16
-        each = scales.view(torch.float32).repeat_interleave(SCALED, -1)[..., : self._depth]
-        return (held[..., : self._depth].float() * each).to(self._own)
+            return stored.to(self._own)
+        scales = stored[..., self._head_dim :].contiguous().view(torch.int16).int() << 16
+        scales = scales.view(torch.float32).repeat_interleave(SCALED, -1)[..., : self._head_dim]
+        return (stored[..., : self._head_dim].float() * scales).to(self._own)
 
-    def _as_bytes(self, x: Tensor) -> Tensor:
-        """Entries and their scales: (largest / 127) rounded up to bfloat16."""
-        grouped = F.pad(x, (0, -self._depth % SCALED)).unflatten(-1, (-1, SCALED))
-        top = grouped.abs().amax(-1)
-        high = ((top / 127.0).view(torch.int32) + 0xFFFF) >> 16
-        high = torch.where(top > TINY, high, torch.zeros_like(high))
+    def _quantize(self, x: Tensor) -> Tensor:
+        """Return int8 entries and the bytes of their scales: (largest / 127) rounded up to bfloat16."""
+        grouped = F.pad(x, (0, -self._head_dim % SCALED)).unflatten(-1, (-1, SCALED))
+        largest = grouped.abs().amax(-1)
+        high = ((largest / 127.0).view(torch.int32) + 0xFFFF) >> 16
+        high = torch.where(largest > TINY, high, torch.zeros_like(high))
         scales = (high << 16).view(torch.float32)[..., None]
         entries = torch.where(scales > 0, (grouped / scales).round(), torch.zeros_like(grouped))
-        flat = entries.to(torch.int8).flatten(-2)[..., : self._depth]
+        flat = entries.to(torch.int8).flatten(-2)[..., : self._head_dim]
         return torch.cat([flat, high.to(torch.int16).view(torch.int8)], -1)
 
 
 class LlamaSession(Session):
-    """Keys and values, a tensor a layer: [keys then values of the kv_heads, slots, width of a held head].
+    """Stores keys and values in one tensor per layer: [keys then values of the kv_heads, slots, encoded width].
 
-    Attention wants them in one piece, so a session that grows is copied, layer after layer: beside the new slots only
-    one layer's old ones are there at any time.
+    Attention needs contiguous tensors, so growing copies one layer after the other: only one layer exists twice.
     """
 
-    def __init__(self, capacity: int, room: int, config: LlamaConfig, holding: KVFormat, device: torch.device) -> None:
-        super().__init__(capacity, room)
-        self.last_position = config.max_positions - 1
-        shape = (2 * config.num_kv_heads, 0, holding.width)
-        self.kv = [torch.empty(shape, dtype=holding.dtype, device=device) for _ in range(config.num_layers)]
+    def __init__(
+        self, capacity: int, max_pending: int, config: LlamaConfig, kv_format: KVFormat, device: torch.device
+    ) -> None:
+        super().__init__(capacity, max_pending)
+        shape = (2 * config.num_kv_heads, 0, kv_format.width)
+        self.kv = [torch.empty(shape, dtype=kv_format.dtype, device=device) for _ in range(config.num_layers)]
 
     def read(self, length: int) -> Tensor:
-        """What the first `length` slots hold. [layers, keys then values of the kv_heads, length, width]"""
+        """Return the first `length` slots: [layers, keys then values of the kv_heads, length, width]"""
         return torch.stack([layer[:, :length] for layer in self.kv])
 
     @torch.inference_mode()
     def _resize(self, slots: int) -> None:
-        held = min(slots, self.length + self.pending)
+        used = min(slots, self.length + self.pending)
         for number, layer in enumerate(self.kv):
             grown = layer.new_empty(layer.shape[0], slots, layer.shape[2])
-            grown[:, :held] = layer[:, :held]
+            grown[:, :used] = layer[:, :used]
             self.kv[number] = grown
 
     @torch.inference_mode()

@@ -1,0 +1,1 @@
+"""Model sizes and architecture details read from a config.json."""

@@ -1,0 +1,1 @@
+"""The Llama family on a CPU by the package outpace-kernels."""

@@ -1,0 +1,1 @@
+"""The Llama family by torch, one operation at a time."""
