@@ -37,7 +37,7 @@ HOMES = {"__init__": "api", "__main__": "cli"}  # modules of the package itself,
 MODELS = {
     "base": 0,
     "options": 0,
-    "devices": 1,
+    "devices": 2,
     "toy": 1,
     "llama": 1,
     "files": 2,

@@ -1,1 +1,1 @@
-"""Model sizes and architecture details read from a config.json."""
+"""What a config.json of the Llama family says: sizes, layers, rotary embeddings, and what each architecture adds."""

@@ -1,1 +1,1 @@
-"""The Llama family by captured passes: CUDA graphs, or their stand-in on a CPU."""
+"""The Llama family on a GPU: forwards captured as CUDA graphs, and kernels in Triton."""

@@ -1,1 +1,1 @@
-"""The Llama family on a CPU by the package outpace-kernels."""
+"""The Llama family on a CPU by the C++ kernels of the package `outpace_kernels`."""

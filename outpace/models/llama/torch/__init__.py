@@ -1,1 +1,1 @@
-"""The Llama family by torch, one operation at a time."""
+"""The Llama family by torch, on any device, with exact arithmetic on a CPU."""
