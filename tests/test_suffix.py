@@ -14,7 +14,7 @@ from doubles import QuickToy, decode, make_request, write
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import Certainty, Continuation, TreeLimits, grow_continuations, kind_of
+from outpace.drafters._lookup import Certainty, LookupMatch, TreeLimits, grow_continuations, kind_of
 from outpace.drafters.suffix import Options, SuffixDrafter
 from outpace.rules.greedy import Greedy
 
@@ -83,7 +83,7 @@ def tree_slowly(drafter: SuffixDrafter, text: Sequence[int], options: Options) -
 
 
 def grow_slowly(
-    drafter: SuffixDrafter, state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
+    drafter: SuffixDrafter, state: Any, tree: TokenTree, copies: Sequence[LookupMatch], limits: TreeLimits
 ) -> None:
     """What `grow_copies` does, node by node."""
     least, waiting, left = math.log(limits.least_chance), [(0.0, 0, 0, copies)], limits.offered
@@ -115,7 +115,7 @@ def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node
             like = list(chance.choice(copies).tokens) if copies else []
             tokens = like[: chance.randrange(len(like) + 1)]
             tokens += [chance.randrange(3) for _ in range(chance.randrange(12))]
-            copies.append(Continuation(chance.randrange(1, 30), tokens, chance.randrange(2)))
+            copies.append(LookupMatch(chance.randrange(1, 30), tokens, chance.randrange(2)))
         limits = TreeLimits(chance.randrange(1, 30), chance.randrange(1, 4), chance.choice([0.01, 0.05, 0.3]))
         base = TokenTree(7)
         for _ in range(chance.choice([0, 0, 3])):  # another drafter's nodes

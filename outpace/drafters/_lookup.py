@@ -199,7 +199,7 @@ _FADE = 0.9  # decay of weight per continuation; of equal matches the latest com
 _AGREED = 0.8  # share of the weight at which the source is sure of a token
 
 
-class Continuation(NamedTuple):
+class LookupMatch(NamedTuple):
     """The tokens after one earlier occurrence of the last `length` tokens; `origin`: which of the drafter's sources."""
 
     length: int
@@ -207,7 +207,7 @@ class Continuation(NamedTuple):
     origin: int = 0
 
 
-_Open = tuple[float, int, int, Sequence[Continuation]]  # -path score, depth, node, the continuations that lead to it
+_Open = tuple[float, int, int, Sequence[LookupMatch]]  # -path score, depth, node, the continuations that lead to it
 
 
 class TreeLimits(NamedTuple):
@@ -231,7 +231,7 @@ def check_limits(options: Any) -> None:
 
 
 def grow_continuations(
-    drafter: LookupDrafter[Any], state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
+    drafter: LookupDrafter[Any], state: Any, tree: TokenTree, copies: Sequence[LookupMatch], limits: TreeLimits
 ) -> None:
     """Build the tree of several continuations, best node first: a node's children are the next tokens of the
     continuations that lead to it. The likeliest first token is always added, so that its kind's rate can recover."""
@@ -252,7 +252,7 @@ def grow_continuations(
                 left -= 1
 
 
-def _agreed(here: Sequence[Continuation], depth: int) -> int:
+def _agreed(here: Sequence[LookupMatch], depth: int) -> int:
     """Return the depth up to which all of these continuations have the same tokens."""
     first = here[0].tokens
     end = min([len(copy.tokens) for copy in here])
@@ -298,10 +298,10 @@ def _run_on(
     return len(kinds)
 
 
-def _choices(copies: Sequence[Continuation], depth: int) -> Iterator[tuple[int, Certainty, Sequence[Continuation]]]:
+def _choices(copies: Sequence[LookupMatch], depth: int) -> Iterator[tuple[int, Certainty, Sequence[LookupMatch]]]:
     """Yield the tokens at this depth by falling weight, with the certainty of each and the continuations that have it.
     A continuation weighs the square of its match length, and less the later it comes."""
-    by_token: dict[int, list[Continuation]] = {}
+    by_token: dict[int, list[LookupMatch]] = {}
     weights: dict[int, float] = {}
     fading = 1.0
     for copy in copies:

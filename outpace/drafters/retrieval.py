@@ -19,8 +19,8 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._lookup import (
-    Continuation,
     LookupDrafter,
+    LookupMatch,
     LookupState,
     check_limits,
     grow_continuations,
@@ -129,7 +129,7 @@ class RetrievalDrafter(LookupDrafter[LookupState]):
         """Attach the continuations of the places with the longest matches."""
         options, store = self._options, self._datastore
         found = store.matches(state.tokens, options.places, options.shortest, options.longest)
-        copies = [Continuation(length, store.after(place, options.copies)) for length, place in found]
+        copies = [LookupMatch(length, store.after(place, options.copies)) for length, place in found]
         grow_continuations(self, state, tree, copies, limits_of(options))
 
 

@@ -16,8 +16,8 @@ from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import (
-    Continuation,
     LookupDrafter,
+    LookupMatch,
     LookupState,
     check_limits,
     grow_continuations,
@@ -90,12 +90,12 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         if state.past is not None:
             state.past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
 
-    def _copies(self, state: SuffixState) -> Iterator[Continuation]:
+    def _copies(self, state: SuffixState) -> Iterator[LookupMatch]:
         options = self._options
         for origin, index in enumerate((state.index, state.past)):
             if index is not None:
                 for length, place in index.matches(state.tokens, options.places, options.depth, is_alone=True):
-                    yield Continuation(min(length, options.depth), index.after(place, options.copies), origin)
+                    yield LookupMatch(min(length, options.depth), index.after(place, options.copies), origin)
 
 
 def build(options: Options, **_: object) -> SuffixDrafter:
