@@ -368,19 +368,6 @@ def checks(bench: Bench, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
             yield from check(bench.device, dtype, not bench.is_cuda)
 
 
-def precisions(bench: Bench) -> Iterator[Row]:
-    """Time passes with 8-bit weights (needs torchao) and with the usual dtype."""
-    context = 64 if bench.args.quick else 512
-    for dtype in ("auto", "int8", "fp8"):
-        given = {"device": bench.device, "runtime": "llama", "graphs": "cuda" if bench.is_cuda else "eager"}
-        try:
-            model = load_model(bench.args.model, dtype=dtype, **given).model
-        except UserError as refusal:
-            yield {"model": f"target, {dtype}", "note": str(refusal)}
-            continue
-        yield from passes(bench, model, f"target, {model.precision}", [(1, 1, context), (1, 16, context)])
-
-
 def texts(bench: Bench) -> Iterator[Row]:
     """Compare answers with those of plain decoding and time passes, without and with exact mode."""
     context, asked = 64 if bench.args.quick else 512, (bench.args.prompts, bench.args.tokens)
@@ -476,7 +463,6 @@ def measure(bench: Bench) -> None:
     bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))
     for factor in (2,) if quick else (8, 30, 200):
         bench.part(f"inflated {factor}", lambda factor=factor: answers(bench, factor))
-    bench.part("precisions", lambda: precisions(bench))
     bench.part("peers", lambda: peers(bench))
 
 
