@@ -1,1 +1,1 @@
-"""What every method and every other engine gives on the same prompts, measured side by side."""
+"""Measures outpace's methods and other engines on the same prompts."""

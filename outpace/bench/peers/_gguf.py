@@ -1,7 +1,7 @@
 """Converts a model folder to a GGUF file of a given precision, once; without a vocabulary, since tokens stay ids.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row orders are those read by
-`models/gguf_config.py` reads.
+`models/files/gguf/config.py`.
 """
 
 from __future__ import annotations
