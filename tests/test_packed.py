@@ -156,7 +156,7 @@ def test_wrong_ways_are_said(tmp_path: Path, cache: Path) -> None:
         pack(tmp_path / "packed", target, tmp_path / "twice")
     with pytest.raises(UserError, match="is not packed"):
         unpack(draft, target, tmp_path / "whole")
-    with pytest.raises(UserError, match=r"holds no tensor .*embed_tokens.* load this as that one's draft"):
+    with pytest.raises(UserError, match=r"holds no tensor .*embed_tokens.* load this folder as its draft"):
         load_model(str(tmp_path / "packed"), runtime="llama")
     module = tiny.build("llama")
     loaded = load_model(module, tokenizer=load_model(str(target)).tokenizer)

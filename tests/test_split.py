@@ -134,7 +134,7 @@ def test_who_dies_takes_the_other_along(folder: Path, dying: int) -> None:
 
 
 def test_an_error_in_one_is_told_by_all(folder: Path, tmp_path: Path) -> None:
-    """Nobody waits for a process that could not load."""
+    """No process waits for one that could not load."""
     pytest.importorskip("accelerate")
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files import reading
 from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.model_kind import has_language_model, language_model_names, text_config
-from outpace.models.files.reading import check_file, exists, read_json
+from outpace.models.files.reading import check_file, read_json, write_json
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
 
@@ -179,10 +179,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise UnsupportedModel(f"{path} {reason}: {OTHER_RUNTIME} runs it, this runtime cannot")
 
     def _open_files(self) -> None:
-        if exists(self.path / SINGLE):
+        if os.path.lexists(self.path / SINGLE):
             self._add_file(SINGLE)
             return
-        if not exists(self.path / INDEX):
+        if not os.path.lexists(self.path / INDEX):
             raise _without_weights(self.path)
         shards = read_index(self.path / INDEX)
         for shard in sorted(set(shards.values())):
@@ -260,7 +260,7 @@ def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str
     if path.exists():
         raise UserError(f"{path} already exists")
     with new_folder(path) as folder:
-        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "config.json", config)
         try:
             save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
         except SafetensorError as error:

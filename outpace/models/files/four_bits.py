@@ -12,6 +12,7 @@ does not fit: its second number would be -scale * zero, which needs 15 bits wher
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import OTHER_RUNTIME, Checkpoint
-from outpace.models.files.reading import RawTensor, exists, read_json
+from outpace.models.files.reading import RawTensor, read_json
 from outpace.models.llama.config.footprint import StoredSize
 from outpace.models.llama.native.binding import load_kernels
 from outpace.models.llama.weight_sources import StoredMatrix
@@ -217,7 +218,7 @@ QUANTIZATION_CONFIG = "quantization_config"
 
 def is_four_bit_folder(path: Path) -> bool:
     """Return whether the folder's config.json declares GPTQ or AWQ."""
-    if not exists(path / "config.json"):
+    if not os.path.lexists(path / "config.json"):
         return False
     settings = read_json(path / "config.json").get(QUANTIZATION_CONFIG)
     return isinstance(settings, Mapping) and settings.get("quant_method") in (GPTQ, AWQ)

@@ -6,7 +6,6 @@ only. Before loading it is completed with its target's files to a standard folde
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -30,8 +29,8 @@ from outpace.models.files.checkpoint import (
     read_index,
 )
 from outpace.models.files.find import open_source
-from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.reading import RawTensor, read_json
+from outpace.models.files.gguf.source import GgufSource, is_complete_model
+from outpace.models.files.reading import RawTensor, read_json, write_json
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import silent
@@ -134,7 +133,7 @@ def complete_draft(
     folder = cache / DRAFTS / f"{_content(draft, target, cache / DRAFTS / DIGESTS)}-v{FORMAT_VERSION}"
     mark_used(folder)
     progress("converting", 0.0)
-    if make_once(folder, _is_whole, lambda: _unpack(draft, target, folder, progress)):
+    if make_once(folder, is_complete_model, lambda: _unpack(draft, target, folder, progress)):
         remove_unused(cache)
     return folder
 
@@ -177,20 +176,11 @@ def _check_new(out: Path) -> None:
 
 
 def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> None:
-    (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    write_json(made / "config.json", config)
     try:
         reading.write_safetensors(made / SINGLE, tensors)
     except OSError as error:
         raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        with Checkpoint.open(folder) as checkpoint:
-            checkpoint.check_shapes(tensor_shapes(from_dict(checkpoint.config)))
-    except UserError:
-        return False
-    return True
 
 
 def _content(draft: Path, target: Path, memory: Path) -> str:

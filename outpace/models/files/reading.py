@@ -34,11 +34,6 @@ def check_file(file: Path, largest: int | None = None) -> None:
         raise UserError(f"{file} has {status.st_size} bytes, at most {largest} are read")
 
 
-def exists(file: Path) -> bool:
-    """Return whether the name exists, even as a dangling link."""
-    return os.path.lexists(file)
-
-
 def read_bytes(file: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of `file`; UserError if it is missing, unreadable or larger than `largest` bytes."""
     check_file(file, largest)
@@ -72,7 +67,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_optional_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`, or {} if it does not exist."""
-    return read_json(file) if exists(file) else {}
+    return read_json(file) if os.path.lexists(file) else {}
 
 
 # bfloat16: the upper half of a float32's bits
@@ -80,6 +75,11 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _ALL = DTYPES | {"I32": "<i4"}  # packed 4-bit words, read but never written
 _ORDER = ("F64", "F32", "BF16", "F16")  # order of tensors in a file, then by name
 _LENGTH = 8  # bytes of the header's length field
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    file.write_text(json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class RawTensor(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,7 +16,7 @@ from outpace.core.lazy import lazy_sha256
 from outpace.core.machine import trim_heap
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, exists, read_optional_json, read_text
+from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json, read_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
@@ -270,7 +271,7 @@ class Tokenizer:
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:
     """Load a tokenizer.json."""
-    if not exists(file):
+    if not os.path.lexists(file):
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
         raise UserError(f"{file.parent} holds no tokenizer.json; {advice}")
     check_file(file, MAX_TOKENIZER_BYTES)
@@ -324,7 +325,7 @@ def _token_text(value: Any) -> str | None:
 def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by name, from their own file (newer folders) or from tokenizer_config.json."""
     file = path / "chat_template.jinja"
-    if exists(file):
+    if os.path.lexists(file):
         return {"default": read_text(file)}
     found = read_optional_json(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if isinstance(found, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,6 +23,7 @@ from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import GgufModel, read_model
 from outpace.models.files.gguf.header import COMMON_TYPES, GgufHeader, ggml_type, open_gguf_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
+from outpace.models.files.reading import write_json
 from outpace.models.llama.config import llama_config as llama
 from outpace.models.llama.config.footprint import StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
@@ -47,7 +48,9 @@ def convert(path: Path, cache: Path, progress: Progress = lambda stage, fraction
             _write_folder(header, folder, progress)
         progress("done", 1.0)
 
-    make_once(folder, _is_whole, make, lambda: progress("waiting for another conversion", 0.0))
+    make_once(
+        folder, partial(is_complete_model, files=FILES), make, lambda: progress("waiting for another conversion", 0.0)
+    )
     return folder
 
 
@@ -67,9 +70,9 @@ def _identity(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether the folder holds a complete conversion."""
-    if not all((folder / name).is_file() for name in FILES):
+def is_complete_model(folder: Path, files: Sequence[str] = ("config.json",)) -> bool:
+    """Return whether the folder holds these files and all weights, in the shapes that its config implies."""
+    if not all((folder / name).is_file() for name in files):
         return False
     try:
         with Checkpoint.open(folder) as checkpoint:
@@ -86,7 +89,7 @@ def _write_folder(header: GgufHeader, folder: Path, progress: Progress) -> None:
     tokenizer = gguf_tokenizer.build_for(header, model)
     _check_space(header.path, folder.parent, converted_bytes(header, model))
     with new_folder(folder) as temporary:
-        _write_json(temporary / "config.json", model.settings | tokenizer.special_ids)
+        write_json(temporary / "config.json", model.settings | tokenizer.special_ids)
         write_tokenizer(tokenizer, model.config.max_positions, temporary)
         write_weights(header, model, temporary / SINGLE, progress)
 
@@ -94,8 +97,8 @@ def _write_folder(header: GgufHeader, folder: Path, progress: Progress) -> None:
 def write_tokenizer(tokenizer: GgufTokenizer, max_positions: int, folder: Path) -> None:
     """Write the tokenizer's files of a model folder."""
     (folder / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(), encoding="utf-8")
-    _write_json(folder / "generation_config.json", {"_from_model_config": True} | tokenizer.special_ids)
-    _write_json(folder / "tokenizer_config.json", tokenizer.settings | {"model_max_length": max_positions})
+    write_json(folder / "generation_config.json", {"_from_model_config": True} | tokenizer.special_ids)
+    write_json(folder / "tokenizer_config.json", tokenizer.settings | {"model_max_length": max_positions})
 
 
 def _check_space(path: Path, folder: Path, needed: int) -> None:
@@ -107,10 +110,6 @@ def _check_space(path: Path, folder: Path, needed: int) -> None:
     if needed > free:
         needs = f"{path} becomes {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free"
         raise UserError(f"{needs}: make room, or name another folder by OUTPACE_CACHE")
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 PIECE_VALUES = 2**22  # values dequantised at once; numpy needs several times their memory
@@ -176,7 +175,7 @@ def write_weights(header: GgufHeader, model: GgufModel, file: Path, progress: Ca
 
 
 def deinterleave_rope(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder rows [heads * head_dim, ...] from llama.cpp's interleaved rotary pairs to pairs half a head apart."""
+    """Reorder rows [heads * head_dim, ...] from llama.cpp's interleaved rotary pairs to pairs (i, i + head_dim / 2)."""
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])  # [heads, head_dim / 2, 2, ...]
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
