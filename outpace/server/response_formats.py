@@ -185,7 +185,7 @@ class ChunkFormat(ResponseFormat):
 
 
 class ItemFormat(ResponseFormat):
-    """Common parts of the Messages and Responses APIs: one choice as a list of items, the last of which is open."""
+    """Common parts of the Messages and Responses APIs: one choice as a list of items. Only the last item is open."""
 
     kinds: ClassVar[Mapping[type, str]]  # the type of an item by that of its parts
 
