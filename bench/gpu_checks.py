@@ -17,7 +17,6 @@ from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
-from outpace.models.llama.torch.attention import FUSED, KINDS
 from outpace.models.llama.torch.runtime import Llama
 
 TOLERANCE = {
@@ -61,13 +60,13 @@ def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Call
 def kinds(device: str, is_eager: bool = False) -> tuple[str, ...]:
     """Return the kinds of attention that captured passes support on this device."""
     is_fused = not is_eager and torch.device(device).type == "cuda" and unavailable_reason(torch.device(device)) is None
-    return (*KINDS, FUSED) if is_fused else KINDS
+    return ("matmul", "fused") if is_fused else ("matmul",)
 
 
 def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
     """Build a captured model with this kind of attention. Raise AssertionError if its kernels fail."""
-    if kind != FUSED:
-        return GraphLlama.from_tensors(*given, attention=kind, **more)
+    if kind != "fused":
+        return GraphLlama.from_tensors(*given, **more)
     from outpace.models.llama.cuda.fused_runtime import FusedLlama  # imports Triton
 
     model = FusedLlama.from_tensors(*given, **more)

@@ -172,6 +172,24 @@ class Model:
         if len(wanted):
             self.project(x[wanted], scores)
 
+    def score(
+        self,
+        spans: Sequence[Any],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        turns: np.ndarray,
+        wanted: Sequence[int],
+        scores: np.ndarray,
+        *ranking: Any,
+    ) -> list[Any]:
+        """Do the same as `forward` for lists and masks in bytes; unlike the kernels, rank no tokens."""
+        masks = [
+            (*numbers, np.frombuffer(sees, bool).reshape(numbers[3], numbers[2] + numbers[3]))
+            for *numbers, sees in spans
+        ]
+        self.forward(masks, np.array(tokens, np.int32), turns[list(positions)], np.array(wanted, np.int32), scores)
+        return []
+
     def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:
         """Compute logits of hidden states."""
         scores[:] = self.head(self._normed(hidden, self.norm))

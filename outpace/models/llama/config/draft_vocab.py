@@ -1,4 +1,4 @@
-"""A draft's reduced output vocabulary: the tokens that its output layer has rows for, in a file beside its weights."""
+"""A draft model's reduced output vocabulary: the tokens of its output rows, in a file next to its weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FILE = "draft_vocab.safetensors"  # one tensor `ids`: int32, rising
 
 
 def read_draft_vocab(folder: Path, config: Mapping[str, Any]) -> np.ndarray | None:
-    """The token ids [rows] int64 where config.json says `outpace.draft_vocab_size`; None where it says nothing.
+    """Return the token ids [rows] int64 if config.json has `outpace.draft_vocab_size`, else None.
 
-    Other programs do not know the field and use the whole output layer, which is there as well.
+    Other programs ignore the field and use the whole output layer, which is also in the checkpoint.
     """
     ours = config.get("outpace")
     if not isinstance(ours, Mapping) or ours.get("draft_vocab_size") is None:
@@ -41,7 +41,7 @@ def read_draft_vocab(folder: Path, config: Mapping[str, Any]) -> np.ndarray | No
 
 
 def checked_ids(given: np.ndarray | Tensor, vocab_size: int) -> np.ndarray:
-    """The tokens of a reduced output layer; UserError unless they are different tokens of the vocabulary."""
+    """Return the tokens of a reduced output layer; UserError unless they are distinct tokens of the vocabulary."""
     ids = np.asarray(given)
     if ids.ndim != 1 or not len(ids) or ids.dtype != np.int64:
         raise UserError(f"the output layer's tokens are {ids.dtype} {list(ids.shape)}, they must be int64 [tokens]")

@@ -1,4 +1,4 @@
-"""The architectures of the Llama family, by the names that a config.json gives them."""
+"""The architectures of the Llama family by their names in config.json, and how their layers differ."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported_field
 
-SILU, GELU = "silu", "gelu_pytorch_tanh"  # what an MLP's gates go through
+SILU, GELU = "silu", "gelu_pytorch_tanh"  # activations of the MLP's gate
 ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their names in a config.json
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture: what its weights hold, and what stands for fields that a config.json leaves out.
+    """An architecture: the contents of its checkpoints, and defaults of fields that a config.json leaves out.
 
-    Biases: True and False where the architecture has no choice, None where the config says.
+    Biases: True or False if the architecture fixes them, None if the config decides.
     """
 
     architecture: str
@@ -76,7 +76,7 @@ FAMILIES = {
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """The name of its family in FAMILIES; UserError where what it says of itself does not agree or is not known."""
+    """Return a config's key in FAMILIES; UserError if its names are unknown or contradict each other."""
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"architectures is {named!r:.200}, it must be a list of names")
@@ -92,13 +92,13 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that read layer_types
-ALL_LAYERS = ("mistral", phi.MODEL_TYPE)  # those whose layers all see a window where there is one
-ALWAYS = (*ALL_LAYERS, gemma.MODEL_TYPE)  # those whose window is in use, whatever use_sliding_window says
+BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that use layer_types
+ALL_LAYERS = ("mistral", phi.MODEL_TYPE)  # architectures in which a window applies to all layers
+ALWAYS = (*ALL_LAYERS, gemma.MODEL_TYPE)  # architectures that ignore use_sliding_window
 
 
 def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer's queries and keys turn; () where all do. Only SmolLM3 has layers without positions."""
+    """Return whether each layer is rotated; () if all are. Only SmolLM3 has layers without positions."""
     listed = fields.get("no_rope_layers")
     if model_type != "smollm3":
         if listed not in (None, []):
@@ -109,14 +109,13 @@ def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: i
         rotates = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     else:
         if not isinstance(listed, list) or len(listed) < num_layers or any(entry not in (0, 1) for entry in listed):
-            raise UserError(f"no_rope_layers is {listed!r:.200}, it must be a list of 1 (turns) and 0, one a layer")
+            raise UserError(f"no_rope_layers is {listed!r:.200}, it must be a list of 1 (rotated) and 0, one a layer")
         rotates = tuple(entry == 1 for entry in listed[:num_layers])
     return () if all(rotates) else rotates
 
 
 def read_local_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer turns by a rotary base of its own; () where none does. Gemma 3's sliding layers do, however
-    long their window is."""
+    """Return whether each layer uses the local rotary base; () if none does. Gemma 3's sliding layers do."""
     if model_type != gemma.MODEL_TYPE:
         return ()
     types = _layer_types(fields, num_layers)
@@ -127,7 +126,7 @@ def read_local_layers(model_type: str, fields: Mapping[str, Any], num_layers: in
 def read_windows(
     model_type: str, fields: Mapping[str, Any], num_layers: int, max_positions: int, rotary_layers: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, None where it sees all of them; () where all layers do."""
+    """Return each layer's window, None for full attention; () if all layers have full attention."""
     window = _window(model_type, fields, max_positions)
     types = _layer_types(fields, num_layers)
     slides = _default(model_type, fields, num_layers, rotary_layers)
@@ -153,7 +152,7 @@ def _window(model_type: str, fields: Mapping[str, Any], max_positions: int) -> i
 
 
 def _default(model_type: str, fields: Mapping[str, Any], num_layers: int, rotary_layers: Sequence[bool]) -> list[bool]:
-    """Which layers slide where the config has no layer_types."""
+    """Return which layers have a sliding window if the config has no layer_types."""
     if model_type in ("qwen2", "qwen3"):
         first = size(fields, "max_window_layers", 28, smallest=0)
         return [layer >= first for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Reads single fields of a config.json: one that is missing, senseless or not supported is named in one sentence."""
+"""Reads fields of a config.json; errors name a field that is missing, invalid or unsupported."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 
 LARGEST_SIZE = 2**31 - 1
-FULL, SLIDING = "full_attention", "sliding_attention"  # a layer that sees all, and one that sees a window
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer types: full attention, and a sliding window
 
 
 def unsupported_field(what: str) -> UnsupportedModel:
-    """An error for what this runtime does not compute, although others do."""
+    """Make the error for something that this runtime does not support, although others do."""
     return UnsupportedModel(f"{what} is not supported by the runtime llama; --runtime transformers runs it")
 
 
 def size(fields: Mapping[str, Any], name: str, default: int | None = None, smallest: int = 1) -> int:
-    """A whole number; `default` where the field is missing or null, UserError where there is no default."""
+    """Read an integer; a missing or null field gives `default`, or UserError without one."""
     value = fields.get(name)
     if value is None:
         if default is None:
@@ -30,7 +30,7 @@ def size(fields: Mapping[str, Any], name: str, default: int | None = None, small
 
 
 def number(fields: Mapping[str, Any], name: str, default: float | None, largest: float) -> float:
-    """A number above 0; `default` where the field is missing or null, UserError where there is no default."""
+    """Read a positive number; a missing or null field gives `default`, or UserError without one."""
     value = fields.get(name)
     if value is None:
         if default is None:
@@ -42,7 +42,7 @@ def number(fields: Mapping[str, Any], name: str, default: float | None, largest:
 
 
 def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false; `default` where the field is missing or null."""
+    """Read a boolean; a missing or null field gives `default`."""
     value = fields.get(name)
     if value is None:
         return default

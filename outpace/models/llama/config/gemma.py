@@ -1,7 +1,8 @@
-"""What sets Gemma 3 apart from Llama: its norms, its two rotary bases, its scales (arXiv:2503.19786).
+"""Differences of Gemma 3 from Llama: its norms, two rotary bases, and scales (arXiv:2503.19786).
 
-Norms hold their weights less one, and a second pair of them stands behind attention and the MLP. Five layers of six
-see a window and turn by a base of their own; the sixth sees all and turns by the other one, which may be scaled.
+Norms store their weights minus one, and attention and the MLP each have a second norm after them. Five layers of six
+have a sliding window and a rotary base of their own; the sixth sees everything and uses the other base, which may be
+scaled.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from outpace.core.errors import UserError
 from outpace.models.llama.config.fields import FULL, SLIDING, number, size, unsupported_field
 
 MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
-THETA, LOCAL_THETA = 1e6, 1e4  # where a config.json names none
+THETA, LOCAL_THETA = 1e6, 1e4  # defaults
 MLP_NORM = "pre_feedforward_layernorm"
 ATTENTION_NORM, MLP_OUTPUT_NORM = (
     "post_attention_layernorm",
     "post_feedforward_layernorm",
-)  # behind attention, behind the MLP
+)  # after attention, after the MLP
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -31,12 +32,15 @@ DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-PATTERN = 6  # of so many layers the last one sees the whole text
+PATTERN = 6  # every sixth layer sees the whole text
 
 
 def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields with rotary numbers as older config.json files have them, one field each: transformers 5 writes an
-    object for each kind of layer. UserError for what is none, UnsupportedModel for scaled local layers."""
+    """Return the fields with one field per rotary number, as in older config.json files.
+
+    transformers 5 writes an object for each type of layer. UserError for an invalid object, UnsupportedModel for scaled
+    local layers.
+    """
     by_kind = fields.get("rope_parameters")
     if by_kind is None:
         return fields
@@ -56,7 +60,7 @@ def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a LlamaConfig that only such a model has."""
+    """Return the fields of LlamaConfig that only Gemma sets."""
     return {
         "query_scale": number(fields, "query_pre_attn_scalar", None, 1e6) ** -0.5,
         "local_theta": number(fields, "rope_local_base_freq", LOCAL_THETA, 1e12),
@@ -67,6 +71,6 @@ def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sliding_layers(fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers see a window, where the config has no layer_types."""
+    """Return which layers have a sliding window if the config has no layer_types."""
     pattern = size(fields, "sliding_window_pattern", PATTERN)
     return [(layer + 1) % pattern != 0 for layer in range(num_layers)]

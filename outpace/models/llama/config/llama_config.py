@@ -1,6 +1,6 @@
-"""The sizes of a model of the Llama family, from a Hugging Face config.json; refuses what would come out wrong.
+"""Sizes of a model of the Llama family from a Hugging Face config.json; unsupported fields are refused.
 
-Where a config.json is silent, what transformers takes for its architecture holds.
+Defaults of missing fields are those of transformers for the architecture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outpace.models.llama.config.families import (
 from outpace.models.llama.config.fields import flag, number, size, unsupported_field
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
-# Fields that change the arithmetic, with the values under which they change nothing.
+# Fields that change the arithmetic, with the values that are supported because they change nothing.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "quantization_config": ({},),
@@ -44,7 +44,7 @@ REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "use_bidirectional_attention": (False,),
 }
-MLP_NORM = "post_attention_layernorm"  # before the MLP, where nothing is normed behind attention
+MLP_NORM = "post_attention_layernorm"  # the norm before the MLP, if attention has no output norm
 
 
 @dataclass(frozen=True)
@@ -64,64 +64,64 @@ class LlamaConfig:
     tie_embeddings: bool
     attention_bias: bool  # of queries, keys and values
     mlp_bias: bool
-    output_bias: bool = False  # of the attention's output
-    head_norm: bool = False  # every head's queries and keys are normed before they turn
+    output_bias: bool = False  # of the attention's output projection
+    head_norm: bool = False  # whether each head's queries and keys are normed before rotation
     rope_scaling: Scaling | None = None
-    windows: tuple[int | None, ...] = ()  # tokens that a layer sees, itself included; None and (): all
-    rotary_layers: tuple[bool, ...] = ()  # whether a layer's queries and keys turn; (): all do
-    draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
-    activation: str = SILU  # of the MLP's gates
-    query_scale: float = 0.0  # what scores of attention are multiplied by; 0: one over the root of head_dim
-    local_theta: float = 0.0  # the rotary base, without scaling, of those layers whose `local_layers` is True
+    windows: tuple[int | None, ...] = ()  # number of tokens that a layer sees, itself included; None and (): all
+    rotary_layers: tuple[bool, ...] = ()  # whether a layer's queries and keys are rotated; (): all are
+    draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
+    activation: str = SILU  # of the MLP's gate
+    query_scale: float = 0.0  # factor of attention scores; 0: 1 / sqrt(head_dim)
+    local_theta: float = 0.0  # rotary base, without scaling, of the `local_layers`
     local_layers: tuple[bool, ...] = ()  # (): none
-    sandwich_norms: bool = False  # what attention and the MLP give is normed before it is added
-    norm_offset: float = 0.0  # what is added to the stored weights of all norms
-    embedding_scale: float = 1.0  # by which embeddings are multiplied where they go in
-    rotary_dim: int = 0  # so many entries of a head turn, the first ones; 0: all
-    fused: bool = False  # a checkpoint holds queries, keys and values in one matrix, and gates and ups
+    sandwich_norms: bool = False  # whether outputs of attention and MLP are normed before they are added
+    norm_offset: float = 0.0  # added to the stored weights of all norms
+    embedding_scale: float = 1.0  # factor of the input embeddings
+    rotary_dim: int = 0  # number of leading entries of a head that are rotated; 0: all
+    fused: bool = False  # whether a checkpoint fuses queries, keys and values, and gates and ups
 
     @property
     def attention_scale(self) -> float:
-        """What scores of attention are multiplied by."""
+        """Factor of attention scores."""
         return self.query_scale or self.head_dim**-0.5
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        """The ways in which layers' queries and keys turn: a rotary base, and its scaling."""
+        """The rotations that layers use, each a rotary base with its scaling."""
         main = Rotation(self.rope_theta, self.rope_scaling, self.rotary_dim)
         return (main, Rotation(self.local_theta)) if any(self.local_layers) else (main,)
 
     @property
     def mlp_norm(self) -> str:
-        """What a checkpoint calls the norm before the MLP."""
+        """Name of the norm before the MLP in a checkpoint."""
         return gemma.MLP_NORM if self.sandwich_norms else MLP_NORM
 
     @property
     def kv_entries(self) -> int:
-        """Numbers that a token's keys and values are, all layers together."""
+        """Number of entries of a token's keys and values, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:
-        """How many tokens layer `layer` sees, the node itself included; None: all."""
+        """Return how many tokens a layer sees, the node itself included; None: all."""
         return self.windows[layer] if self.windows else None
 
     def rotates(self, layer: int) -> bool:
-        """Whether layer `layer` knows positions."""
+        """Return whether a layer rotates queries and keys."""
         return self.rotary_layers[layer] if self.rotary_layers else True
 
     def rotation(self, layer: int) -> int | None:
-        """By which of `rotations` layer `layer` turns; None where it knows no positions."""
+        """Return the index in `rotations` of a layer's rotation; None for a layer without positions."""
         if not self.rotates(layer):
             return None
         return int(self.local_layers[layer]) if self.local_layers else 0
 
     def gain(self, layer: int) -> float:
-        """By how much turning lengthens queries and keys."""
+        """Return the factor by which rotation lengthens queries and keys."""
         rotation = self.rotation(layer)
         return 1.0 if rotation is None else self.rotations[rotation].gain
 
     def of_layers(self, layers: Sequence[int]) -> LlamaConfig:
-        """The config of a model of these layers alone."""
+        """Return the config of a model of these layers only."""
         return replace(
             self,
             num_layers=len(layers),
@@ -132,7 +132,7 @@ class LlamaConfig:
 
 
 def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes in a config.json; UserError names the first field that is missing, senseless or not supported."""
+    """Read a config.json; UserError names the first field that is missing, invalid or unsupported."""
     model_type = model_type_of(config)
     family = FAMILIES[model_type]
     fields: Mapping[str, Any] = {**family.defaults, **config}
@@ -169,7 +169,7 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor that a checkpoint of this config holds (Hugging Face names, [out, in])."""
+    """Return the name and shape of every tensor in a checkpoint (Hugging Face names, [out, in])."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for name, shape in _layer_shapes(config).items():
@@ -234,8 +234,11 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _max_positions(fields: Mapping[str, Any], scaling: Scaling | None) -> int:
-    """How long a text may be. YaRN is often written beside the unscaled length, which it is there to exceed; beyond it
-    LongRoPE turns otherwise, which keys that are stored already would have to follow."""
+    """Return the maximum length of a text.
+
+    With YaRN, a config often states the unscaled length, which YaRN exists to exceed. LongRoPE ends at its original
+    length: beyond it the frequencies change, and stored keys would have to be rotated again.
+    """
     declared = size(fields, "max_position_embeddings", 2048)
     if isinstance(scaling, LongScaling):
         return min(declared, scaling.original)
@@ -243,7 +246,7 @@ def _max_positions(fields: Mapping[str, Any], scaling: Scaling | None) -> int:
 
 
 def _rotary_dim(part: float, head_dim: int, scaling: Scaling | None) -> int:
-    """How many entries of a head turn, 0: all; UserError where a scaling has not a factor for each pair of them."""
+    """Return how many entries of a head are rotated, 0: all; UserError if a scaling lacks factors for their pairs."""
     count = phi.rotary_dim(part, head_dim)
     pairs = (count or head_dim) // 2
     if isinstance(scaling, LongScaling) and len(scaling.factors) != pairs:
@@ -252,13 +255,13 @@ def _rotary_dim(part: float, head_dim: int, scaling: Scaling | None) -> int:
 
 
 def _draft_window(fields: Mapping[str, Any]) -> int:
-    """Of a draft that `outpace distill` made."""
+    """Read the window of a draft model made by `outpace distill`."""
     ours = fields.get("outpace")
     return size(ours, "draft_window", 0) if isinstance(ours, Mapping) else 0
 
 
 def _bias(fields: Mapping[str, Any], name: str, model_type: str, fixed: bool | None, is_ignored: bool = False) -> bool:
-    """Whether there is a bias: as the architecture has it, else as the config says."""
+    """Return whether there is a bias: the architecture decides, else the config."""
     said = flag(fields, name)
     if said and fixed is False and not is_ignored:
         raise unsupported_field(f"{name} {said!r:.200} of the model_type {model_type!r}")

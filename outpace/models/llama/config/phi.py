@@ -1,6 +1,6 @@
-"""What sets Phi-3 and Phi-4 apart from Llama: matrices that stand together, and heads that turn in part (2404.14219).
+"""Differences of Phi-3 and Phi-4 from Llama: fused matrices and partial rotation of heads (arXiv:2404.14219).
 
-A checkpoint holds queries, keys and values in one matrix, and gates and ups in another (arXiv:2404.14219).
+A checkpoint has queries, keys and values in one matrix, and gates and ups in another.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ MODEL_TYPE, ARCHITECTURE = "phi3", "Phi3ForCausalLM"
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 PART = "partial_rotary_factor"
-TRAINED, LENGTH = 4096, "original_max_position_embeddings"  # tokens of a text in the first training, and who says it
+TRAINED, LENGTH = 4096, "original_max_position_embeddings"  # context length of the first training, and its field
 
 
 def read_part(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
-    """The fields without what they say of the part of a head that turns, and with the length of texts in the first
-    training, where they are silent; and that part, between 0 and 1. Both may stand beside the rotary base."""
+    """Return the fields without the rotated fraction of a head, and that fraction, between 0 and 1.
+
+    The context length of the first training is added if it is missing. Both fields may also be inside the rotary
+    object.
+    """
     found, left = fields.get(PART), {name: value for name, value in fields.items() if name != PART}
     says = fields.get(LENGTH) is not None
     for name in ("rope_scaling", "rope_parameters"):
@@ -34,7 +37,7 @@ def read_part(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
 
 
 def rotary_dim(part: float, head_dim: int) -> int:
-    """So many entries of a head turn; 0: all of them. UserError for a part that is no whole number of pairs."""
+    """Return how many entries of a head are rotated; 0: all. UserError for a fraction that gives no whole pairs."""
     count = int(head_dim * part)
     if count < 2 or count % 2:
         raise UserError(f"{PART} is {part:g}: of {head_dim} entries of a head {count} would turn, which are no pairs")
@@ -42,8 +45,10 @@ def rotary_dim(part: float, head_dim: int) -> int:
 
 
 def head_order(head_dim: int, rotary_dim: int) -> np.ndarray:
-    """Which entry of a head stands at each place, so that pairs that turn together lie half a head apart, as in a head
-    that turns as a whole; the others are pairs that stay. Products of queries and keys do not change by it."""
+    """Return an order of a head's entries in which rotated pairs are half a head apart, as in full rotation.
+
+    The remaining entries become pairs that are not rotated. Products of queries and keys do not change.
+    """
     turning, rest = np.arange(rotary_dim or head_dim), np.arange(rotary_dim or head_dim, head_dim)
     halves = [np.concatenate(both) for both in zip(np.split(turning, 2), np.split(rest, 2), strict=True)]
     return np.concatenate(halves)

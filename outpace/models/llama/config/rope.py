@@ -1,8 +1,8 @@
-"""Rotary embeddings: the base and its scaling from a config.json, and the numbers by which pairs turn.
+"""Rotary embeddings: the base and its scaling from a config.json.
 
 Scalings: linear (Chen et al., arXiv:2306.15595), YaRN (Peng et al., arXiv:2309.00071), Llama 3.1's ("llama3") and
-LongRoPE (Ding et al., arXiv:2402.13753), up to the length of text that it was first trained on. What follows the length
-of the text (LongRoPE beyond it, dynamic) is not to be had: keys that are stored already would have to turn again.
+LongRoPE (Ding et al., arXiv:2402.13753), up to the context length of its first training. Scalings that depend on the
+length of the text (LongRoPE beyond it, dynamic) are not supported: stored keys would have to be rotated again.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 LARGEST_THETA = 1e12
 LARGEST_FACTOR = 1e6
-BLOCK = 4096  # positions computed at once; a position's number does not depend on how far the table reaches
+BLOCK = 4096  # positions computed at once; a position's factors do not depend on the table's size
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All positions are squeezed by `factor`."""
+    """Divides all frequencies by `factor`."""
 
     factor: float
-    gain: float = 1.0  # cosines and sines are multiplied by it
+    gain: float = 1.0  # factor of cosines and sines
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, float32. [head_dim / 2]"""
+        """Return the scaled frequencies, float32 [pairs]."""
         return frequencies / self.factor
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Slow pairs are squeezed by `factor`, fast ones not, those between in part; fast and slow by turns a text."""
+    """Divides slow pairs' frequencies by `factor`; interpolates between slow and fast pairs by rotations per text."""
 
     factor: float
-    slow_turns: float  # low_freq_factor: pairs that turn fewer times than this in `original` tokens are slow
+    slow_turns: float  # low_freq_factor: pairs with fewer rotations in `original` tokens are slow
     fast_turns: float  # high_freq_factor
     original: int
     gain: float = 1.0
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, float32. [head_dim / 2]"""
+        """Return the scaled frequencies, float32 [pairs]."""
         turns = self.original / (2 * math.pi / frequencies)
         share = ((turns - self.slow_turns) / (self.fast_turns - self.slow_turns)).clip(0, 1)
         return (1 - share) * frequencies / self.factor + share * frequencies
@@ -56,21 +56,21 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """As Llama3Scaling, the share falling evenly over the pairs' numbers; queries and keys grow by `gain`."""
+    """Interpolates linearly over the pairs' indices; multiplies queries and keys by `gain`."""
 
     factor: float
     slow_turns: float  # beta_slow
     fast_turns: float  # beta_fast
     original: int
     gain: float
-    whole_pairs: bool  # the ends of the ramp are whole numbers of pairs ("truncate")
+    whole_pairs: bool  # whether the ramp's ends are rounded to whole pairs ("truncate")
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, float32. [head_dim / 2]"""
+        """Return the scaled frequencies, float32 [pairs]."""
         count = len(frequencies)
 
         def pair(turns: float) -> float:
-            """Which pair turns so many times in `original` tokens; between pairs, in general."""
+            """Return the (fractional) index of the pair with this many rotations in `original` tokens."""
             return count * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
 
         first, last = pair(self.fast_turns), pair(self.slow_turns)
@@ -84,15 +84,14 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongScaling:
-    """Each pair is squeezed by a factor of its own, in texts of up to `original` tokens; queries and keys grow by
-    `gain`."""
+    """Divides each pair's frequency by its own factor, for texts of up to `original` tokens; multiplies by `gain`."""
 
-    factors: tuple[float, ...]  # [pairs that turn]
+    factors: tuple[float, ...]  # [rotated pairs]
     original: int
     gain: float
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """The scaled frequencies, float32. [head_dim / 2]"""
+        """Return the scaled frequencies, float32 [pairs]."""
         return frequencies / np.array(self.factors, np.float32)
 
 
@@ -100,7 +99,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 class Rotation(NamedTuple):
-    """How queries and keys turn: the rotary base, its scaling, and how many entries of a head turn, 0: all."""
+    """A rotary base, its scaling, and the number of rotated entries of a head (0: all)."""
 
     theta: float
     scaling: Scaling | None = None
@@ -108,12 +107,12 @@ class Rotation(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """By how much turning lengthens queries and keys at most."""
+        """Maximum factor by which rotation lengthens queries and keys."""
         gain = self.scaling.gain if self.scaling else 1.0
         return max(gain, 1.0) if self.dim else gain
 
     def gains(self, head_dim: int) -> np.ndarray:
-        """By how much each pair grows; those that do not turn stay. float32 [head_dim / 2]"""
+        """Return each pair's gain, 1 for pairs that are not rotated: float32 [head_dim / 2]"""
         gains = np.ones(head_dim // 2, np.float32)
         gains[: (self.dim or head_dim) // 2] = self.scaling.gain if self.scaling else 1.0
         return gains
@@ -127,11 +126,11 @@ OWN = {
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
-OLDER = {"su": "longrope"}  # names that config.json files of before have
+OLDER = {"su": "longrope"}  # names in older config.json files
 
 
 def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, Scaling | None]:
-    """The rotary base and its scaling: transformers 5 writes both into rope_parameters, earlier ones rope_scaling."""
+    """Read the rotary base and its scaling: rope_parameters since transformers 5, rope_scaling before."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     for given in ("rope_scaling", "rope_parameters"):
         if fields.get(given) is not None and not isinstance(fields[given], Mapping):
@@ -161,7 +160,7 @@ def _scaling(kind: str, at: str, inner: Mapping[str, Any], fields: Mapping[str, 
         return LinearScaling(factor)
     length = "original_max_position_embeddings"
     original = size(inner, at + length, size(fields, "max_position_embeddings", 2048))
-    original = size(fields, length, original)  # as transformers reads it, the outer field goes first
+    original = size(fields, length, original)  # as in transformers, the outer field has precedence
     if kind == "yarn":
         return _yarn(at, inner, factor, original, theta)
     slow, fast = (number(inner, f"{at}{speed}_freq_factor", None, LARGEST_FACTOR) for speed in ("low", "high"))
@@ -199,5 +198,5 @@ def _long(at: str, inner: Mapping[str, Any], fields: Mapping[str, Any]) -> LongS
 
 
 def _gain(factor: float, scale: float) -> float:
-    """How much YaRN sharpens attention over a text that is `factor` times as long."""
+    """Return YaRN's attention gain for a text that is `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
