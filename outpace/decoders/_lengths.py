@@ -49,7 +49,8 @@ class Heuristic(Fixed):
 class Confidence(Fixed):
     """Drafts until no token of the last layer is as likely as a threshold, which is fitted to the accepted tokens.
 
-    The threshold minimises FPR + 3 FNR, where false positives are tokens above it that were rejected. The method of transformers' assisted generation.
+    The threshold minimises FPR + 3 FNR, where false positives are tokens above it that were rejected. As in
+    transformers' assisted generation.
     """
 
     def __init__(self, length: int, threshold: float) -> None:

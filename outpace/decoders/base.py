@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
-from outpace.core.types import Ask, Request
+from outpace.core.tree import TokenTree
+from outpace.core.types import Ask, Commit, Request
 from outpace.planning.sources import PlanningContext
 
 Coroutine = Generator[Ask, Any, None]
@@ -35,6 +36,16 @@ class RequestContext(PlanningContext):
     def last_token(self) -> int:
         """The last committed token: the next tree's root."""
         return self.committed[-1]
+
+
+def walk_and_correct(context: RequestContext, tree: TokenTree, picks: Sequence[Any]) -> Commit:
+    """Return the verdict on a tree that was queried from the candidate cache, after adding late nodes to the tree and
+    sending the drafter the correction."""
+    context.candidates.late(tree)
+    verdict = context.request.rule.walk(tree, picks)
+    hit, correction = context.candidates.correct(tree, verdict, len(picks))
+    context.correct(correction)
+    return Commit(tree, verdict, hit)
 
 
 class Decoder:

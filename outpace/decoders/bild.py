@@ -29,8 +29,8 @@ class Bild(Decoder):
 
     @dataclass(frozen=True)
     class Options:
-        """`fallback`: the draft stops where the probability of its likeliest token is lower; `most`: the most tokens that
-        it writes before the target checks them."""
+        """`fallback`: the draft stops where the probability of its likeliest token is lower; `most`: the most tokens
+        that it writes before the target checks them."""
 
         fallback: float = 0.6
         most: int = 10

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
-from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.core.types import Await, Verify
+from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
 
 
 class Card(Decoder):
@@ -30,8 +30,9 @@ class Card(Decoder):
 
         To measure what a part contributes: `chain` true verifies one branch instead of the best tree; `secondary` false
         does not look in the secondary cache B; `late` false drops nodes that arrived during the target's pass;
-        `correction` false drops everything that was drafted before the new root was known; `lockstep`: draft forwards in
-        each target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never waits.
+        `correction` false drops everything that was drafted before the new root was known; `lockstep`: draft forwards
+        in each target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never
+        waits.
         """
 
         just_in_time: int = 1
@@ -58,8 +59,4 @@ class Card(Decoder):
             picks = yield Verify(tree)
             if in_step:
                 yield Await(options.lockstep)
-            candidates.late(tree)
-            verdict = context.request.rule.walk(tree, picks)
-            hit, correction = candidates.correct(tree, verdict, len(picks))
-            context.correct(correction)
-            yield Commit(tree, verdict, hit)
+            yield walk_and_correct(context, tree, picks)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
-from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.core.types import Await, Verify
+from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
 
 
 class Pearl(Decoder):
@@ -44,9 +44,6 @@ class Pearl(Decoder):
             tree = candidates.query(1 if candidates.missed else min(gamma, context.budget))
             picks = yield Verify(tree)
             yield Await(depth=len(tree))
-            candidates.late(tree)
-            verdict = context.request.rule.walk(tree, picks)
-            hit, correction = candidates.correct(tree, verdict, len(picks))
-            context.correct(correction)
+            commit = walk_and_correct(context, tree, picks)
             context.direct(DraftDirectives(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
-            yield Commit(tree, verdict, hit)
+            yield commit

@@ -16,8 +16,8 @@ from math import exp, sqrt
 from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_range, check_whole
-from outpace.core.types import Await, Commit, Source, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.core.types import Await, Source, Verify
+from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean, ExplorationBudget
 
@@ -37,10 +37,11 @@ class Planned(Decoder):
 
     @dataclass(frozen=True)
     class Options:
-        """`deepest`: the most layers to wait for in a round; `trials`: the share of time for trying again what did not pay.
+        """`deepest`: the most layers to wait for in a round; `trials`: the share of time for trying again what did not
+        pay.
 
-        To measure what a part contributes: `hits` false waits only after misses; `rests` false never pauses the drafter;
-        `turns` false always drafts in parallel.
+        To measure what a part contributes: `hits` false waits only after misses; `rests` false never pauses the
+        drafter; `turns` false always drafts in parallel.
         """
 
         deepest: int = 16
@@ -65,14 +66,11 @@ class Planned(Decoder):
             tree = candidates.query(planner.rows)
             context.direct(planner.during(len(tree)))
             picks = yield Verify(tree)
-            candidates.late(tree)
-            verdict = context.request.rule.walk(tree, picks)
-            hit, correction = candidates.correct(tree, verdict, len(picks))
-            context.correct(correction)
+            commit = walk_and_correct(context, tree, picks)
             if not planner.alternates:  # whether the target waits or not, and before it knows
                 context.direct(planner.next)
-            planner.learn(tree.scores, len(verdict.path) - 1)
-            yield Commit(tree, verdict, hit)
+            planner.learn(tree.scores, len(commit.verdict.path) - 1)
+            yield commit
 
 
 class WaitPlanner:
@@ -149,7 +147,7 @@ class WaitPlanner:
 
     @property
     def next(self) -> DraftDirectives:
-        """Directives for the time before the next pass: one layer if drafting alternates with it, otherwise no limit."""
+        """Directives for the time before the next pass: one layer if drafting alternates with it, else no limit."""
         return DraftDirectives(layers=1 if self.alternates else None, floor=0.0, share=_SHARE)
 
     def waited(self) -> None:
@@ -200,7 +198,7 @@ class _Modes:
             self._left.learn(left)
 
     def choose(self, rows: int, step: float, first: float) -> None:
-        """Choose for the next pass, where a layer takes `step` seconds and a round's first layer adds `first` tokens."""
+        """Choose for the next pass: a layer takes `step` seconds, and a round's first layer adds `first` tokens."""
         if not self._may_alternate:
             return
         usual = self._costs.pass_seconds(rows)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
-from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.core.types import Await, Verify
+from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
 
 
 class Ssd(Decoder):
@@ -42,8 +42,4 @@ class Ssd(Decoder):
             yield Await(depth=length)
             tree = candidates.query(min(length + 1, context.budget))
             picks = yield Verify(tree)
-            candidates.late(tree)
-            verdict = context.request.rule.walk(tree, picks)
-            hit, correction = candidates.correct(tree, verdict, len(picks))
-            context.correct(correction)
-            yield Commit(tree, verdict, hit)
+            yield walk_and_correct(context, tree, picks)

@@ -44,7 +44,7 @@ class AnswerCache:
         return ()
 
     def store(self, request: Request, tokens: Sequence[int]) -> None:
-        """Store a text, prompt and answer, in place of texts that are its prefixes; drop the oldest beyond the limits."""
+        """Store a text, prompt and answer, in place of its prefixes; drop the oldest texts beyond the limits."""
         if not (request.rule.traits.same_text and len(request.prompt) < len(tokens) <= _TOKENS):
             return
         kept, new = self._kept.of(request.cache_salt), _CachedText(_way(request), _packed(tokens))

@@ -244,6 +244,6 @@ class DraftRunner:
 
 
 def _order(asked: tuple[str | None, Source | None]) -> tuple[bool, bool]:
-    """Sort sources without a model first: the sequences that asked them can then share a model's forward with others."""
+    """Sort sources without a model first: sequences that asked them can then share a model's forward with others."""
     source = asked[1]
     return source is None, source is not None and source.runs_model

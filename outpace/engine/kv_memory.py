@@ -3,8 +3,8 @@
 Sessions grow by blocks with their texts, and only what they hold counts: an answer that may become long takes no more
 than its tokens so far. A prompt counts in full from the start, so that reading it never has to stop; its slots are
 allocated as it is read, because new memory is filled with zeros and all slots of a long prompt at once would delay
-all requests. Drafts count with the most that they can hold for a text of that length, so that they can grow without asking.
-When the budget is used up, kept texts are dropped first; then the scheduler pauses the youngest sequence.
+all requests. Drafts count with the most that they can hold for a text of that length, so that they can grow without
+asking. When the budget is used up, kept texts are dropped first; then the scheduler pauses the youngest sequence.
 
 A request that begins like a text in memory (an earlier turn of a chat, a common system prompt, another answer to its
 own prompt) copies those keys and values instead of computing them again. In exact mode the copy is bit for
@@ -82,8 +82,8 @@ class KVMemory:
         if needed > self.budget:
             with_drafts = f", {drafts / _GIB:.2f} of them for drafts" if drafts else ""
             raise UserError(
-                f"prompt and answer of {self._capacity(sequence)} tokens need {needed / _GIB:.2f} GiB of keys and values"
-                f"{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
+                f"prompt and answer of {self._capacity(sequence)} tokens need {needed / _GIB:.2f} GiB of keys and"
+                f" values{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
             )
 
     def has_room(self, sequence: TokenSequence) -> bool:
@@ -216,7 +216,7 @@ class KVMemory:
         session.start_from(holder.session if isinstance(holder, _KeptText) else holder.kv.session, length)
 
     def _may_reuse(self, sequence: TokenSequence) -> bool:
-        """Return whether it may start from a copy. It may not if its log-probabilities or drafter need the whole prompt."""
+        """Return whether it may start from a copy: not if its log-probabilities or drafter need the whole prompt."""
         return self._max_kept > 0 and not sequence.must_read_prompt
 
     def _reserve(
@@ -227,8 +227,8 @@ class KVMemory:
         promised: int,
         spared: TokenSequence | _KeptText | None = None,
     ) -> bool:
-        """Reserve slots for a sequence, dropping kept texts except `spared` for all that it is promised; return False if
-        the budget does not suffice."""
+        """Reserve slots for a sequence, dropping kept texts except `spared` for all that it is promised; return False
+        if the budget does not suffice."""
         others = [pair for pair in self._slots() if pair[0] is not sequence]
         for least in (False, True):
             needed = [

@@ -114,21 +114,8 @@ class LatencyCurve:
     def table(self, rows: int) -> Sequence[float]:
         """Seconds of rounds over 1, 2, ... and at least `rows` rows."""
         if len(self._table) < rows:
-            self._table = self._tabulate(rows)
+            self._table = [*map(self.seconds, range(1, rows + 1))]
         return self._table
-
-    def _tabulate(self, rows: int) -> list[float]:
-        """`seconds` of 1, 2, ... rows, computed along the curve's straight pieces."""
-        first = self.seconds(1)
-        counts, seconds = self._curve or ([], [])
-        table = [first] * (counts[0] if counts else rows)
-        for index in range(1, len(counts)):
-            rise = (seconds[index] - seconds[index - 1]) / (counts[index] - counts[index - 1])
-            table += [seconds[index - 1] + rise * more for more in range(1, counts[index] - counts[index - 1] + 1)]
-        if len(table) < rows and counts:
-            rise = self.seconds(counts[-1] + 1) - seconds[-1]
-            table += [seconds[-1] + rise * more for more in range(1, rows - len(table) + 1)]
-        return table
 
     @property
     def widest(self) -> int:

@@ -168,10 +168,8 @@ class Planner:
         is_representative = not model.layers or self._lookup_chance <= LITTLE
         failures = max(model.failures, self._costs.failed_trials(model.source, self._context.requests))
         share = self._options.trials / 2 ** (0 if model.layers else failures)
-        if model.layers:
-            idle = self._seconds - model.grown_at[model.layers]
-        else:
-            idle = self._costs.seconds_idle(model.source)
+        grown_at = model.grown_at[model.layers] if model.layers else 0.0
+        idle = self._seconds - grown_at if model.layers else self._costs.seconds_idle(model.source)
         return is_representative and cost * self._context.requests < share * idle
 
     def chosen(self, tree: TokenTree) -> list[int]:

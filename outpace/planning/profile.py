@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 from outpace.core import machine
 from outpace.core.lazy import lazy_sha256, num_threads
 from outpace.core.types import Drafter
-from outpace.models.files.cache_folder import cache_folder
+from outpace.models.files.cache_folder import cache_folder, new_file
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
@@ -71,18 +68,10 @@ def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] 
 def write(about: Mapping[str, Any], learnt: Mapping[str, Any], cache: Path | None = None) -> Path | None:
     """Store a profile atomically; return None where the folder cannot be written."""
     path = path_of(about, cache)
-    text = json.dumps({"about": about, "learnt": learnt}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with new_file(path) as stream:
+            stream.write(json.dumps({"about": about, "learnt": learnt}, indent=1).encode())
     except OSError:  # a full or read-only disk must not end this run
         return None
     return path
