@@ -1,5 +1,8 @@
-"""One thread a test: tiny products gain nothing from more. Where a test has more of them, they sleep while they wait:
-threads that spin take the processor from the tests beside them, and tiny products are nearly all waiting."""
+"""Use one thread per test: tiny products gain nothing from more.
+
+If a test uses more threads, they sleep while they wait: threads that spin take the processor from other tests, and tiny
+products are nearly all waiting.
+"""
 
 import os
 import signal
@@ -34,8 +37,9 @@ def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(autouse=True, scope="session")
 def _memory_asked_once() -> Iterator[None]:
-    """Each engine asks how much memory is free, which takes as long as three rounds of a toy's: the first answer serves
-    all of them. How fast memory is read is told by `outpace doctor`; no test asks how much it is, so a little is read.
+    """Share one answer about free memory among all engines: a query takes as long as three rounds of a toy.
+
+    No test depends on the memory bandwidth, so little memory is read to measure it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outpace.engine.kv_memory.available_bytes", cache(available_bytes))

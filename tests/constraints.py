@@ -1,4 +1,4 @@
-"""Constraints for toys: tables of which token may follow which, without a grammar's machinery."""
+"""Constraints for toys: tables of the tokens that may follow each token, without the machinery of a grammar."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""One small part for each contract: a drafter that is told the best tokens, a head, a rule on hidden states, a drafter
-of skipped layers. Each is as a method's file would have it; the tests of the contracts use them."""
+"""One small part for each contract, as a method's file would define it.
+
+A drafter that receives the best tokens, a head, a rule on hidden states, and a drafter of skipped layers.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class Head(Drafter):
     def __init__(self, target: Model, layer: int) -> None:
         self.needs = Needs(layers=(layer,), prompt=True)
         self._vocab = target.vocab_size
-        self._inputs: list[Tensor] = []  # one row each: a position's feature beside its next token
+        self._inputs: list[Tensor] = []  # one row each: a position's feature and its next token
         self._outputs: list[int] = []  # the token after that
 
     def open(self, request: Request) -> HeadState:
@@ -108,8 +110,7 @@ class Head(Drafter):
 
 
 class Forgiving(Greedy):
-    """A drafted token stands, match or not, where a probe on the hidden state after a layer says that it matters
-    little: the shape of AutoJudge. Lossy."""
+    """Lossy: accepts any drafted token where a probe on a hidden state says that it matters little, as in AutoJudge."""
 
     def __init__(self, layer: int, probe: Sequence[float], threshold: float) -> None:
         self.traits = replace(Greedy.traits, lossless=False, same_text=False, pick=None, hidden_layers=(layer,))
@@ -178,7 +179,7 @@ class WitnessState(DraftState):
 
 
 class Witness(Drafter):
-    """Grows branches from a list and keeps what it is told of every text."""
+    """Grows branches from a list and keeps all that it receives about every text."""
 
     name, runs_model = "witness", False
 

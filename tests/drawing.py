@@ -22,8 +22,11 @@ from outpace.engine.engine import Engine, EngineOptions
 
 
 class Shape(NamedTuple):
-    """What is drawn: children below a node by its depth, or so many as its token says; in how many layers; how many
-    nodes the target judges; in the first round alone, where the next ones would only multiply the ways."""
+    """The shape of drawn trees.
+
+    `draws`: children below a node by its depth, or as many as its token says; the number of layers and of verified
+    nodes; and whether only the first round draws, because later ones would only multiply the ways.
+    """
 
     draws: str = "1"
     layers: int = 1

@@ -16,8 +16,10 @@ Outcome = tuple[object, float]  # what is decided, and with which probability
 
 
 class Enumerating(RandomSource):
-    """Decides as it is told for the first decisions, then takes the first outcome that is possible; remembers what else
-    was possible, and whether one key decided twice in one run."""
+    """Follows given outcomes for the first decisions, then takes the first possible outcome.
+
+    It records the other possible outcomes, and whether one key decided twice in one run.
+    """
 
     def __init__(self) -> None:
         self.told: list[int] = []  # the numbers of the outcomes, decision by decision

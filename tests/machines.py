@@ -1,6 +1,6 @@
 """How far the state machines of hypothesis walk: a short way in `make test`, a long one in `make test-all`.
 
-The walks are the same at every run. Whoever wants others runs the long ones with derandomize off.
+The walks are the same at every run. For other walks, run the long tests with derandomize off.
 """
 
 from __future__ import annotations

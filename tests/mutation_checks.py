@@ -46,7 +46,7 @@ METHODS = (("speculative", 1), ("speculative", 4), ("card", 4), ("card", 2))
 
 @dataclass(frozen=True)
 class Mutation:
-    """`make` gets the original and gives what stands in its place in every one of `owners`. `find` says what shows."""
+    """`make` receives the original and returns its replacement in all `owners`. `find` lists the tests that fail."""
 
     name: str
     owners: Sequence[Any]

@@ -38,8 +38,10 @@ def but(q: Row, token: int) -> Row:
 
 
 def trees(q: Rows, counts: Sequence[int], distinct: bool, path: Path = ()) -> Iterator[tuple[float, Tree]]:
-    """Every tree that may be drawn with so many children below a node by its depth, and its chance. A token that came
-    out twice has as many times more below it."""
+    """Yield every tree that may be drawn with this many children below a node by its depth, and its probability.
+
+    Below a token drawn n times there are n times as many children.
+    """
     if not counts:
         yield 1.0, {}
         return

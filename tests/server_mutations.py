@@ -49,7 +49,7 @@ SERVER_MUTATIONS = [
     mutation(
         "server: a text under load differs",
         target_runner,
-        "reduce_apart",
+        "reduce_isolated",
         to_one_another,
         "test_server_life.py::test_concurrent_requests_get_the_texts_of_single_ones",
     ),

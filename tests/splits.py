@@ -1,4 +1,4 @@
-"""Whether a reader of growing text tells the same however the text is cut: by steps, for every one of its splits."""
+"""Checks that a reader of growing text returns the same however the text is split, by induction over its states."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 def check_every_split(
     begin: Callable[[], Any], text: str, merged: Callable[[Iterable[Any]], list[Any]], every: int = 1
 ) -> list[Any]:
-    """What the reader tells of the text, put together. AssertionError where a chunk, read from where its reader stands
-    after the characters before it, tells other things than its own characters one by one, or leaves the reader in
-    another state. So no split of the text, into however many chunks, can differ from another. `every`: chunks of four
-    characters and more are read in so many cases each once."""
+    """Return the reader's merged results for a text.
+
+    Raises AssertionError if a chunk, read after the characters before it, gives other results or another state than its
+    characters one by one. So all splits of the text give the same. `every`: only one in this many chunks of four or
+    more characters is read.
+    """
     reader, told = begin(), list[list[Any]]()
     readers = [copy.deepcopy(reader)]
     for character in text:

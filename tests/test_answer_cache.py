@@ -11,7 +11,7 @@ from doubles import QuickToy, make_request, write
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.adjust import Adjustments
-from outpace.core.alignment import Alignment, Continuation
+from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.types import Request
 from outpace.drafters import ngram, prediction
 from outpace.drafters._composite import SharedTree
@@ -221,9 +221,9 @@ def test_an_answer_that_was_broken_off_is_kept_as_far_as_it_goes() -> None:
 
 
 def test_tokens_before_a_prediction_count_for_its_first_offer() -> None:
-    assert Alignment((5, 6), 3).offers == (Continuation(0, 3),)
-    assert Alignment((5, 6), 1000).offers == (Continuation(0, 64),)
+    assert Alignment((5, 6), 3).offers == (PredictedSpan(0, 3),)
+    assert Alignment((5, 6), 1000).offers == (PredictedSpan(0, 64),)
     assert Alignment((), 3).offers == ()
     known = Alignment((5, 6, 7), 9)
     known.follow((5,))
-    assert known.offers == (Continuation(1, 10),)
+    assert known.offers == (PredictedSpan(1, 10),)

@@ -1,4 +1,4 @@
-"""Random walks through all that may befall a candidate cache, beside a twin that is a table of nodes by id."""
+"""Random operations on a candidate cache, compared with a twin that is a table of nodes by id."""
 
 from __future__ import annotations
 

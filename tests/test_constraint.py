@@ -62,7 +62,7 @@ def test_the_text_is_that_of_masked_rows_by_every_method(name: str, method: str)
         built = make_drafter(drafter, TARGET) if drafter else None
         run = decode([request, make_request(PROMPT)], method, built, worker=worker, target=TARGET)
         assert run.texts[0] == masked_slowly(request)
-        assert run.texts[1] == write(TARGET, make_request(PROMPT))  # who is beside it is not touched
+        assert run.texts[1] == write(TARGET, make_request(PROMPT))  # the other request is not affected
 
 
 @pytest.mark.parametrize("drafter", ["perfect", "garbage", "ngram"])

@@ -60,8 +60,10 @@ def plain_probability(target: QuickToy, text: Sequence[int], sampling: Sampling)
 
 
 def enumerated() -> Iterator[Any]:
-    """Every drafter with every method, with one of the samplings in turn; with all of them, and with a larger
-    vocabulary, in the long tests."""
+    """Yield every drafter with every method and one of the samplings, which alternate.
+
+    The long tests have all samplings, and a larger vocabulary.
+    """
     drafters = ("perfect", "garbage", "empty", "ngram", "model", "both")
     pairs = itertools.product(drafters, METHODS)
     for (number, pair), (place, sampling), vocab in itertools.product(enumerate(pairs), enumerate(SAMPLINGS), (3, 4)):

@@ -29,14 +29,14 @@ def drafter_of(name: str) -> Drafter:
     return Planted(planted[name]) if name in planted else ModelDrafter(draft_of(name, TARGET), Options(1, floor=0.0))
 
 
-def write(request: Request, name: str, gamma: int, nodes: int, beside: int = 0) -> list[int]:
-    """The text of a request, in an engine of its own; `beside` others of the same prompt write plainly."""
+def write(request: Request, name: str, gamma: int, nodes: int, others: int = 0) -> list[int]:
+    """Return the text of a request in an engine of its own, with `others` that decode plainly in the same batch."""
     drafter = None if name == "plain" else drafter_of(name)
     decoder = Autoregressive if name == "plain" else Speculative
     options: Any = Autoregressive.Options() if name == "plain" else Speculative.Options(draft_length=gamma)
     with Engine(TARGET, drafter, options=EngineOptions(nodes=nodes, chunk=3)) as engine:
         run = engine.submit(request, decoder, options)
-        for number in range(beside):
+        for number in range(others):
             engine.submit(make_request(PROMPT[number:], max_tokens=2), Autoregressive, Autoregressive.Options())
         while run.finish_reason is None:
             engine.step()
@@ -45,7 +45,7 @@ def write(request: Request, name: str, gamma: int, nodes: int, beside: int = 0) 
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "gamma", "nodes", "beside"),
+    ("name", "asked", "gamma", "nodes", "others"),
     [
         ("plain", "bare", 1, 8, 0),
         ("perfect", "bare", 2, 8, 0),
@@ -62,11 +62,11 @@ def write(request: Request, name: str, gamma: int, nodes: int, beside: int = 0) 
     ],
 )
 def test_the_products_of_all_ways_add_up_to_the_targets_own(
-    name: str, asked: str, gamma: int, nodes: int, beside: int
+    name: str, asked: str, gamma: int, nodes: int, others: int
 ) -> None:
     chance = Enumerating()
     request = make_request(PROMPT, by_chance(chance), LENGTH, **ASKED[asked])
-    found = texts_by_chance(chance, lambda: write(request, name, gamma, nodes, beside))
+    found = texts_by_chance(chance, lambda: write(request, name, gamma, nodes, others))
     exact = Ways(TARGET, None, ASKED[asked], gamma, LENGTH).chances()
     assert set(found) == set(exact)
     assert all(abs(found[text] - exact[text]) < 1e-12 for text in exact)

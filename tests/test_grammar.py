@@ -174,7 +174,7 @@ def test_keywords_that_nobody_knows_are_bounded() -> None:
     "note", ["version", "self", "readonly", "_format", "_uniqueItems", "x-prompt", "@type", "note"]
 )
 def test_a_keyword_without_a_meaning_is_an_annotation(note: str, grammars: Grammars) -> None:
-    """As in every validator: it changes nothing, wherever it stands; a property of this name is one as ever."""
+    """Annotations change nothing, as in every validator; a property of the same name is a property."""
     inner = {"type": "integer", note: {"not": {}}}
     noted = {**PERSON, note: "1.0", "properties": {**PERSON["properties"], note: {"items": inner, note: 1, **inner}}}
     plain = {**PERSON, "properties": {**PERSON["properties"], note: {"items": {"type": "integer"}, "type": "integer"}}}
@@ -218,7 +218,9 @@ def test_a_grammar_that_takes_too_long_is_given_up(
     leave.set()
 
 
-@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the system tells no thread's processor time")
+@pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not measure a thread's processor time"
+)
 def test_a_busy_machine_does_not_make_a_grammar_too_slow(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time in which the compiler has no processor is not its own."""
     monkeypatch.setattr(compiler, "SECONDS", 0.1)

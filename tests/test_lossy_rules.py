@@ -71,7 +71,7 @@ SHAPES = [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("b
 
 
 def cascades() -> Iterator[Any]:
-    """Each mixture over every other shape by one alpha in turn, over all of them by all in the long tests."""
+    """Yield each mixture over every other shape with one alpha, which alternate; the long tests have all of them."""
     for number, (kind, (asked, shape)) in enumerate(itertools.product(MIXTURES, SHAPES)):
         for place, a in enumerate((0.15, 0.4, 0.0)):
             is_long = place != (number + number // len(SHAPES)) % 3 or (number + number // len(SHAPES)) % 2 == 0

@@ -424,7 +424,7 @@ def build(options: Options):
 
 
 def test_a_file_that_is_dropped_in_is_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter and a rule that nobody named; the rule takes whatever stands below the root, which shows."""
+    """A new drafter and a new rule are found. The rule accepts any child of the root, and the matrix notices."""
     known = set(cells())
     for kind, name, text in (("drafters", "nines", DRAFTER), ("rules", "any_child", RULE)):
         package = importlib.import_module(f"outpace.{kind}")

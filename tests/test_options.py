@@ -128,7 +128,7 @@ def bare(prompt: tuple[int, ...], rule: str, number: int) -> Written:
 
 @cache
 def wishes_of(option: str) -> tuple[tuple[Wish, Written], ...]:
-    """The option with every rule, for two of the prompts, with the bare text beside each."""
+    """The option with every rule, for two of the prompts, and the text without it for each."""
     made = []
     for rule, samplings in SAMPLINGS.items():
         number = sum(map(ord, option)) % len(samplings)
@@ -163,7 +163,10 @@ LONG = ("ngram chain", "model chain", "perfect chain", "ngram tree", "card, simu
 
 
 def methods() -> Iterator[Any]:
-    """Methods with every option and one of the six wishes for it in turn; all methods and wishes in the long tests."""
+    """Methods with every option and one of its six wishes, which alternate.
+
+    The long tests have all methods and wishes.
+    """
     yield from ((name, 6) for name in METHODS if name not in LONG)
     yield from (pytest.param(name, 1, marks=pytest.mark.long) for name in METHODS)
 
@@ -257,7 +260,7 @@ def test_what_completes_inside_an_accepted_path(method: str, rule: str) -> None:
 
 
 def test_a_draft_with_a_smaller_vocabulary_takes_every_option() -> None:
-    """Each of them with one rule in turn."""
+    """Each of them with one rule, which alternate."""
     wishes = [wishes_of(option)[number % 6][0] for number, option in enumerate(OPTIONS)]
     plain = [expected(option)[number % 6] for number, option in enumerate(OPTIONS)]
     drafter = ModelDrafter(QuickToy(11, 3, 0), Options(width=3))

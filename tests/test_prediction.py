@@ -1,4 +1,4 @@
-"""Predicted outputs: where a text stands in its prediction, what is drafted from it, and exact counts of that."""
+"""Predicted outputs: the position of a text in its prediction, what is drafted from it, and exact counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from files import model_folder
 
 import outpace
 from outpace.cli.main import main
-from outpace.core.alignment import Alignment, Continuation
+from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
@@ -50,9 +50,11 @@ def following(text: Sequence[int], guess: Sequence[int]) -> Alignment:
     return alignment
 
 
-def found_slowly(text: Sequence[int], guess: Sequence[int], home: int) -> Continuation | None:
-    """The longest of 8, 4, 2, 1 last tokens that stands in the guess with something behind it; the nearest from `home`
-    on, else the last before it."""
+def found_slowly(text: Sequence[int], guess: Sequence[int], home: int) -> PredictedSpan | None:
+    """Search the longest of the last 8, 4, 2 or 1 tokens in the guess; None if nothing follows it there.
+
+    Of several places the nearest from `home` on is taken, else the last one before it.
+    """
     for length in (8, 4, 2, 1):
         last = list(text[-length:])
         places = [p for p in range(length, len(guess)) if len(last) == length and list(guess[p - length : p]) == last]
@@ -60,7 +62,7 @@ def found_slowly(text: Sequence[int], guess: Sequence[int], home: int) -> Contin
             place = min((p for p in places if p >= home), default=places[-1])
             while length < min(place, len(text), 64) and guess[place - length - 1] == text[-length - 1]:
                 length += 1
-            return Continuation(place, length)
+            return PredictedSpan(place, length)
     return None
 
 
@@ -70,19 +72,19 @@ def test_the_alignment_is_its_slow_twin(seed: int) -> None:
     guess = [chance.randrange(6) for _ in range(60)]
     text = edited(guess, chance)
     alignment, home = Alignment(guess), 0
-    offers = [Continuation(0, 0)]
+    offers = [PredictedSpan(0, 0)]
     for count, token in enumerate(text, 1):
         alignment.follow([token])
         kept = next((offer for offer in offers if guess[offer.place : offer.place + 1] == [token]), None)
         if kept:
             home = kept.place + 1 if kept.length + 1 >= 3 else home
-            offers = [Continuation(kept.place + 1, min(kept.length + 1, 64))]
+            offers = [PredictedSpan(kept.place + 1, min(kept.length + 1, 64))]
         else:
             behind = offers[0].place + 1 if offers else len(guess)
             found = found_slowly(text[max(count - 65, 0) : count], guess, home)
             offers = [found] if found else []
             if behind < len(guess) and (found is None or found.place != behind):
-                offers.append(Continuation(behind, 0))
+                offers.append(PredictedSpan(behind, 0))
         assert list(alignment.offers) == offers
 
 

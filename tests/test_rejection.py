@@ -37,7 +37,7 @@ from outpace.rules.rejection import Rejection
 WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)
 CORNERS = (1e-9, 0.5, 1 - 1e-9)  # of every interval: its lower end, its midpoint, its upper end
 GROUP = 100  # requests in one engine
-TOGETHER = 40  # ways that one engine goes; what it does for so many requests at once grows faster than their number
+TOGETHER = 40  # ways per engine; the cost of many requests at once grows faster than their number
 
 
 def check(ways: Sequence[Way], exact: dict[tuple[int, ...], float]) -> None:
@@ -108,7 +108,7 @@ def test_drawn_chains_by_enumeration(vocab: int, name: str, asked: str, gamma: i
 
 
 def copied(text: Sequence[int]) -> list[list[int]]:
-    """Prompt lookup's slow twin: what followed the last tokens where they stood before, the longest and latest."""
+    """Prompt lookup's slow twin: what followed the longest and latest earlier occurrence of the last tokens."""
     for length in (3, 2, 1):
         for end in range(len(text) - 1, length - 1, -1):
             if list(text[end - length : end]) == list(text[-length:]):

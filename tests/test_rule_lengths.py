@@ -66,7 +66,7 @@ def test_a_round_accepts_as_much_as_the_twin_says(name: str, counts: tuple[int, 
 
 
 def models(seed: int, vocab: int = 3) -> tuple[Rows, Rows]:
-    """A random pair: distributions after each path, now near to each other and now far apart."""
+    """Return a random pair: distributions after each path, close to each other or not."""
     chance = random.Random(seed)
     sharpness, nearness = chance.uniform(0.3, 3.0), chance.random()
 

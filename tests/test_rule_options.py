@@ -26,7 +26,7 @@ NAME = "second_best"
 
 @dataclass(frozen=True)
 class Options:
-    """`every`: the target's second best token is written at every so many places."""
+    """`every`: distance of the positions at which the target's second best token is written."""
 
     every: int = 3
 

@@ -1,4 +1,4 @@
-"""What a command imports, and what stands in for torch where it is not imported."""
+"""What a command imports, and what replaces torch if it is not imported."""
 
 from __future__ import annotations
 

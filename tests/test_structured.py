@@ -50,7 +50,7 @@ def is_valid(name: str, text: str) -> bool:
 @pytest.mark.parametrize("every", [len(SAMPLINGS), pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", registry.names("decoders"))
 def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str, every: int) -> None:
-    """By all samplings, or by one of them in turn."""
+    """With all samplings, or with one of them, which alternate."""
     needs = registry.find("decoders", method).needs
     worker = "inline" if needs == "worker" else None
     with outpace.load(model, "layers:0" if needs else None, method=method, worker=worker, profile=False) as llm:

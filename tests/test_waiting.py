@@ -117,7 +117,7 @@ REPORTED = [
 
 
 def reports(requests: Sequence[Request], most: int | None = None) -> list[TokenSequence]:
-    """What plain decoding tells of them, waiting at most so often a round."""
+    """Return the results of plain decoding, with at most `most` waits per round."""
     with Engine(QuickToy(16, 3, 0), options=EngineOptions(rows=16, batch=8)) as engine:
         runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
         engine.step()  # the prompts

@@ -14,7 +14,7 @@ _TRUSTED = 3  # equal tokens that make a place reliable
 _COUNTED = 64  # most equal tokens that are counted
 
 
-class Continuation(NamedTuple):
+class PredictedSpan(NamedTuple):
     """A possible continuation: the prediction from `place` on; the `length` tokens before it match the text."""
 
     place: int
@@ -34,7 +34,7 @@ class Alignment:
         self._prediction = list(prediction)
         self._text: list[int] = []  # the last tokens
         self._home = 0
-        self.offers: tuple[Continuation, ...] = (Continuation(0, min(before, _COUNTED)),) if self._prediction else ()
+        self.offers: tuple[PredictedSpan, ...] = (PredictedSpan(0, min(before, _COUNTED)),) if self._prediction else ()
 
     @cached_property
     def _places(self) -> dict[tuple[int, ...], list[int]]:
@@ -45,7 +45,7 @@ class Alignment:
                 places.setdefault(tuple(self._prediction[place - length : place]), []).append(place)
         return places
 
-    def tokens(self, offer: Continuation, count: int) -> list[int]:
+    def tokens(self, offer: PredictedSpan, count: int) -> list[int]:
         """Return the first `count` tokens of a continuation."""
         return self._prediction[offer.place : offer.place + count]
 
@@ -72,22 +72,22 @@ class Alignment:
         for place, length in self.offers:
             if self._prediction[place : place + 1] == [token]:
                 self._home = place + 1 if length + 1 >= _TRUSTED else self._home
-                self.offers = (Continuation(place + 1, min(length + 1, _COUNTED)),)
+                self.offers = (PredictedSpan(place + 1, min(length + 1, _COUNTED)),)
                 return
         replaced = self.offers[0].place + 1 if self.offers else len(self._prediction)
         found = self._found()
         self.offers = (found,) if found else ()
         if replaced < len(self._prediction) and (found is None or found.place != replaced):
-            self.offers = (*self.offers, Continuation(replaced, 0))
+            self.offers = (*self.offers, PredictedSpan(replaced, 0))
 
-    def _found(self) -> Continuation | None:
+    def _found(self) -> PredictedSpan | None:
         """Search the text's last tokens in the prediction."""
         for length in _LENGTHS:
             places = self._places.get(tuple(self._text[-length:]), []) if length <= len(self._text) else []
             if places:
                 at = bisect_left(places, self._home)
                 place = places[at] if at < len(places) else places[-1]
-                return Continuation(place, self._equal(place, length))
+                return PredictedSpan(place, self._equal(place, length))
         return None
 
     def _equal(self, place: int, length: int) -> int:

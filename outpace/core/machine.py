@@ -15,7 +15,7 @@ from typing import Any
 
 from outpace.core.lazy import cpu_ids, num_threads, torch
 
-BUFFER = 2**26  # float32 values read to find the bandwidth: 256 MiB, more than a processor keeps
+BUFFER = 2**26  # float32 values read to measure the bandwidth: 256 MiB, more than a processor caches
 READS = 5
 GIT_SECONDS = 5.0
 PACKAGES = ("outpace", "outpace-kernels", "torch", "transformers", "llama-cpp-python")
@@ -77,7 +77,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):  # no git, or not ours to read
+    except (OSError, subprocess.SubprocessError):  # no git, or not readable
         return None
     return done.stdout.strip()
 
@@ -92,9 +92,14 @@ def processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-UNKNOWN = 4 << 30  # where no system tells
-LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of cgroups 2 and 1
-GIVEN_BACK = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")  # pages of files, when asked
+UNKNOWN = 4 << 30  # if the system does not report it
+LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of cgroups v2 and v1
+GIVEN_BACK = (
+    "inactive_file",
+    "active_file",
+    "total_inactive_file",
+    "total_active_file",
+)  # cached file pages, which are freed on demand
 
 
 def available_bytes(root: Path = Path("/")) -> int:

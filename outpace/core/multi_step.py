@@ -145,7 +145,7 @@ class SupportsMultiStep:
     def draft_steps(
         self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
     ) -> list[list[ExpandedNode]] | None:
-        """Take `steps` steps, the first of which is scored already.
+        """Take `steps` steps; the first one is scored already.
 
         Return the expanded nodes of each text, in order.
 

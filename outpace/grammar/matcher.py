@@ -64,7 +64,7 @@ class _Cursor:
 
 
 class _CachedResult(NamedTuple):
-    """The cached result for a text of which `length` tokens existed, and drafted tokens after it."""
+    """The cached result for the first `length` tokens of a text, and drafted tokens after them."""
 
     text: Sequence[int]
     length: int
