@@ -226,7 +226,6 @@ def test_rounds_are_counted() -> None:
     assert answer.counts == (3, 1, 2, 2)
     assert (answer.drafted, answer.accepted) == (8, 5)
     assert answer.by_position == (3 / 4, 2 / 3)
-    assert answer.decoded == 5
 
 
 def test_an_answer_is_cut_at_its_length() -> None:

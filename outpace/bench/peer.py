@@ -39,16 +39,6 @@ class TimedAnswer:
     by_position: tuple[float, ...] = ()  # acceptance rate of the i-th draft token, given that those before it were
     hit_rate: float | None = None
 
-    @property
-    def decode_seconds(self) -> float:
-        """Time from the first round's tokens to the last round's."""
-        return self.arrivals[-1] - self.arrivals[0] if len(self.arrivals) > 1 else 0.0
-
-    @property
-    def decoded(self) -> int:
-        """Number of tokens that arrived during `decode_seconds`."""
-        return sum(self.counts[1:])
-
 
 @dataclass(frozen=True)
 class PeerSettings:
