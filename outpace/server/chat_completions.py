@@ -79,8 +79,9 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     return chat_request(
         body,
-        service,
-        tool_options(service, body.tools, body.tool_choice, body.parallel_tool_calls),
+        service.llm,
+        service.options.methods,
+        tool_options(service.chat_model, body.tools, body.tool_choice, body.parallel_tool_calls),
         template_messages(body.messages),
         body.max_completion_tokens or body.max_tokens,
         n=body.n or 1,

@@ -52,7 +52,9 @@ def to_request(body: CompletionBody, service: Service) -> GenerationRequest:
         echo=bool(body.echo and body.logprobs is not None),
         **{name: value for name, value in given.items() if value is not None},
     )
-    return GenerationRequest(prompts, params, n, best_of, own_options(body, service), bool(body.return_rounds))
+    return GenerationRequest(
+        prompts, params, n, best_of, own_options(body, llm, service.options.methods), bool(body.return_rounds)
+    )
 
 
 def _check(body: CompletionBody, num_prompts: int, n: int, best_of: int) -> None:

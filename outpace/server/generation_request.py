@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outpace.api.llm import LLM, PreparedRequest
 from outpace.api.params import SamplingParams
@@ -15,9 +15,6 @@ from outpace.server.choices import Choice
 from outpace.server.errors import ApiError
 from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
 from outpace.server.tool_calls import TextSplitter, ToolOptions
-
-if TYPE_CHECKING:
-    from outpace.server.service import Service
 
 PLAIN = "autoregressive"
 DEFAULT_CHAT_TOKENS = 4096
@@ -43,7 +40,8 @@ class GenerationRequest:
 
 def chat_request(
     body: SamplingBody,
-    service: Service,
+    llm: LLM,
+    allowed: Sequence[str],
     tools: ToolOptions,
     messages: Sequence[Mapping[str, Any]],
     max_tokens: int | None,
@@ -54,16 +52,16 @@ def chat_request(
     structured_outputs: Any = None,
     **sampling: Any,
 ) -> GenerationRequest:
-    """Render a conversation. `sampling` are further arguments of SamplingParams."""
+    """Render a conversation. `allowed` is that of `own_options`, `sampling` are arguments of SamplingParams."""
     prompt = tools.render(messages, template_values)
-    most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(service.llm, prompt))
+    most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(llm, prompt))
     sampling |= tools.constraints(prompt, response_format, structured_outputs)
     return GenerationRequest(
         (prompt,),
         sampling_params(body, most, seed_of(body), **sampling),
         n,
         n,
-        own_options(body, service),
+        own_options(body, llm, allowed),
         bool(body.return_rounds),
         tools.splitter(prompt),
         tools.thought_counter(prompt),
@@ -118,9 +116,12 @@ def _prepare(
     return replace(prepared, decoder=decoder, options=decoder.Options(), method=own.method)
 
 
-def own_options(body: SamplingBody, service: Service) -> OutpaceOptions | None:
-    """Return the request's drafting options; raise ApiError for a method, drafter or rule that it may not choose."""
-    own, llm, allowed = body.outpace, service.llm, service.options.methods
+def own_options(body: SamplingBody, llm: LLM, allowed: Sequence[str]) -> OutpaceOptions | None:
+    """Return the request's drafting options; raise ApiError for a method, drafter or rule that it may not choose.
+
+    `allowed` are the choices besides the server's own.
+    """
+    own = body.outpace
     if own is None:
         return None
     choices = {

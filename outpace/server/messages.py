@@ -137,7 +137,7 @@ def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
     named = {"type": "function", "function": {"name": chosen.name if chosen else None}}
     choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
     parallel = not (chosen and chosen.disable_parallel_tool_use)
-    return tool_options(service, tools or None, choices[chosen.type] if chosen else None, parallel)
+    return tool_options(service.chat_model, tools or None, choices[chosen.type] if chosen else None, parallel)
 
 
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
@@ -150,7 +150,8 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
     if body.stop is not None:
         raise ApiError(400, "stop is named stop_sequences in this API", param="stop")
     tools, stop = _tool_options(body, service), body.stop_sequences or []
-    return chat_request(body, service, tools, template_messages(body), body.max_tokens, stop=stop)
+    llm, allowed = service.llm, service.options.methods
+    return chat_request(body, llm, allowed, tools, template_messages(body), body.max_tokens, stop=stop)
 
 
 class MessagesFormat(ItemFormat):

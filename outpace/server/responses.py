@@ -123,8 +123,9 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
         raise ApiError(400, "input is an empty list, it must be a text or a list of items", param="input")
     return chat_request(
         body,
-        service,
-        tool_options(service, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
+        service.llm,
+        service.options.methods,
+        tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
         messages,
         body.max_output_tokens,
         response_format=body.text.format if body.text else None,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
@@ -20,8 +19,7 @@ from outpace.server.fingerprint import system_fingerprint
 from outpace.server.generation_request import GenerationRequest, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
-from outpace.tools.definitions import CallFormat, call_format_of, takes_tools
-from outpace.tools.reasoning import has_thoughts
+from outpace.server.tool_calls import ChatModel
 
 T = TypeVar("T")
 SUBMIT_SECONDS = 0.25  # in which a healthy engine accepts a request
@@ -36,6 +34,7 @@ class Service:
         self.names = options.names or (llm.target.name,)
         self.created = int(time.time())
         self.fingerprint = system_fingerprint(llm)
+        self.chat_model = ChatModel(llm.tokenizer, options.tool_prompt)
         self.max_model_len: int = llm.target.model.max_positions
         self.admission = Admission(self.limits, llm.engine.options.batch)
         self.thread = EngineThread(llm.engine, self._post, logs.fault)
@@ -63,21 +62,6 @@ class Service:
         self.is_draining = True
         self.thread.stop(10.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    @cached_property
-    def takes_tools(self) -> bool:
-        """Whether the model's chat template renders tools."""
-        return takes_tools(self.llm.tokenizer)
-
-    @cached_property
-    def family(self) -> CallFormat:
-        """The syntax in which the model calls a tool."""
-        return call_format_of(self.llm.tokenizer)
-
-    @cached_property
-    def has_thoughts(self) -> bool:
-        """Whether the model reasons before it answers."""
-        return has_thoughts(self.llm.tokenizer)
 
     @property
     def is_stuck(self) -> bool:

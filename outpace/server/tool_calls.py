@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure as read_structure
+from outpace.models.text.tokenizer import Tokenizer
 from outpace.server.errors import ApiError
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
-from outpace.tools.definitions import Tool, read_choice, read_tools, with_tool_prompt
+from outpace.tools.definitions import (
+    CallFormat,
+    Tool,
+    call_format_of,
+    read_choice,
+    read_tools,
+    takes_tools,
+    with_tool_prompt,
+)
 from outpace.tools.definitions import ToolChoice as ToolChoice
-from outpace.tools.reasoning import CLOSE, ReasoningParser, ThoughtDelta, begins_open, thought_tokens
-
-if TYPE_CHECKING:
-    from outpace.server.service import Service
+from outpace.tools.reasoning import CLOSE, ReasoningParser, ThoughtDelta, begins_open, has_thoughts, thought_tokens
 
 TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
 AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments
@@ -52,24 +59,47 @@ class TextSplitter:
                 yield part
 
 
+class ChatModel:
+    """Whether and how the served model renders tools, calls them, and reasons."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_prompt: bool) -> None:
+        """`tool_prompt`: describe tools in the system message if the chat template ignores them."""
+        self.tokenizer, self.tool_prompt = tokenizer, tool_prompt
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template renders tools."""
+        return takes_tools(self.tokenizer)
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """The syntax in which the model calls a tool."""
+        return call_format_of(self.tokenizer)
+
+    @cached_property
+    def has_thoughts(self) -> bool:
+        """Whether the model reasons before it answers."""
+        return has_thoughts(self.tokenizer)
+
+
 @dataclass(frozen=True)
 class ToolOptions:
     """The tools of a request, which of them must be called, and whether several calls may be made at once."""
 
-    service: Service
+    model: ChatModel
     tools: tuple[Tool, ...]
     choice: ToolChoice
     parallel: bool
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the tokens of a conversation with its tools; raise ApiError if the template ignores them."""
-        service, tokenizer = self.service, self.service.llm.tokenizer
+        model, tokenizer = self.model, self.model.tokenizer
         if self.choice.kind == "none":
             return tuple(tokenizer.chat(messages, **values))
-        if service.takes_tools:
+        if model.takes_tools:
             return tuple(tokenizer.chat(messages, tools=[dict(tool.raw) for tool in self.tools], **values))
-        if service.options.tool_prompt:
-            return tuple(tokenizer.chat(with_tool_prompt(messages, self.tools, service.family), **values))
+        if model.tool_prompt:
+            return tuple(tokenizer.chat(with_tool_prompt(messages, self.tools, model.call_format), **values))
         if self.choice.kind == "auto":
             said = "this model's chat template ignores tools: start the server with --tool-prompt, or set tool_choice"
             raise ApiError(400, said, param="tools", code="tools_not_supported")
@@ -79,29 +109,29 @@ class ToolOptions:
         """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
         given = {"response_format": response_format, "structured_outputs": structured_outputs}
         found = {name: value for name, value in given.items() if value is not None}
-        tokenizer, is_open = self.service.llm.tokenizer, self._opens_thought(prompt)
-        thinks = is_open or (self.service.has_thoughts and not self._closes_thought(prompt))
+        tokenizer, is_open = self.model.tokenizer, self._opens_thought(prompt)
+        thinks = is_open or (self.model.has_thoughts and not self._closes_thought(prompt))
         thought = thought_rules(tokenizer, is_open) if thinks else ""
-        structure = structure_of(tokenizer, self.service.family, self.tools, self.choice, self.parallel, thought)
+        structure = structure_of(tokenizer, self.model.call_format, self.tools, self.choice, self.parallel, thought)
         if structure is None:
             return _after_thought(thought, found) if thought and found else found
         if structured_outputs is not None or (response_format or {}).get("type", "text") != "text":
             raise ApiError(400, "tools cannot be combined with a structured answer", param="tools")
-        special = {"skip_special_tokens": False} if self.service.family.keeps_special else {}
+        special = {"skip_special_tokens": False} if self.model.call_format.keeps_special else {}
         return {"structured_outputs": structure, **special}
 
     def splitter(self, prompt: Sequence[int]) -> Callable[[], TextSplitter]:
         """Return a factory of splitters for the choices of a prompt."""
-        is_open, family, tools = self._opens_thought(prompt), self.service.family, self.tools
-        thinks, calls = self.service.has_thoughts or is_open, self.choice.kind != "none"
+        is_open, call_format, tools = self._opens_thought(prompt), self.model.call_format, self.tools
+        thinks, calls = self.model.has_thoughts or is_open, self.choice.kind != "none"
         return lambda: TextSplitter(
-            ReasoningParser(is_open) if thinks else None, CallParser(family, tools) if calls else None
+            ReasoningParser(is_open) if thinks else None, CallParser(call_format, tools) if calls else None
         )
 
     def thought_counter(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int] | None:
         """Return a function that counts the reasoning tokens of an answer; None if the model does not reason."""
-        is_open, spelled = self._opens_thought(prompt), self.service.llm.tokenizer.spelled
-        if not (self.service.has_thoughts or is_open):
+        is_open, spelled = self._opens_thought(prompt), self.model.tokenizer.spelled
+        if not (self.model.has_thoughts or is_open):
             return None
         return lambda tokens: thought_tokens(map(spelled, tokens), is_open)
 
@@ -113,7 +143,7 @@ class ToolOptions:
         return self._tail(prompt).rstrip().endswith(CLOSE)
 
     def _tail(self, prompt: Sequence[int]) -> str:
-        return self.service.llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
+        return self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
 
 
 def _after_thought(thought: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +155,7 @@ def _after_thought(thought: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"structured_outputs": replace(structure, thought=thought)} if structure else {}
 
 
-def tool_options(service: Service, tools: Any, choice: Any, parallel: bool | None) -> ToolOptions:
+def tool_options(model: ChatModel, tools: Any, choice: Any, parallel: bool | None) -> ToolOptions:
     """Read a request's fields in the format of chat completions; raise ApiError for wrong ones."""
     param = "tools"
     try:
@@ -134,4 +164,4 @@ def tool_options(service: Service, tools: Any, choice: Any, parallel: bool | Non
         chosen = read_choice(choice, offered)
     except UserError as error:
         raise ApiError(400, str(error), param=param, code="invalid_value") from None
-    return ToolOptions(service, offered, chosen, parallel is not False)
+    return ToolOptions(model, offered, chosen, parallel is not False)
