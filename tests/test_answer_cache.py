@@ -58,7 +58,7 @@ def filled(*texts: Sequence[int], **options: Any) -> AnswerCache:
     """A recall of these texts, whose first token alone is the prompt."""
     known = AnswerCache()
     for text in texts:
-        known.keep(asked(text[0], **options), text)
+        known.store(asked(text[0], **options), text)
     return known
 
 
@@ -187,7 +187,7 @@ def test_a_token_is_not_found_in_the_middle_of_two() -> None:
 def test_a_text_takes_the_place_of_those_that_it_begins_with() -> None:
     known = filled((1, 2, 3), (1, 2, 3, 4), (5, 6))
     assert len(known._kept.shared) == 2
-    known.keep(asked(5, temperature=1.0), (5, 6, 7))  # picked in another way
+    known.store(asked(5, temperature=1.0), (5, 6, 7))  # picked in another way
     assert len(known._kept.shared) == 3
 
 
@@ -196,16 +196,16 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_cache, "_TOKENS", 12)
     known = filled(*[(number, 50) for number in range(6)])
     assert [known.find(asked(number)) for number in range(6)] == [(), (), (), (50,), (50,), (50,)]
-    known.keep(asked(7), range(7, 18))
+    known.store(asked(7), range(7, 18))
     assert [len(kept.text) for kept in known._kept.shared] == [44]
-    known.keep(asked(8), range(8, 30))  # longer than all that may be kept
+    known.store(asked(8), range(8, 30))  # longer than all that may be kept
     assert known.find(asked(7)) == tuple(range(8, 18))
     assert not known.find(asked(8))
 
 
 def test_a_prompt_without_an_answer_is_not_kept() -> None:
     known = AnswerCache()
-    known.keep(asked(1, 2), (1, 2))
+    known.store(asked(1, 2), (1, 2))
     assert known.find(asked(1)) == ()
 
 
