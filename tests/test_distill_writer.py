@@ -55,9 +55,9 @@ def test_a_loop_on_the_device_writes_the_engines_answers(rows: int) -> None:
 
 
 @pytest.mark.parametrize("width", [5, 128, 1000])
-def test_the_likeliest_are_found_in_parts(width: int) -> None:
+def test_the_most_likely_tokens_are_found_in_parts(width: int) -> None:
     scores = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
-    values, places = writing_loop._likeliest(scores, 5)
+    values, places = writing_loop._top_k(scores, 5)
     expected = scores.topk(5)
     assert torch.equal(values, expected.values)
     assert torch.equal(places, expected.indices)
