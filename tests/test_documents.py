@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, named files and commands exist, generated pages are current, sizes are bounded."""
+"""The documents: links lead somewhere, named files and commands exist, generated pages are current, sizes have bounds."""
 
 from __future__ import annotations
 
