@@ -1,4 +1,4 @@
-"""Adjusted rows of scores: as arrays and as tensors, of all tokens and of those with output rows, and by hand."""
+"""Adjusted rows of scores: as arrays and tensors, of all tokens and of the tokens with output rows, and by hand."""
 
 from __future__ import annotations
 

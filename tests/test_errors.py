@@ -1,13 +1,15 @@
-"""The sentences that a number out of range gets."""
+"""Sentences for numbers out of range, and commands that install a missing extra."""
 
 from __future__ import annotations
 
 import math
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError, check_range, check_whole, install_command
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,18 @@ def test_what_is_no_number_in_range(value: Any, low: float, high: float, says: s
     with pytest.raises(UserError) as raised:
         check_range("penalty", value, low, high)
     assert str(raised.value) == says
+
+
+def test_from_a_checkout_the_checkout_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("")
+    assert shlex.split(install_command("server", folder)) == ["pip", "install", "-e", f"{folder}[server]"]
+
+
+def test_elsewhere_the_package_is(tmp_path: Path) -> None:
+    assert install_command("server", tmp_path) == "pip install 'outpace[server]'"
+
+
+def test_these_tests_run_from_a_checkout() -> None:
+    assert shlex.split(install_command("hub"))[-1] == f"{Path(__file__).parents[1]}[hub]"

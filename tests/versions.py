@@ -1,4 +1,4 @@
-"""The versions of outpace and of its kernels, and whether a release's tag is theirs.
+"""Prints the versions of outpace and of its kernels, and checks that they equal a release's tag.
 
 python tests/versions.py          # prints them
 python tests/versions.py 0.2.0    # fails unless all are this one and the changelog has its entry
@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-HOUSE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 PLACES = {
     "pyproject.toml": r'^version = "(.+)"$',
     "outpace/__init__.py": r'^__version__ = "(.+)"$',
@@ -22,14 +22,14 @@ def versions() -> dict[str, str]:
     """By file."""
     found = {}
     for name, pattern in PLACES.items():
-        match = re.search(pattern, (HOUSE / name).read_text(), re.MULTILINE)
+        match = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
         found[name] = match[1] if match else "none"
     return found
 
 
 def is_dated(version: str) -> bool:
     """Whether the changelog has an entry of this version with its date."""
-    return f"## [{version}] - 20" in (HOUSE / "CHANGELOG.md").read_text()
+    return f"## [{version}] - 20" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def main() -> None:

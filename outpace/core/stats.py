@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -99,8 +99,7 @@ def summarize(steps: Iterable[RoundStats]) -> RunStats:
 
 def merge_stats(parts: Sequence[RunStats]) -> RunStats:
     """Return the statistics of several runs as if they were one."""
-    names = ["passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds"]
-    names += ["predicted", "predicted_accepted", "relaxed"]
+    names = [field.name for field in fields(RunStats) if field.name not in ("by_kind", "positions")]
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     kinds = Counter(kind for part in parts for kind in Counter(part.by_kind).elements())
     return RunStats(**sums, by_kind=dict(kinds), positions=merge_positions(part.positions for part in parts))
