@@ -214,7 +214,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
     assert 300 <= first["tokens"] < 600 <= second["tokens"]
     assert second["loss"] < 2 * first["loss"]
     judging = EvaluationOptions(prompts=2, max_tokens=16)
-    found = distill(replace(options, stage="judge", tasks=options.prompts, evaluation=judging), silent)
+    found = distill(replace(options, stage="judge", tasks=options.prompts, judge=judging), silent)
     assert found is not None
     assert found.speed.cost > 0
 
@@ -237,7 +237,7 @@ def test_every_kind_of_layer_by_kernels(config: Any, dtype: torch.dtype) -> None
     """Windows, norms of heads, biases, layers without rotation; long texts, which are cut into pieces; wide trees."""
     tensors = test_draft_steps.reference.random_tensors(config)
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "exact": False}
-    model = gpu_checks.captured(gpu_checks.FUSED, config, tensors.__getitem__, **given)
+    model = gpu_checks.captured("fused", config, tensors.__getitem__, **given)
     slow = gpu_checks.Llama.from_tensors(config, tensors.__getitem__, **given)
     words = [number % config.vocab_size for number in range(300)]
     rows = []
@@ -254,7 +254,7 @@ def test_a_loop_writes_the_engines_answers() -> None:
     import test_distill_writer as writing
 
     tensor = writing.TENSORS.__getitem__
-    model = gpu_checks.captured(gpu_checks.FUSED, writing.reference.TINY, tensor, device="cuda", exact=False)
+    model = gpu_checks.captured("fused", writing.reference.TINY, tensor, device="cuda", exact=False)
     expected, found = writing.write(4), writing.write_by_loop(4, model)
     assert sorted(found) == sorted(expected)
     same = [found[number].tokens.tolist() == answer.tokens.tolist() for number, answer in expected.items()]
