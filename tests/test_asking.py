@@ -18,7 +18,7 @@ from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import RepetitionDetector
 
-COPIES = Source("ngram", False, is_fitted=True)
+COPIES = Source("ngram", False, is_calibrated=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further one, and of asking
 LONGEST, COPIED = 3, 8
 

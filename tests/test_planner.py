@@ -285,7 +285,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
 def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true: bool) -> None:
     """Where short copies came true a common factor would take a long one for sure, and pay for rows that it is not
     worth; where they failed it would leave out what the drafter has learnt to offer more rarely."""
-    costs, copies = CostModel(), Source("suffix", False, is_fitted=True)
+    costs, copies = CostModel(), Source("suffix", False, is_calibrated=True)
     for _ in range(3):
         for rows in range(1, 9):
             costs.record_round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token

@@ -218,12 +218,12 @@ class Verdict(NamedTuple):
 class Source(NamedTuple):
     """Names one origin of proposals, to which costs and acceptance are attributed.
 
-    `name` is a drafter's file name; `is_fitted`: its scores already follow what was accepted in this request.
+    `name` is a drafter's file name; `is_calibrated`: its scores already follow what was accepted in this request.
     """
 
     name: str
     runs_model: bool
-    is_fitted: bool = False
+    is_calibrated: bool = False
 
 
 class Draft(NamedTuple):
@@ -316,14 +316,14 @@ class Drafter(Carries):
 
     name = "drafter"  # the name of its file
     runs_model = True  # False: proposals cost next to nothing
-    is_fitted = False  # see `Source`
+    is_calibrated = False  # see `Source`
     needs: Needs = NO_NEEDS  # the same for all requests
     shares_work = False  # one growth may do work for other requests: see `amortized`
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """Return the sources that `grow_by` accepts: the drafter itself, or its parts."""
-        return (Source(self.name, self.runs_model, self.is_fitted),)
+        return (Source(self.name, self.runs_model, self.is_calibrated),)
 
     def sources_for(self, request: Request) -> Sequence[Source]:
         """Return the sources that may have proposals for this request."""

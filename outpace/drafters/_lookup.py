@@ -78,7 +78,7 @@ class LookupDrafter(Drafter, Generic[State]):
     """A drafter that copies tokens; a subclass implements `open` and `propose`."""
 
     runs_model = False
-    is_fitted = True
+    is_calibrated = True
 
     def __init__(self, origins: int = 1) -> None:
         """`origins`: number of sources with rates of their own."""

@@ -78,7 +78,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
     name = "ouroboros"
     runs_model = True
-    is_fitted = False  # its trees contain the draft model's nodes too
+    is_calibrated = False  # its trees contain the draft model's nodes too
     needs = Needs(top=1)
 
     def __init__(self, model: Model, options: Options, given: BuildContext | None = None) -> None:

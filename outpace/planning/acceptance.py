@@ -25,7 +25,7 @@ class AcceptanceModel:
 
     def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:
         self._costs = costs
-        self._trust = {one.name: costs.initial_trust(one.name) for one in sources if not one.is_fitted}
+        self._trust = {one.name: costs.initial_trust(one.name) for one in sources if not one.is_calibrated}
         self._values = [1.0]
         self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
 
