@@ -74,7 +74,7 @@ class Leaves:
     def __len__(self) -> int:
         return len(self.chances)
 
-    def outlook(self, most: int, ends: int) -> tuple[list[float], list[float]]:
+    def best_probabilities(self, most: int, ends: int) -> tuple[list[float], list[float]]:
         return self.chances[:most], (self.chances or [1.0])[:ends]  # the root alone is a leaf
 
 

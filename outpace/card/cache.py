@@ -116,7 +116,7 @@ class CandidateCache:
         """Whether the drafter adds no more below this root."""
         return self.layers >= _UNLIMITED
 
-    def outlook(self, most: int, ends: int) -> tuple[list[float], list[float]]:
+    def best_probabilities(self, most: int, ends: int) -> tuple[list[float], list[float]]:
         """Return estimated probabilities that the target reaches a candidate, best first: of the `most` best of all,
         and of the `ends` best without children (the root, if it has no children)."""
         with self._lock:

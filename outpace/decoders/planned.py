@@ -104,7 +104,7 @@ class WaitPlanner:
 
     def _look(self) -> None:
         """Compute what the best rows in the cache are worth now, and how much another layer may add."""
-        chances, leaves = self._candidates.outlook(self._context.budget - 1, _REACH)
+        chances, leaves = self._candidates.best_probabilities(self._context.budget - 1, _REACH)
         trust = min(1.0, self._trust.value)
         reach = min(1.0, sum(leaves)) * (trust if len(self._candidates) else 1.0)
         self._promise = reach * min(1.0, sqrt(sum(leaf * leaf for leaf in leaves)))
