@@ -59,9 +59,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.queried: TokenTree | None = None
         self.queried_at = 0
 
-    @initialize(sight=st.sampled_from(SIGHTS))
-    def look(self, sight: VisibilityOptions) -> None:
-        self.cache.sight = self.sight = sight
+    @initialize(visibility=st.sampled_from(SIGHTS))
+    def look(self, visibility: VisibilityOptions) -> None:
+        self.cache.visibility = self.visibility = visibility
 
     def children(self, node: int) -> list[int]:
         return [other for other, known in self.live.items() if known.parent == node]
@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Whether the target may see it: what came while it ran, and what the drafter did not take up, not always."""
         known = self.live[node]
         is_taken = known.role is Role.PRIMARY or bool(self.children(node))
-        return (self.sight.late or known.time <= self.queried_at) and (self.sight.secondary or is_taken)
+        return (self.visibility.late or known.time <= self.queried_at) and (self.visibility.secondary or is_taken)
 
     @rule(proposed=st.lists(PROPOSED, min_size=1, max_size=6))
     def insert(self, proposed: Sequence[tuple[int, int, float, bool]]) -> None:
@@ -121,7 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
         tree = self.queried = self.cache.query(budget)
         self.check(tree)
         visible = [node for node in self.live if node == self.root or self.sees(node)]
-        if self.sight.chain:
+        if self.visibility.chain:
             assert all(parent == node - 1 for node, parent in enumerate(tree.parents))
             ends = [node for node in self.children(tree.ids[-1]) if self.sees(node)]
             assert len(tree) == max(budget, 1) or not ends

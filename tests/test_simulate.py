@@ -283,10 +283,10 @@ def filled() -> CandidateCache:
 
 def test_a_chain_walks_down_the_best_children() -> None:
     cache = filled()
-    cache.sight = VisibilityOptions(chain=True)
+    cache.visibility = VisibilityOptions(chain=True)
     assert cache.query(8).tokens == [0, 2, 7]
     assert cache.query(2).tokens == [0, 2]
-    cache.sight = VisibilityOptions(chain=True, secondary=False)
+    cache.visibility = VisibilityOptions(chain=True, secondary=False)
     assert cache.query(8).tokens == [0, 2, 6]
     assert CandidateCache(5).query(4).tokens == [5]
 
@@ -295,7 +295,7 @@ def test_a_chain_walks_down_the_best_children() -> None:
 def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[int, str]) -> None:
     for token, kind in ({1: "primary", 9: "miss"} | kinds).items():
         cache = filled()
-        cache.sight = VisibilityOptions(secondary=secondary)
+        cache.visibility = VisibilityOptions(secondary=secondary)
         tree = cache.query(99)
         assert set(tree.tokens) == ({0, 1, 2, 3, 5, 6, 8} | ({4, 7} if secondary else set()))
         assert cache.correct(cache.query(1), Verdict([0], token), 1)[0] == kind
@@ -304,7 +304,7 @@ def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[in
 @pytest.mark.parametrize("late", [True, False])
 def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
     cache = filled()
-    cache.sight = VisibilityOptions(late=late)
+    cache.visibility = VisibilityOptions(late=late)
     tree = cache.query(2)
     cache.insert(
         CandidateLayer(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)])

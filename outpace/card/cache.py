@@ -79,7 +79,7 @@ class CandidateCache:
         self._seen = 0  # number of nodes at the last query
         self.epoch = 0
         self.missed = True  # also before the first query, which may wait for a short draft too
-        self.sight = VisibilityOptions()
+        self.visibility = VisibilityOptions()
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -131,9 +131,9 @@ class CandidateCache:
         with self._lock:
             self._seen = len(self._tree)
             tree = self._tree
-            if not self.sight.secondary:
+            if not self.visibility.secondary:
                 tree = tree.copy([node for node in range(len(tree)) if self._sees(node)])
-            choose = _best_chain if self.sight.chain else best_nodes
+            choose = _best_chain if self.visibility.chain else best_nodes
             return tree.copy(choose(tree, max(budget, 1)))
 
     def late(self, tree: TokenTree) -> int:
@@ -164,11 +164,11 @@ class CandidateCache:
                 tokens.append(verdict.next_token)
                 assert root is not None
                 root = self._tree.child(root, verdict.next_token)
-                root = None if root is None or not (self.sight.keeps and self._sees(root)) else root
+                root = None if root is None or not (self.visibility.keeps and self._sees(root)) else root
                 kind = "miss" if root is None else self._tree.roles[root].value
             elif verdict.path[-1] >= verified:
                 path.pop()  # the late child becomes the root
-                root, kind = (root, kind) if self.sight.keeps else (None, "miss")
+                root, kind = (root, kind) if self.visibility.keeps else (None, "miss")
             else:
                 raise ValueError("a verdict without a next token must end on a late child")
             self._move(root, tokens[-1])
@@ -197,9 +197,9 @@ class CandidateCache:
 
     def _sees(self, node: int) -> bool:
         """Whether the target may see a node. A node of B that has children was expanded, so it counts as one of C."""
-        is_early = self.sight.late or node < self._seen
+        is_early = self.visibility.late or node < self._seen
         is_primary = self._tree.roles[node] is not Role.SECONDARY
-        return is_early and (self.sight.secondary or is_primary or bool(self._tree.children(node)))
+        return is_early and (self.visibility.secondary or is_primary or bool(self._tree.children(node)))
 
     def _notify(self) -> None:
         """Wake a waiter; called under the lock."""

@@ -48,7 +48,7 @@ class Card(Decoder):
 
     def decode(self, context: RequestContext, options: Options) -> Coroutine:
         candidates = context.candidates
-        candidates.sight = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
+        candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
         in_step = DraftDirectives(layers=options.lockstep) if options.lockstep else None
         while True:
             if candidates.missed and options.just_in_time:

@@ -36,7 +36,7 @@ class Pearl(Decoder):
 
     def decode(self, context: RequestContext, options: Options) -> Coroutine:
         candidates, gamma = context.candidates, options.draft_length
-        candidates.sight = VisibilityOptions(chain=True)
+        candidates.visibility = VisibilityOptions(chain=True)
         context.direct(DraftDirectives(depth=gamma, width=1))
         while True:
             if not candidates.missed:

@@ -36,7 +36,7 @@ class Ssd(Decoder):
 
     def decode(self, context: RequestContext, options: Options) -> Coroutine:
         candidates, length = context.candidates, options.draft_length
-        candidates.sight = VisibilityOptions(chain=True)
+        candidates.visibility = VisibilityOptions(chain=True)
         context.direct(DraftDirectives(outcomes=length))
         while True:
             yield Await(depth=length)
