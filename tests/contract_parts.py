@@ -141,16 +141,16 @@ class Skipping(Drafter):
     needs = Needs(session=24)
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
-        self._grower = TreeExpander(target.skip_sublayers(attention, mlp), width, tree_nodes=24, on_base=True)
+        self._expander = TreeExpander(target.skip_sublayers(attention, mlp), width, tree_nodes=24, on_base=True)
         self._width = width
 
     def open(self, request: Request) -> ExpansionState:
         return ExpansionState(request, list(request.prompt))
 
     def grow(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[int]:
-        jobs = self._grower.jobs(states, trees)
+        jobs = self._expander.jobs(states, trees)
         before = [len(tree) for tree in trees]
-        offers = iter(top_k_rows(self._grower.score(jobs), rows_of(jobs), self._width))
+        offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._width))
         for _, tree, frontier in jobs:
             for node in frontier:
                 for token in next(offers)[0]:
@@ -158,7 +158,7 @@ class Skipping(Drafter):
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def observe(self, state: ExpansionState, seen: Observation) -> None:
-        self._grower.follow(state, seen)
+        self._expander.follow(state, seen)
 
 
 def answered(model: Model, drafter: Drafter, request: Request, decoders: Sequence[ModuleType]) -> list[TokenSequence]:

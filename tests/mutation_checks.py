@@ -89,7 +89,7 @@ def speculate(requests: Sequence[Request], method: str, width: int) -> tuple[lis
     """The texts, and why the drafter died if it did. Draft forwards of any length, so that some come late."""
     chance = random.Random(width)
     clock = SimulatedClock(lambda: chance.expovariate(1.0), lambda rows: chance.expovariate(0.5))
-    near = make_drafter("model", TARGET)._grower.model
+    near = make_drafter("model", TARGET)._expander.model
     drafter = ModelDrafter(near, Options(width=width, tree_nodes=24))  # unwatched: the text must show the mistake
     worker = "inline" if method == "card" else None
     run, messages = collect_warnings(

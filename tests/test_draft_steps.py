@@ -72,13 +72,13 @@ class Pair:
             self._count(number, drafter)
 
     def _count(self, number: int, drafter: Any) -> None:
-        score = drafter._grower.score
+        score = drafter._expander.score
 
         def counted(jobs: Any) -> Any:
             self.forwards[number] += 1
             return score(jobs)
 
-        drafter._grower.score = counted
+        drafter._expander.score = counted
 
     def grow(self, some: Sequence[int], most: int | None = None) -> None:
         """One step of these requests by both; they must be alike afterwards."""

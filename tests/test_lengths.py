@@ -145,7 +145,7 @@ def test_bild_with_another_rule_writes_that_rules_text(drafter: str, rule: str, 
 
 @pytest.mark.parametrize(("fallback", "rollback"), [(0.6, 5.0), (0.5, 1.0), (0.9, 2.0), (0.3, 1e9)])
 def test_bild_hands_over_where_the_draft_is_unsure_and_rolls_back(fallback: float, rollback: float) -> None:
-    draft = make_drafter("model", TARGET16)._grower.model
+    draft = make_drafter("model", TARGET16)._expander.model
     for prompt in PROMPTS:
         request = make_request(prompt, rule_of("rollback", rollback=rollback), 40)
         drafter = ModelDrafter(draft, Options(width=1, floor=0.0))

@@ -109,7 +109,7 @@ def test_the_pool_learns_what_is_said_behind_rejected_tokens() -> None:
 
 def test_the_pool_serves_later_requests() -> None:
     drafter, asked = OuroborosDrafter(Counting(16, 3, 0), Options()), make_request((3, 1, 4), max_tokens=60)
-    draft = drafter._grower.model
+    draft = drafter._expander.model
     forwards = []
     for _ in range(2):
         before = draft.passes

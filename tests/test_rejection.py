@@ -76,7 +76,9 @@ def follow_some(ways: Sequence[Way], target: QuickToy, drafter: Drafter, asked: 
 
 def draft_of(name: str, target: QuickToy) -> QuickToy:
     vocab = target.vocab_size
-    return {"perfect": target, "garbage": GARBAGE[vocab], "partial": make_drafter("model", target)._grower.model}[name]
+    return {"perfect": target, "garbage": GARBAGE[vocab], "partial": make_drafter("model", target)._expander.model}[
+        name
+    ]
 
 
 LONGER = [

@@ -36,7 +36,7 @@ class ModelCarrier(Carrier):
     copied: Collection[str] = ()
 
     def __init__(self, pair: NativeModelPair, grower: TreeExpander, choices: PickModels) -> None:
-        self.pair, self._grower, self._choices = pair, grower, choices
+        self.pair, self._expander, self._choices = pair, grower, choices
 
     def carry(
         self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
@@ -59,7 +59,7 @@ class ModelCarrier(Carrier):
             if one.ask.plan.deepest and not self._is_close(state):
                 return []
             parts.append((one, self._reading(state, one, copies, rounds)))
-        done = self.pair.carry(self._grower.growing, parts, rounds, seconds)
+        done = self.pair.carry(self._expander.growing, parts, rounds, seconds)
         for carried in done:
             for state, its in zip(states, carried, strict=True):
                 self._choices.note(state.choice, its.picked)
@@ -71,15 +71,15 @@ class ModelCarrier(Carrier):
     def _is_close(self, state: Any) -> bool:
         """Whether the draft has read nearly all of a text and has space left in its context. More than one chunk is
         read in a normal step, where it is timed and other requests do not wait for all of it."""
-        self._grower.begin(state)
+        self._expander.begin(state)
         return state.missing <= CHUNK and state.room >= 0
 
     def _reading(self, state: Any, asked: Carrying, copied: Copied, rounds: int) -> Reading:
         """Return the draft's side of a request, after reserving slots in its session."""
-        session, growing, trust, plan = state.session, self._grower.growing, state.choice.trust, asked.ask.plan
+        session, growing, trust, plan = state.session, self._expander.growing, state.choice.trust, asked.ask.plan
         missing = list[int]()
         if plan.deepest:
-            missing = self._grower.clamp_ids(state.tokens[state.start + session.length :])[:-1]
+            missing = self._expander.clamp_ids(state.tokens[state.start + session.length :])[:-1]
             expanded = min(growing.width * plan.deepest, growing.tree_nodes)
             grown = len(missing) + rounds * plan.most + expanded
             session.reserve(min(session.length + grown, session.capacity + session.max_pending))

@@ -274,13 +274,13 @@ class LayerSkipDrafter(Drafter):
     ) -> None:
         self._target, self._options, self.search = target, options, search
         self.needs = Needs(session=max(options.tree_nodes, options.skip_window))
-        self._grower = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
+        self._expander = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
         self._choices = PickModels()
         self._choose(sublayers)
 
     @property
     def num_captures(self) -> int:
-        return self._grower.model.num_captures
+        return self._expander.model.num_captures
 
     def weight_bytes(self, source: Source) -> int | None:
         """Estimate the bytes as if all sublayers had one size and nothing else had weights."""
@@ -301,7 +301,7 @@ class LayerSkipDrafter(Drafter):
             self._try(state)
         before = [len(tree) for tree in trees]
         sure = [pair for pair in zip(states, trees, strict=True) if not pair[0].is_unsure]
-        while jobs := self._grower.jobs([state for state, _ in sure], [tree for _, tree in sure]):
+        while jobs := self._expander.jobs([state for state, _ in sure], [tree for _, tree in sure]):
             known = [len(job.tree) for job in jobs]
             self._expand(jobs)
             same = [job for job, count in zip(jobs, known, strict=True) if len(job.tree) == count and job.tree.has_room]
@@ -310,11 +310,11 @@ class LayerSkipDrafter(Drafter):
 
     def observe(self, state: SkipState, seen: Observation) -> None:
         self._choices.learn(state.request, state.offers, seen)
-        self._grower.follow(state, seen)
+        self._expander.follow(state, seen)
         state.offers, state.is_unsure = {}, False
 
     def pause(self, state: SkipState) -> None:
-        self._grower.pause(state)
+        self._expander.pause(state)
 
     def close(self, state: SkipState) -> None:
         state.session = state.base = None
@@ -329,10 +329,10 @@ class LayerSkipDrafter(Drafter):
 
     def _choose(self, sublayers: Sublayers) -> None:
         self.sublayers = sublayers
-        self._grower.model = self._target.skip_sublayers(*sublayers)
+        self._expander.model = self._target.skip_sublayers(*sublayers)
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        offers = iter(top_k_rows(self._grower.score(jobs), rows_of(jobs), self._options.width + _SPARE))
+        offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
             choice, surest = self._choices.of(state.request), -math.inf

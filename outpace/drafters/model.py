@@ -87,7 +87,7 @@ class ModelDrafter(Drafter):
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
-        self._grower = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
+        self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = DrawCounts.read(options.draws)
         self._choices = PickModels()
         self._ahead = MultiStepExpander(model, self._choices, options)
@@ -95,23 +95,23 @@ class ModelDrafter(Drafter):
 
     @property
     def num_captures(self) -> int:
-        return self._grower.model.num_captures
+        return self._expander.model.num_captures
 
     def weight_bytes(self, source: Source) -> int | None:
         """Return the draft model's weight bytes."""
-        return self._grower.model.weight_bytes
+        return self._expander.model.weight_bytes
 
     def reads_at_most(self, source: Source) -> int | None:
         """Return the draft window."""
-        return self._grower.window or None
+        return self._expander.window or None
 
     def carrier(self, target: Model) -> Carrier | None:
-        pair = None if self._ahead.takes_several else target.pair_with(self._grower.model)
-        return None if pair is None else ModelCarrier(pair, self._grower, self._choices)
+        pair = None if self._ahead.takes_several else target.pair_with(self._expander.model)
+        return None if pair is None else ModelCarrier(pair, self._expander, self._choices)
 
     def open(self, request: Request) -> ModelState:
         choice = self._choices.of(request)
-        return ModelState(request, list(request.prompt), session=self._grower.open(request), choice=choice)
+        return ModelState(request, list(request.prompt), session=self._expander.open(request), choice=choice)
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
         """Run one forward of the draft model over the frontiers of all trees; return the number of nodes added to each.
@@ -120,13 +120,13 @@ class ModelDrafter(Drafter):
         unless it has as many nodes as can be verified.
         """
         before = [*map(len, trees)]
-        jobs = self._grower.jobs(states, trees)
+        jobs = self._expander.jobs(states, trees)
         while jobs:
             added = self._expand(jobs)
             if all(added):
                 break
             again = [job for job, count in zip(jobs, added, strict=True) if not count and job.tree.has_room]
-            jobs = self._grower.jobs([job.state for job in again], [job.tree for job in again])
+            jobs = self._expander.jobs([job.state for job in again], [job.tree for job in again])
         return [*map(sub, map(len, trees), before)]
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         takes_several = self._ahead.takes_several
         if takes_several and (known := self._ahead.known(jobs)) is not None:
             return self._add_all(jobs, known)
-        held = self._grower.score(jobs)
+        held = self._expander.score(jobs)
         if takes_several and (known := self._ahead.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
         is_told = len(held.best) > 0 and ([], []) not in held.best
@@ -174,18 +174,18 @@ class ModelDrafter(Drafter):
         if not state.is_drawn:
             self._choices.learn(state.request, state.offers, seen)
         if self._ahead.takes_several:
-            self._grower.follow(state, seen, self._ahead.follow(state, seen))
+            self._expander.follow(state, seen, self._ahead.follow(state, seen))
             state.ahead.settle(state.slots, state.session.pending)
         else:
-            self._grower.follow(state, seen)
+            self._expander.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
     def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
         """Run one forward of the draft model; see the base class."""
-        return self._grower.likelihood(state, tokens)
+        return self._expander.likelihood(state, tokens)
 
     def configure(self, state: ModelState, orders: DraftDirectives) -> None:
-        self._grower.configure(state, orders)
+        self._expander.configure(state, orders)
 
     def begin_concurrent(self) -> None:
         self._ahead.is_concurrent = True
@@ -194,14 +194,14 @@ class ModelDrafter(Drafter):
         self._ahead.on_root_moved(state, RootMove(path, tokens, root_id))
 
     def limit_threads(self, most: int) -> None:
-        self._grower.model.limit_threads(most)
+        self._expander.model.limit_threads(most)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return self._grower.stored_bytes(lengths)
+        return self._expander.stored_bytes(lengths)
 
     def pause(self, state: ModelState) -> None:
         state.ahead = MultiStepCache(heard=state.ahead.heard)
-        self._grower.pause(state)
+        self._expander.pause(state)
 
     def amortized(self, seconds: float) -> float:
         return self._ahead.amortized(seconds)

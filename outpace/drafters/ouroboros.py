@@ -85,26 +85,26 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         super().__init__()
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
-        self._grower = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
+        self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
         self._choices = PickModels()
         self._pools = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
         self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
     @property
     def num_captures(self) -> int:
-        return self._grower.model.num_captures
+        return self._expander.model.num_captures
 
     def weight_bytes(self, source: Source) -> int | None:
         """Return the draft model's weight bytes."""
-        return self._grower.model.weight_bytes
+        return self._expander.model.weight_bytes
 
     def reads_at_most(self, source: Source) -> int | None:
         """Return the draft window."""
-        return self._grower.window or None
+        return self._expander.window or None
 
     def open(self, request: Request) -> OuroborosState:
         pool = self._pools.of(request.cache_salt)
-        state = OuroborosState(request, list(request.prompt), session=self._grower.open(request), pool=pool)
+        state = OuroborosState(request, list(request.prompt), session=self._expander.open(request), pool=pool)
         state.last = state.pool.read((), request.prompt, self._options.phrase)
         return state
 
@@ -118,7 +118,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
                 state.end = tree.ids[0]
                 self.propose(state, tree)
         waiting, their_trees = states, trees
-        while jobs := self._grower.jobs(waiting, their_trees):
+        while jobs := self._expander.jobs(waiting, their_trees):
             ends = [job.state.end for job in jobs]
             self._expand(jobs)
             again = [job for job, end in zip(jobs, ends, strict=True) if job.state.end == end]
@@ -142,16 +142,16 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         self._choices.learn(state.request, state.offers, seen)
         self.learn(state, seen)
         self._reuse(state, seen)
-        self._grower.follow(state, seen)
+        self._expander.follow(state, seen)
         state.last = state.pool.read(state.last, seen.tokens, self._options.phrase)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
         state.tree, state.end = None, -1
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return self._grower.stored_bytes(lengths)
+        return self._expander.stored_bytes(lengths)
 
     def pause(self, state: OuroborosState) -> None:
-        self._grower.pause(state)
+        self._expander.pause(state)
 
     def close(self, state: OuroborosState) -> None:
         state.session = None
@@ -172,7 +172,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         """Run one forward; each draft advances as far as it agrees with the phrases at its end, and one token
         further."""
-        offers, first = top_k_rows(self._grower.score(jobs), rows_of(jobs), _SCORED), 0
+        offers, first = top_k_rows(self._expander.score(jobs), rows_of(jobs), _SCORED), 0
         for state, tree, frontier in jobs:
             for node, offer in zip(frontier, offers[first:], strict=False):
                 state.offers[tree.ids[node]] = offer
