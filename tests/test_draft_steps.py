@@ -240,8 +240,8 @@ def test_steps_follow_the_rounds() -> None:
     """By default as many as rounds took lately: a power of two, and the rest one by one."""
     model = exact()
     drafter = drafter_of(model, None, floor=0.0)
-    assert drafter._ahead._chosen == 1, "on a CPU they are taken one by one"
-    drafter._ahead._chosen, drafter._ahead.takes_several = None, True  # as on a GPU
+    assert drafter._multi_step._chosen == 1, "on a CPU they are taken one by one"
+    drafter._multi_step._chosen, drafter._multi_step.takes_several = None, True  # as on a GPU
     taken, draft_steps = [], model.draft_steps
     model.draft_steps = lambda *given: taken.append(given[2]) or draft_steps(*given)
     request = request_of("greedy", words(model, 10))

@@ -90,8 +90,8 @@ class ModelDrafter(Drafter):
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = DrawCounts.read(options.draws)
         self._choices = PickModels()
-        self._ahead = MultiStepExpander(model, self._choices, options)
-        self.shares_work = self._ahead.takes_several
+        self._multi_step = MultiStepExpander(model, self._choices, options)
+        self.shares_work = self._multi_step.takes_several
 
     @property
     def num_captures(self) -> int:
@@ -106,7 +106,7 @@ class ModelDrafter(Drafter):
         return self._expander.window or None
 
     def carrier(self, target: Model) -> Carrier | None:
-        pair = None if self._ahead.takes_several else target.pair_with(self._expander.model)
+        pair = None if self._multi_step.takes_several else target.pair_with(self._expander.model)
         return None if pair is None else ModelCarrier(pair, self._expander, self._choices)
 
     def open(self, request: Request) -> ModelState:
@@ -132,11 +132,11 @@ class ModelDrafter(Drafter):
     def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
         """Run one forward over the frontiers, or use forwards taken in advance; return the number of nodes added to
         each tree."""
-        takes_several = self._ahead.takes_several
-        if takes_several and (known := self._ahead.known(jobs)) is not None:
+        takes_several = self._multi_step.takes_several
+        if takes_several and (known := self._multi_step.known(jobs)) is not None:
             return self._add_all(jobs, known)
         held = self._expander.score(jobs)
-        if takes_several and (known := self._ahead.steps(jobs, held)) is not None:
+        if takes_several and (known := self._multi_step.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
         is_told = len(held.best) > 0 and ([], []) not in held.best
         rows = [] if is_told else rows_of(jobs)
@@ -173,8 +173,8 @@ class ModelDrafter(Drafter):
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not state.is_drawn:
             self._choices.learn(state.request, state.offers, seen)
-        if self._ahead.takes_several:
-            self._expander.follow(state, seen, self._ahead.follow(state, seen))
+        if self._multi_step.takes_several:
+            self._expander.follow(state, seen, self._multi_step.follow(state, seen))
             state.ahead.settle(state.slots, state.session.pending)
         else:
             self._expander.follow(state, seen)
@@ -188,10 +188,10 @@ class ModelDrafter(Drafter):
         self._expander.configure(state, orders)
 
     def begin_concurrent(self) -> None:
-        self._ahead.is_concurrent = True
+        self._multi_step.is_concurrent = True
 
     def on_root_moved(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        self._ahead.on_root_moved(state, RootMove(path, tokens, root_id))
+        self._multi_step.on_root_moved(state, RootMove(path, tokens, root_id))
 
     def limit_threads(self, most: int) -> None:
         self._expander.model.limit_threads(most)
@@ -204,7 +204,7 @@ class ModelDrafter(Drafter):
         self._expander.pause(state)
 
     def amortized(self, seconds: float) -> float:
-        return self._ahead.amortized(seconds)
+        return self._multi_step.amortized(seconds)
 
     def close(self, state: ModelState) -> None:
         state.session = None
