@@ -190,8 +190,8 @@ class MultiStepExpander:
         """Return the proposals below the jobs' frontiers if all of them were expanded in advance, None if a forward is
         needed."""
         for job in jobs:
-            job.state.ahead.taken += 1
-        found = [[job.state.ahead.find(job.tree, node) for node in job.frontier] for job in jobs]
+            job.state.multi_step.taken += 1
+        found = [[job.state.multi_step.find(job.tree, node) for node in job.frontier] for job in jobs]
         if not all(map(all, found)):
             return None
         self._is_used = True
@@ -213,24 +213,24 @@ class MultiStepExpander:
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
         if self.is_concurrent:
             for job, one in zip(jobs, asked, strict=True):
-                job.state.ahead.under_way = steps = InFlightSteps(job, job.state.ahead.heard)
+                job.state.multi_step.under_way = steps = InFlightSteps(job, job.state.multi_step.heard)
                 one.mail = steps.mail
                 steps.listen()
         taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
         for job in jobs:
-            job.state.ahead.under_way = None
+            job.state.multi_step.under_way = None
         if taken is None:
             return None
         self._is_new, self._owed = True, float(count)
         for job, some, expanded in zip(jobs, opened, taken, strict=True):
-            job.state.ahead = _index_steps(job, some, expanded)
+            job.state.multi_step = _index_steps(job, some, expanded)
         return [[_possible(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
 
     def on_root_moved(self, state: Any, walk: RootMove) -> None:
         """Note a movement of the root, called by another thread: steps may be running now, or start before it is
         observed."""
         if self.is_concurrent and self.takes_several:
-            burst = state.ahead
+            burst = state.multi_step
             burst.heard.append(walk)
             if burst.under_way is not None:
                 burst.under_way.listen()
@@ -238,7 +238,7 @@ class MultiStepExpander:
     def follow(self, state: Any, seen: Observation) -> list[int]:
         """End a round and keep what was expanded below the next root. Return the slots of nodes that are not in the
         tree, which the session must keep after the tree's own."""
-        burst = state.ahead
+        burst = state.multi_step
         if burst.taken:
             self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
         burst.taken = 0
@@ -271,7 +271,7 @@ class MultiStepExpander:
             return 1
         if self._chosen is not None:
             return most
-        left = round(self._usual) - state.ahead.taken + 1
+        left = round(self._usual) - state.multi_step.taken + 1
         return 1 << (max(min(left, most), 1).bit_length() - 1)
 
     def _asked(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> MultiStepRequest:
@@ -331,7 +331,7 @@ def _index_steps(
     """Index the expanded nodes by the tree nodes that they are, or are below. `opened`: the open nodes with their
     ids."""
     state, tree, frontier = job
-    burst = MultiStepCache(expanded, taken=state.ahead.taken, heard=state.ahead.heard)
+    burst = MultiStepCache(expanded, taken=state.multi_step.taken, heard=state.multi_step.heard)
     first = {one.slot: number for number, one in enumerate(expanded[: len(frontier)])}
     for number, one in enumerate(expanded):
         if number < len(frontier):

@@ -175,7 +175,7 @@ class ModelDrafter(Drafter):
             self._choices.learn(state.request, state.offers, seen)
         if self._multi_step.takes_several:
             self._expander.follow(state, seen, self._multi_step.follow(state, seen))
-            state.ahead.settle(state.slots, state.session.pending)
+            state.multi_step.settle(state.slots, state.session.pending)
         else:
             self._expander.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
@@ -200,7 +200,7 @@ class ModelDrafter(Drafter):
         return self._expander.stored_bytes(lengths)
 
     def pause(self, state: ModelState) -> None:
-        state.ahead = MultiStepCache(heard=state.ahead.heard)
+        state.multi_step = MultiStepCache(heard=state.multi_step.heard)
         self._expander.pause(state)
 
     def amortized(self, seconds: float) -> float:
