@@ -246,7 +246,7 @@ def test_what_was_observed_is_not_said_again() -> None:
     walk = walk_of(told, "below a node")
     told.drafters[1].on_root_moved(told.states[1][0], *walk)
     told.correct(0, walk)
-    assert not told.states[1][0].ahead.heard
+    assert not told.states[1][0].multi_step.heard
     for _ in range(STEPS):
         told.grow([0])
     assert told.forwards[1] == 2, "a graph of its own, which nobody turned"
