@@ -68,7 +68,7 @@ class ModelState(ExpansionState):
     requests. `adjusting`: the kernels' own adjustments of this request's logits, in whole native rounds."""
 
     offers: dict[int, TopK] = field(default_factory=dict)
-    ahead: MultiStepCache = field(default_factory=MultiStepCache)
+    multi_step: MultiStepCache = field(default_factory=MultiStepCache)
     choice: PickModel = field(default_factory=PickModel)
     is_drawn: bool = field(init=False)
     adjusting: Any = None
