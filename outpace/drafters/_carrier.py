@@ -36,7 +36,7 @@ class ModelCarrier(Carrier):
     copied: Collection[str] = ()
 
     def __init__(self, pair: NativeModelPair, grower: TreeExpander, choices: PickModels) -> None:
-        self.pair, self._expander, self._choices = pair, grower, choices
+        self.pair, self._expander, self._pick_models = pair, grower, choices
 
     def carry(
         self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
@@ -62,7 +62,7 @@ class ModelCarrier(Carrier):
         done = self.pair.carry(self._expander.growing, parts, rounds, seconds)
         for carried in done:
             for state, its in zip(states, carried, strict=True):
-                self._choices.note(state.choice, its.picked)
+                self._pick_models.note(state.choice, its.picked)
         return done
 
     def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:

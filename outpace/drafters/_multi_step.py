@@ -177,7 +177,7 @@ class MultiStepExpander:
                 f"steps is {options.steps}, and {type(model).__name__} takes one at a time: several need a draft with"
                 " graphs, on a GPU or by graphs eager"
             )
-        self._model, self._choices, self._options = model, choices, options
+        self._model, self._pick_models, self._options = model, choices, options
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
         self.takes_several = self._chosen != 1
         self._usual = _FIRST
@@ -292,7 +292,7 @@ class MultiStepExpander:
             state.orders.share,
             math.log(floor) if floor else -math.inf,
             state.session.capacity - len(state.tokens) + state.start,
-            self._choices.of(request).trust,
+            self._pick_models.of(request).trust,
             1.0 if request.sampling.is_greedy else request.sampling.temperature,
             _keys(request, len(state.tokens), max(depths) + count),
         )

@@ -275,7 +275,7 @@ class LayerSkipDrafter(Drafter):
         self._target, self._options, self.search = target, options, search
         self.needs = Needs(session=max(options.tree_nodes, options.skip_window))
         self._expander = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
-        self._choices = PickModels()
+        self._pick_models = PickModels()
         self._choose(sublayers)
 
     @property
@@ -309,7 +309,7 @@ class LayerSkipDrafter(Drafter):
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def observe(self, state: SkipState, seen: Observation) -> None:
-        self._choices.learn(state.request, state.offers, seen)
+        self._pick_models.learn(state.request, state.offers, seen)
         self._expander.follow(state, seen)
         state.offers, state.is_unsure = {}, False
 
@@ -321,11 +321,11 @@ class LayerSkipDrafter(Drafter):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted models of the target's picks."""
-        return self._choices.state_dict()
+        return self._pick_models.state_dict()
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Restore the fitted models."""
-        self._choices.load_state_dict(kept)
+        self._pick_models.load_state_dict(kept)
 
     def _choose(self, sublayers: Sublayers) -> None:
         self.sublayers = sublayers
@@ -335,7 +335,7 @@ class LayerSkipDrafter(Drafter):
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
-            choice, surest = self._choices.of(state.request), -math.inf
+            choice, surest = self._pick_models.of(state.request), -math.inf
             for node in frontier:
                 tokens, values = next(offers)
                 if not tokens:

@@ -89,8 +89,8 @@ class ModelDrafter(Drafter):
         count = options.width + SPARE
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = DrawCounts.read(options.draws)
-        self._choices = PickModels()
-        self._multi_step = MultiStepExpander(model, self._choices, options)
+        self._pick_models = PickModels()
+        self._multi_step = MultiStepExpander(model, self._pick_models, options)
         self.shares_work = self._multi_step.takes_several
 
     @property
@@ -107,10 +107,10 @@ class ModelDrafter(Drafter):
 
     def carrier(self, target: Model) -> Carrier | None:
         pair = None if self._multi_step.takes_several else target.pair_with(self._expander.model)
-        return None if pair is None else ModelCarrier(pair, self._expander, self._choices)
+        return None if pair is None else ModelCarrier(pair, self._expander, self._pick_models)
 
     def open(self, request: Request) -> ModelState:
-        choice = self._choices.of(request)
+        choice = self._pick_models.of(request)
         return ModelState(request, list(request.prompt), session=self._expander.open(request), choice=choice)
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
@@ -172,7 +172,7 @@ class ModelDrafter(Drafter):
 
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not state.is_drawn:
-            self._choices.learn(state.request, state.offers, seen)
+            self._pick_models.learn(state.request, state.offers, seen)
         if self._multi_step.takes_several:
             self._expander.follow(state, seen, self._multi_step.follow(state, seen))
             state.multi_step.settle(state.slots, state.session.pending)
@@ -211,11 +211,11 @@ class ModelDrafter(Drafter):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted models of the target's picks, for greedy and for sampled requests."""
-        return self._choices.state_dict()
+        return self._pick_models.state_dict()
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Restore the fitted models."""
-        self._choices.load_state_dict(kept)
+        self._pick_models.load_state_dict(kept)
 
     def _add(
         self,

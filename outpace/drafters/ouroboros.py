@@ -86,7 +86,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
-        self._choices = PickModels()
+        self._pick_models = PickModels()
         self._pools = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
         self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
@@ -139,7 +139,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
             grade = Certainty.OTHER
 
     def observe(self, state: OuroborosState, seen: Observation) -> None:
-        self._choices.learn(state.request, state.offers, seen)
+        self._pick_models.learn(state.request, state.offers, seen)
         self.learn(state, seen)
         self._reuse(state, seen)
         self._expander.follow(state, seen)
@@ -162,11 +162,11 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the draft's proposals and the phrases came true, for the profile."""
-        return {"choices": self._choices.state_dict(), "rates": super().state_dict()}
+        return {"choices": self._pick_models.state_dict(), "rates": super().state_dict()}
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Restore both from a profile."""
-        self._choices.load_state_dict(kept["choices"])
+        self._pick_models.load_state_dict(kept["choices"])
         super().load_state_dict(kept["rates"])
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
@@ -182,7 +182,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
     def _advance(self, state: OuroborosState, tree: TokenTree) -> bool:
         """Move the end along the draft's likeliest tokens; return whether it moved."""
-        choice, began = self._choices.of(state.request), state.end
+        choice, began = self._pick_models.of(state.request), state.end
         node = tree.ids.index(state.end)
         while (offer := state.offers.get(tree.ids[node], ([], [])))[0] and len(tree) < self._options.tree_nodes:
             token, score = offer[0][0], tree.scores[node] + choice.log_chances(offer[1], 1)[0]

@@ -227,7 +227,7 @@ class ByTokens(TranslatedDrafter):
         self._to_draft = dict(pairs.tolist())
         self._ids: np.ndarray | None = None  # target ids of the shared tokens that the draft's output layer has
         self._columns = np.empty(0, np.int64)  # their columns in the draft's logits
-        self._choices, self._width = PickModels(), options.width
+        self._pick_models, self._width = PickModels(), options.width
 
     def open(self, request: Request) -> ByTokensState:
         state: ByTokensState = self.begin(request, ByTokensState)
@@ -262,7 +262,7 @@ class ByTokens(TranslatedDrafter):
         return SparseLogits(values[:, to_device(self._columns, np.int64, values.device)], self._ids, self._vocab)
 
     def learn(self, state: ByTokensState, seen: Observation) -> None:
-        self._choices.learn(state.request, state.offers, seen)
+        self._pick_models.learn(state.request, state.offers, seen)
         state.offers = {node: state.offers[node] for node in seen.tree.ids if node in state.offers}
 
     def lives(self, state: ByTokensState, seen: Observation, text: Sequence[int]) -> bool:
@@ -277,7 +277,7 @@ class ByTokens(TranslatedDrafter):
         if not tokens:
             return None
         state.offers[tree.ids[node]] = offer
-        chances = self._choices.of(state.request).log_chances(values)
+        chances = self._pick_models.of(state.request).log_chances(values)
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
             tree.add(node, token, tree.scores[node] + chance, Role.SECONDARY if rank else Role.PRIMARY)
         return tree.child(node, tokens[0])
