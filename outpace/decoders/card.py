@@ -55,7 +55,7 @@ class Card(Decoder):
                 yield Await(options.just_in_time)
             tree = candidates.query(context.budget)
             if in_step:
-                context.direct(in_step)
+                context.set_directives(in_step)
             picks = yield Verify(tree)
             if in_step:
                 yield Await(options.lockstep)

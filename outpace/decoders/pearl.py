@@ -37,7 +37,7 @@ class Pearl(Decoder):
     def decode(self, context: RequestContext, options: Options) -> Coroutine:
         candidates, gamma = context.candidates, options.draft_length
         candidates.visibility = VisibilityOptions(chain=True)
-        context.direct(DraftDirectives(depth=gamma, width=1))
+        context.set_directives(DraftDirectives(depth=gamma, width=1))
         while True:
             if not candidates.missed:
                 yield Await(depth=gamma - 1)
@@ -45,5 +45,5 @@ class Pearl(Decoder):
             picks = yield Verify(tree)
             yield Await(depth=len(tree))
             commit = walk_and_correct(context, tree, picks)
-            context.direct(DraftDirectives(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
+            context.set_directives(DraftDirectives(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
             yield commit

@@ -60,15 +60,15 @@ class Planned(Decoder):
             planner.begin()
             while planner.is_worth_waiting:
                 if planner.alternates:
-                    context.direct(planner.next)
+                    context.set_directives(planner.next)
                 yield Await(candidates.layers + 1)
                 planner.waited()
             tree = candidates.query(planner.rows)
-            context.direct(planner.during(len(tree)))
+            context.set_directives(planner.during(len(tree)))
             picks = yield Verify(tree)
             commit = walk_and_correct(context, tree, picks)
             if not planner.alternates:  # whether the target waits or not, and before it knows
-                context.direct(planner.next)
+                context.set_directives(planner.next)
             planner.learn(tree.scores, len(commit.verdict.path) - 1)
             yield commit
 

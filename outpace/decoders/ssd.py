@@ -37,7 +37,7 @@ class Ssd(Decoder):
     def decode(self, context: RequestContext, options: Options) -> Coroutine:
         candidates, length = context.candidates, options.draft_length
         candidates.visibility = VisibilityOptions(chain=True)
-        context.direct(DraftDirectives(outcomes=length))
+        context.set_directives(DraftDirectives(outcomes=length))
         while True:
             yield Await(depth=length)
             tree = candidates.query(min(length + 1, context.budget))
