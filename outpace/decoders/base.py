@@ -27,7 +27,7 @@ class RequestContext(PlanningContext):
     request: Request
     candidates: CandidateCache = field(init=False, repr=False)  # only for decoders that need a worker
     correct: Callable[[Correction], None] = field(default=_ignore, repr=False)  # sends the worker the new root
-    direct: Callable[[DraftDirectives], None] = field(
+    set_directives: Callable[[DraftDirectives], None] = field(
         default=_ignore, repr=False
     )  # sends the worker drafting directives
     draft_seconds: Callable[[], float] = field(default=float, repr=False)  # mean duration of the worker's forwards
