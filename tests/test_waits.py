@@ -211,12 +211,12 @@ def test_a_drafter_that_was_told_to_rest_counts_as_resting_at_once() -> None:
     worker = ThreadWorker(make_drafter("model", TARGETS[0]))
     try:
         worker.open(0, make_request((1, 2, 3)), CandidateCache(3))
-        worker.order(0, DraftDirectives(layers=0))
+        worker.set_directives(0, DraftDirectives(layers=0))
         assert not worker.is_working
         worker.correct(0, Correction([0], [5], -1, False))
         assert not worker.is_working, "it reads where the text went, and does not draft"
         worker.open(1, make_request((4, 5)), CandidateCache(5))
-        worker.order(1, DraftDirectives(layers=0))
+        worker.set_directives(1, DraftDirectives(layers=0))
         worker.forget(0)
         assert not worker.is_working
     finally:

@@ -72,7 +72,7 @@ class DraftRunner:
         if worker := self._worker_of(sequence):
             context.candidates = CandidateCache(context.last_token)
             context.correct = partial(worker.correct, sequence.key)
-            context.set_directives = partial(worker.order, sequence.key)
+            context.set_directives = partial(worker.set_directives, sequence.key)
             context.draft_seconds = partial(getattr, worker, "step_seconds")
             worker.open(sequence.key, sequence.request, context.candidates)
         elif (drafter := self._of(sequence)) is not None:
