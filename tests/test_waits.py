@@ -56,7 +56,7 @@ class Watched(InlineWorker):
         self.met["gave up"] += cache.is_given_up
         self.met["in vain"] += not cache.has(layers, depth)
 
-    def order(self, key: int, orders: DraftDirectives) -> None:
+    def set_directives(self, key: int, orders: DraftDirectives) -> None:
         self.met["rests"] += orders.layers == 0
         self.met["a few layers"] += bool(orders.layers)
         super().order(key, orders)

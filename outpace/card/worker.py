@@ -38,7 +38,7 @@ class DraftWorker(ABC):
         """Tell the drafter that a request's root moved; returns at once."""
         self._post(Correct(key, correction))
 
-    def order(self, key: int, orders: DraftDirectives) -> None:
+    def set_directives(self, key: int, orders: DraftDirectives) -> None:
         """Set how a request is drafted from now on; returns at once."""
         (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
         self._post(Configure(key, orders))
