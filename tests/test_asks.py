@@ -35,7 +35,7 @@ def pearl(place: RequestContext, seen: list[int]) -> Coroutine:
         picks = yield Verify(tree)
         yield Await(depth=GAMMA + 2)
         seen.append(candidates.has(0, GAMMA + 2))
-        candidates.late(tree)
+        candidates.add_late_children(tree)
         verdict = place.request.rule.walk(tree, picks)
         hit, correction = candidates.correct(tree, verdict, len(picks))
         place.correct(correction)

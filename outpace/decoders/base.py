@@ -41,7 +41,7 @@ class RequestContext(PlanningContext):
 def walk_and_correct(context: RequestContext, tree: TokenTree, picks: Sequence[Any]) -> Commit:
     """Return the verdict on a tree that was queried from the candidate cache, after adding late nodes to the tree and
     sending the drafter the correction."""
-    context.candidates.late(tree)
+    context.candidates.add_late_children(tree)
     verdict = context.request.rule.walk(tree, picks)
     hit, correction = context.candidates.correct(tree, verdict, len(picks))
     context.correct(correction)
