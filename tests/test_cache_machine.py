@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         tree, self.queried = self.queried, None
         assert tree is not None
         verified = len(tree)
-        late = self.cache.late(tree)
+        late = self.cache.add_late_children(tree)
         self.check(tree)
         judged = tree.ids[:verified]  # a late node has no row: its own children wait
         new = [node for node, known in self.live.items() if known.time > self.queried_at and known.parent in judged]

@@ -44,7 +44,7 @@ def query(cache: CandidateCache) -> None:
 
 
 def late(cache: CandidateCache) -> None:
-    cache.late(cache.query(1))
+    cache.add_late_children(cache.query(1))
 
 
 def correct(cache: CandidateCache) -> None:

@@ -309,7 +309,7 @@ def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
     cache.insert(
         CandidateLayer(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)])
     )
-    assert cache.late(tree) == (2 if late else 0)
+    assert cache.add_late_children(tree) == (2 if late else 0)
     kind, correction = cache.correct(tree, Verdict([0], 10), 2)
     assert (kind, correction.is_hit) == (("primary", True) if late else ("miss", False))
 
