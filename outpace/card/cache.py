@@ -136,7 +136,7 @@ class CandidateCache:
             choose = _best_chain if self.visibility.chain else best_nodes
             return tree.copy(choose(tree, max(budget, 1)))
 
-    def late(self, tree: TokenTree) -> int:
+    def add_late_children(self, tree: TokenTree) -> int:
         """Add to a queried tree the children that its nodes got since the query; they were not verified. Return their
         number."""
         with self._lock:
