@@ -126,7 +126,7 @@ def speculative_less(place: RequestContext) -> Coroutine:
 def test_a_cache_knows_its_layers_and_its_depth(layers: int, depth: int, has: bool) -> None:
     cache = CandidateCache(5)
     cache.insert(CandidateLayer(0, [Candidate(1, 0, 7, -0.1, Role.PRIMARY), Candidate(2, 1, 8, -0.1, Role.PRIMARY)]))
-    assert cache.has(layers, depth) is has
+    assert cache.has_grown(layers, depth) is has
     cache.wait(layers, 0.0, depth)
     cache.give_up()
-    assert cache.has(layers, depth), "there is nothing to wait for"
+    assert cache.has_grown(layers, depth), "there is nothing to wait for"

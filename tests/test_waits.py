@@ -54,7 +54,7 @@ class Watched(InlineWorker):
         super().wait(cache, layers, depth)
         self.met["died"] += alive and self.failure is not None
         self.met["gave up"] += cache.is_given_up
-        self.met["in vain"] += not cache.has(layers, depth)
+        self.met["in vain"] += not cache.has_grown(layers, depth)
 
     def set_directives(self, key: int, orders: DraftDirectives) -> None:
         self.met["rests"] += orders.layers == 0

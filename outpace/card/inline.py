@@ -72,7 +72,7 @@ class InlineWorker(DraftWorker):
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         before = self.clock.now
         for _ in range(2 * max(layers, depth)):  # forwards for an older tree or for other requests may come first
-            if cache.has(layers, depth) or not self._is_running():
+            if cache.has_grown(layers, depth) or not self._is_running():
                 break
             self._finish()
         self.clock.draft_busy += self.clock.now - before

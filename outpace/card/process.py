@@ -237,7 +237,7 @@ class ProcessWorker(DraftWorker):
         if ready is None or not known or received == self._silent_since:
             return
         cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
-        if self._num_received == received and not cache.has(layers, depth):
+        if self._num_received == received and not cache.has_grown(layers, depth):
             self._silent_since = received
 
     def close(self) -> None:
