@@ -34,7 +34,7 @@ def pearl(place: RequestContext, seen: list[int]) -> Coroutine:
         seen.append(max(depths(tree.parents)))
         picks = yield Verify(tree)
         yield Await(depth=GAMMA + 2)
-        seen.append(candidates.has(0, GAMMA + 2))
+        seen.append(candidates.has_grown(0, GAMMA + 2))
         candidates.add_late_children(tree)
         verdict = place.request.rule.walk(tree, picks)
         hit, correction = candidates.correct(tree, verdict, len(picks))
