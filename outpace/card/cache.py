@@ -186,7 +186,7 @@ class CandidateCache:
     def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
         """Wait until `has` holds, for at most this many seconds."""
         deadline = time.monotonic() + seconds
-        while not self.has(layers, depth) and (left := deadline - time.monotonic()) > 0:
+        while not self.has_grown(layers, depth) and (left := deadline - time.monotonic()) > 0:
             self._news.acquire(timeout=left)
 
     def give_up(self) -> None:
