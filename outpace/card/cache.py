@@ -175,7 +175,7 @@ class CandidateCache:
             self.counts[kind] += 1
             return kind, Correction(path, tokens, self._tree.ids[0], kind != "miss")
 
-    def has(self, layers: int, depth: int = 0) -> bool:
+    def has_grown(self, layers: int, depth: int = 0) -> bool:
         """Whether `layers` layers came since the last correction and the tree reaches `depth` below the root; or the
         drafter gave up."""
         if self.layers < layers or not depth or self.layers >= _UNLIMITED:
