@@ -103,9 +103,9 @@ class CacheMachine(RuleBasedStateMachine):
                 added += 1
             if candidate.node_id not in self.live:
                 self.dead.append(candidate.node_id)
-        before = self.cache.layers, self.cache.counts["dead parent"]
+        before = self.cache.layers, self.cache.counts["orphan"]
         assert self.cache.insert(CandidateLayer(self.root, nodes)) == added
-        assert (self.cache.layers, self.cache.counts["dead parent"]) == (before[0] + (added > 0), before[1] + orphans)
+        assert (self.cache.layers, self.cache.counts["orphan"]) == (before[0] + (added > 0), before[1] + orphans)
 
     @rule(is_stale=st.booleans())
     def offer_nothing(self, is_stale: bool) -> None:

@@ -102,7 +102,7 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
     assert run.failure is None or died, f"interleaving {seed}: the drafter failed by itself: {run.failure!r}"
     assert len(messages) <= 1, messages
     assert died or not messages, messages
-    met.update({kind: run.counts[kind] for kind in ("dead parent", "primary", "secondary", "late", "miss")})
+    met.update({kind: run.counts[kind] for kind in ("orphan", "primary", "secondary", "late", "miss")})
     met.update({"dead worker": int(died), "texts": len(requests), "tokens": sum(map(len, run.texts))})
     met["full tree"] += watched.met["full tree"] if hasattr(watched, "met") else 0
     met["batched"] += len(requests) > 1
@@ -117,7 +117,7 @@ def test_random_interleavings(rounds: int, method: str) -> None:
     for seed in range(rounds):
         run_once(seed, met, method)
     print(f"\n{rounds} interleavings of {method}:", ", ".join(f"{kind} {count}" for kind, count in sorted(met.items())))
-    kinds = ("dead parent", "primary", "late", "miss", "full tree", "dead worker", "batched", *KINDS)
+    kinds = ("orphan", "primary", "late", "miss", "full tree", "dead worker", "batched", *KINDS)
     for kind in (*kinds, "secondary")[: None if method in ("card", "planned") else -1]:  # chains have few siblings
         assert met[kind] > 0, f"never met: {kind}"
 

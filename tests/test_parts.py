@@ -124,7 +124,7 @@ def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
     assert cache.layers > 0
     assert cache.insert(CandidateLayer(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
     assert cache.insert(CandidateLayer(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
-    assert cache.counts["dead parent"] == 1
+    assert cache.counts["orphan"] == 1
 
 
 def test_a_worker_leaves_other_threads_their_cores() -> None:

@@ -90,7 +90,7 @@ def run_once(seed: int, met: Counter[str]) -> None:
     assert run.failure is None or isinstance(run.failure, DrafterDiedError), f"interleaving {seed}: {run.failure!r}"
     assert len(messages) == (run.failure is not None), messages
     met.update(texts=len(requests), tokens=sum(map(len, run.texts)), dead=int(run.failure is not None))
-    met.update({kind: run.counts[kind] for kind in ("primary", "secondary", "late", "miss", "dead parent")})
+    met.update({kind: run.counts[kind] for kind in ("primary", "secondary", "late", "miss", "orphan")})
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(1000, marks=pytest.mark.long)])

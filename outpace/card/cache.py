@@ -100,7 +100,7 @@ class CandidateCache:
             for candidate in layer.nodes:
                 parent = self._nodes.get(candidate.parent_id)
                 if parent is None:
-                    self.counts["dead parent"] += 1
+                    self.counts["orphan"] += 1
                     continue
                 score = self._tree.scores[parent] + candidate.chance
                 node = self._tree.add(parent, candidate.token, score, candidate.role, node_id=candidate.node_id)

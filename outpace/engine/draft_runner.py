@@ -103,7 +103,7 @@ class DraftRunner:
         sequence.draft.state = None
         if worker := self._worker_of(sequence):
             worker.forget(sequence.key)
-            sequence.history.stale += sequence.context.candidates.counts["dead parent"]
+            sequence.history.stale += sequence.context.candidates.counts["orphan"]
 
     def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
         """Return the most bytes of keys and values that drafts in this process may need for sequences with texts of
