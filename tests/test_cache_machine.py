@@ -109,9 +109,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(is_stale=st.booleans())
     def offer_nothing(self, is_stale: bool) -> None:
-        before = self.cache.counts["nothing to offer"]
+        before = self.cache.counts["exhausted"]
         assert self.cache.insert(CandidateLayer(self.root + 1000 * is_stale, ())) == 0
-        assert self.cache.counts["nothing to offer"] == before + (not is_stale)
+        assert self.cache.counts["exhausted"] == before + (not is_stale)
         self.cache.wait(10**6 if not is_stale else 0, 60.0)  # who waits is let go
 
     @precondition(lambda self: self.queried is None)

@@ -207,7 +207,7 @@ class CandidateCache:
             self._news.release()
 
     def _give_up(self) -> None:
-        self.counts["nothing to offer"] += 1
+        self.counts["exhausted"] += 1
         self.layers = _UNLIMITED
 
     def _move(self, root: int | None, token: int) -> None:
