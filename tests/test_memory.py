@@ -83,7 +83,7 @@ def drafts_of(engine: Engine) -> list[tuple[int, ToySession]]:
     states = [(run.key, run.draft.state) for run in (*engine.running, *engine.waiting)]
     if isinstance(engine.worker, InlineWorker):
         engine.worker._loop._read_inbox()
-        states += [(key, track.state) for key, track in engine.worker._loop._tracks.items()]
+        states += [(key, track.state) for key, track in engine.worker._loop._requests.items()]
     parts = [(key, part) for key, state in states for part in getattr(state, "parts", [state])]
     found = [(key, part, getattr(part, "session", None)) for key, part in parts]
     return [(key, it) for key, part, it in found if isinstance(it, ToySession) and it is not part.base]

@@ -98,7 +98,7 @@ class DraftLoop:
         check_concurrent(drafter)
         self._drafter = drafter
         self._most = most_requests
-        self._tracks: dict[int, DraftedRequest] = {}
+        self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
 
     def grow(self) -> list[tuple[int, CandidateLayer]]:
@@ -108,17 +108,17 @@ class DraftLoop:
         keys = self._next()
         if not keys:
             return []
-        tracks = [self._tracks[key] for key in keys]
+        tracks = [self._requests[key] for key in keys]
         added = self._drafter.grow([track.state for track in tracks], [track.tree for track in tracks])
         for track, count in zip(tracks, added, strict=True):
             track.layers += count > 0
             track.idle = not count or track.is_done
-        return [(key, self._delta(self._tracks[key])) for key in keys]
+        return [(key, self._delta(self._requests[key])) for key in keys]
 
     def post(self, message: Message) -> None:
         """Put a message into the inbox; any thread but the drafter's may call this. The drafter learns of a correction
         at once too, since it may be able to follow it during a forward."""
-        track = self._tracks.get(message.key)
+        track = self._requests.get(message.key)
         if track is not None and isinstance(message, Correct):
             path, tokens, root_id, _ = message.correction
             with suppress(Exception):  # the inbox has it too, and a fault is raised there, in the drafter's own thread
@@ -145,7 +145,7 @@ class DraftLoop:
     @property
     def has_work(self) -> bool:
         """Whether there is a message or a tree that can grow."""
-        return not self.inbox.empty() or any(not track.idle for track in self._tracks.values())
+        return not self.inbox.empty() or any(not track.idle for track in self._requests.values())
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for the next message and read it."""
@@ -157,7 +157,7 @@ class DraftLoop:
 
     def drop(self, failure: BaseException) -> None:
         """Release everything after the drafter failed, including what the kept exception refers to."""
-        self._tracks.clear()
+        self._requests.clear()
         clear_frames(failure.__traceback__)
 
     def end(self) -> None:
@@ -166,9 +166,9 @@ class DraftLoop:
 
     def _next(self) -> list[int]:
         """Choose the requests of the next forward, round robin."""
-        keys = [key for key, track in self._tracks.items() if not track.idle][: self._most]
+        keys = [key for key, track in self._requests.items() if not track.idle][: self._most]
         for key in keys:
-            self._tracks[key] = self._tracks.pop(key)
+            self._requests[key] = self._requests.pop(key)
         return keys
 
     def _delta(self, track: DraftedRequest) -> CandidateLayer:
@@ -193,24 +193,24 @@ class DraftLoop:
     def _take(self, message: Message | None) -> None:
         if isinstance(message, Open):
             state = self._drafter.open(message.request)
-            self._tracks[message.key] = DraftedRequest(
+            self._requests[message.key] = DraftedRequest(
                 state, TokenTree(message.request.prompt[-1], next_id=message.next_id)
             )
         elif isinstance(message, Close):
-            track = self._tracks.pop(message.key, None)
+            track = self._requests.pop(message.key, None)
             if track is not None:
                 self._drafter.close(track.state)
         elif isinstance(message, Configure):
-            self._configure(self._tracks[message.key], message.orders)
+            self._configure(self._requests[message.key], message.orders)
         elif isinstance(message, Pause):
-            track = self._tracks[message.key]
+            track = self._requests[message.key]
             track.idle = True
             self._drafter.pause(track.state)
         elif isinstance(message, Resume):
-            track = self._tracks[message.key]
+            track = self._requests[message.key]
             track.idle = track.is_done
         elif message is not None:
-            self._follow(self._tracks[message.key], message.correction)
+            self._follow(self._requests[message.key], message.correction)
 
     def _configure(self, track: DraftedRequest, orders: DraftDirectives) -> None:
         track.orders, track.layers = orders, 0
