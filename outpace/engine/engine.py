@@ -281,13 +281,15 @@ class Engine(AbstractContextManager["Engine"]):
         decode plainly and none waits for admission, a first token, or every single token."""
         most = int(self.options.burst / seconds) - 1 if seconds else 0
         for sequence, _ in batch.trees:
-            if most < 1 or not isinstance(sequence.ask, Verify) or not sequence.ask.more:  # as in rounds with drafts
+            if (
+                most < 1 or not isinstance(sequence.ask, Verify) or not sequence.ask.max_extra_passes
+            ):  # as in rounds with drafts
                 return 0
             if not sequence.history.first_token or not (sequence.picks_by_score and sequence.allows_several_rounds):
                 return 0
             session = sequence.kv.session
             free = session.slots - session.length - session.pending
-            most = min(most, sequence.ask.more, sequence.tokens_left - 1, free)
+            most = min(most, sequence.ask.max_extra_passes, sequence.tokens_left - 1, free)
         return 0 if batch.chunks or self.worker is not None or self._scheduler.may_admit else most
 
     def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
