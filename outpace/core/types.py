@@ -237,7 +237,7 @@ class Verify(NamedTuple):
     """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows."""
 
     tree: TokenTree
-    more: int = 0  # further passes allowed after one over a root alone, each over the token picked last
+    max_extra_passes: int = 0  # further passes allowed after one over a root alone, each over the token picked last
 
 
 class Await(NamedTuple):
