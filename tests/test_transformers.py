@@ -168,8 +168,8 @@ def test_a_tree_is_one_forward_or_one_for_each_branch_and_nothing_is_computed_tw
 @pytest.mark.parametrize("name", sorted(tiny.CONFIGS))
 def test_it_says_what_it_does_with_trees(name: str) -> None:
     model = load(name)
-    assert model.trees == (name in tiny.TREES)
-    assert model.notice is None if model.trees else model.notice.startswith("chains only: every branch")
+    assert model.supports_trees == (name in tiny.TREES)
+    assert model.notice is None if model.supports_trees else model.notice.startswith("chains only: every branch")
     assert model.exact is False
 
 
@@ -185,7 +185,7 @@ def test_trees_go_with_either_attention_and_in_half_precision(name: str, dtype: 
     module = tiny.build(name).to(dtype)
     module.set_attn_implementation(attention)
     model = adapt(module)
-    assert model.trees, model.notice
+    assert model.supports_trees, model.notice
     assert model.score([chain(model.open(9, 9), [5, 6], [1])]).dtype == dtype
 
 

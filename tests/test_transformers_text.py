@@ -203,7 +203,7 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="brings its own Python code, which runs only with --trust-remote-code"):
         load_model(folder)
     assert not trace.exists()
-    assert load_model(folder, trust_remote_code=True).model.trees
+    assert load_model(folder, trust_remote_code=True).model.supports_trees
     assert trace.exists()
 
 

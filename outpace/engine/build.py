@@ -234,7 +234,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     names = [*drafter_names(name), *([options.structured_drafter] if options.structured_drafter else [])]
     registry.check_known(modules, values, [module for one in names for module in drafter_modules(one).values()])
     models = [target, draft, *(draft.others if draft else ())]
-    if not all(loaded.model.trees for loaded in models if loaded):
+    if not all(loaded.model.supports_trees for loaded in models if loaded):
         values = {"width": 1, "branches": 1} | dict(values)  # each branch would be a pass of its own
     drafters = {one: build_drafter(one, _build_context(target, draft), values) for one in names}
     if decoder.needs == "drafter":
