@@ -212,7 +212,7 @@ class Model(SupportsMultiStep, Pairs):
     device: Any
     dtype: Any = None  # the torch type it computes in; None if it is not computed by torch
     exact: bool = False  # whether a row's bits depend on its own token, prefix and ancestors only
-    trees: bool = True  # whether a token tree takes one forward pass; else each branch takes one
+    supports_trees: bool = True  # whether a token tree takes one forward pass; else each branch takes one
     notice: str | None = None  # a sentence about this model for its users
     num_layers: int = 0  # number of layers that `select_layers` can choose from; 0: it cannot
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
