@@ -148,7 +148,7 @@ class TransformersModel(Model):
         self.device, self.dtype = passes.device, passes.dtype
         self.max_positions = passes.max_positions
         self.vocab_size = min(passes.num_embeddings, found.width)
-        self.trees = found.objection is None
+        self.supports_trees = found.objection is None
         self.notice = None if self.trees else _notice(found.objection)
 
     @property
