@@ -149,7 +149,7 @@ class TransformersModel(Model):
         self.max_positions = passes.max_positions
         self.vocab_size = min(passes.num_embeddings, found.width)
         self.supports_trees = found.objection is None
-        self.notice = None if self.trees else _notice(found.objection)
+        self.notice = None if self.supports_trees else _notice(found.objection)
 
     @property
     def token_bytes(self) -> int:
