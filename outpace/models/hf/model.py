@@ -172,12 +172,12 @@ class TransformersModel(Model):
 
     def _score(self, forest: Sequence[Part]) -> Tensor:
         """Score each part in one or more forwards; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
-        return self._passes.score(forest, width=self.vocab_size, as_trees=self.trees)
+        return self._passes.score(forest, width=self.vocab_size, as_trees=self.supports_trees)
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Score, and return the hidden states before each of `layers`. [layers, shown rows, width]"""
         scored = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
-        rows = self._passes.score(scored, width=self.vocab_size, as_trees=self.trees, layers=layers)
+        rows = self._passes.score(scored, width=self.vocab_size, as_trees=self.supports_trees, layers=layers)
         wanted, shown, first = [], [], 0
         for part, scored_part in zip(forest, scored, strict=True):
             places = {node: first + place for place, node in enumerate(scored_part.wanted)}
