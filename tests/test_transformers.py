@@ -175,7 +175,7 @@ def test_it_says_what_it_does_with_trees(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(tiny.CONFIGS) - set(tiny.TREES)))
 def test_half_precision_hides_no_misread_mask(name: str) -> None:
-    assert not adapt(tiny.build(name).to(torch.bfloat16)).trees
+    assert not adapt(tiny.build(name).to(torch.bfloat16)).supports_trees
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
