@@ -156,7 +156,7 @@ def test_a_row_is_masked_once_and_half_precision_stays_a_copy() -> None:
     masked = adjust_logits(logits, [Row(request, PROMPT)])
     assert (masked[0] == 0).nonzero().flatten().tolist() == sorted(rings(16, 5)[PROMPT[-1]])
     assert not logits.isinf().any()
-    assert adjust_logits(logits, [Row(request, PROMPT, is_open=True)]) is logits
+    assert adjust_logits(logits, [Row(request, PROMPT, skips_mask=True)]) is logits
 
 
 def test_rules_say_where_no_mask_is_needed() -> None:

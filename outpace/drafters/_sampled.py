@@ -79,7 +79,7 @@ def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
     try:
         wide = adjust_logits(scores.wide(), [row])
     except UserError:  # a failed constraint ends its request in the target pass
-        wide = adjust_logits(scores.wide(), [row._replace(is_open=True)])
+        wide = adjust_logits(scores.wide(), [row._replace(skips_mask=True)])
     return host_array(wide if scores.ids is None else wide[:, torch.from_numpy(scores.ids)])
 
 

@@ -195,7 +195,7 @@ def _top_k_by_rank(held: SparseLogits, number: int, row: Row, count: int) -> Top
     try:
         ranks = rule.rank(logits, [row])[0]
     except UserError:  # the constraint failed; the request ends when the target's rows are masked
-        ranks = rule.rank(logits, [row._replace(is_open=True)])[0]
+        ranks = rule.rank(logits, [row._replace(skips_mask=True)])[0]
     ids, best = stable_top_k(ranks, min(count, len(ranks)))
     return without_excluded(ids.tolist(), best.tolist())
 
