@@ -140,7 +140,7 @@ def _check_picks(logits: Scores, rows: Sequence[Row], picks: Sequence[Any]) -> l
         same = by_path[path]
         if constraint.allowed(row.committed, (*path, checked[same[0]])) <= len(path):
             for number in same:
-                checked[number] = _reduce(logits[number : number + 1], [rows[number]._replace(is_open=False)])[0]
+                checked[number] = _reduce(logits[number : number + 1], [rows[number]._replace(skips_mask=False)])[0]
         path = (*path, checked[same[0]])
     return checked
 
