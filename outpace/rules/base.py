@@ -92,7 +92,7 @@ def reduce_rows(logits: Scores, rows: Sequence[Row]) -> list[Any]:
     """Reduce each row by its request's rule, neighbours of one rule together: [rows, vocab] to one value per row."""
     is_constrained = any(row.request.constraint is not None for row in rows)
     if is_constrained:
-        rows = [row._replace(is_open=_checks_later(row.request)) for row in rows]
+        rows = [row._replace(skips_mask=_checks_later(row.request)) for row in rows]
     picks: list[Any] = []
     for start, run in _neighbours(rows, lambda row: row.request.rule):
         picks += _reduce(logits if len(run) == len(rows) else logits[start : start + len(run)], run)
