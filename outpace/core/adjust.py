@@ -45,7 +45,7 @@ def adjust_logits(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | 
     threads, which then compete with the model's.
     """
     for row in rows:
-        if row.request.adjustments is not None or (row.request.constraint is not None and not row.is_open):
+        if row.request.adjustments is not None or (row.request.constraint is not None and not row.skips_mask):
             break
     else:
         return logits
@@ -76,7 +76,7 @@ def adjust_sparse(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row
 def apply_constraint(logits: Tensor | np.ndarray, row: Row) -> None:
     """Forbid, in place, what the row's constraint refuses. A complete or invalid text is left as it is. [vocab]"""
     constraint = row.request.constraint
-    if constraint is None or row.is_open:
+    if constraint is None or row.skips_mask:
         return
     mask = constraint.mask(row.committed, row.path)
     if mask is None:
