@@ -98,7 +98,7 @@ def reduce_rows(logits: Scores, rows: Sequence[Row]) -> list[Any]:
         picks += _reduce(logits if len(run) == len(rows) else logits[start : start + len(run)], run)
     if is_constrained:
         for start, some in _neighbours(rows, lambda row: row.request):
-            if some[0].is_open:
+            if some[0].skips_mask:
                 own = slice(start, start + len(some))
                 picks[own] = _check_picks(logits[own], some, picks[own])
     return picks
