@@ -186,7 +186,7 @@ class Row(NamedTuple):
     committed: Sequence[int]
     path: tuple[int, ...] = ()
     node_id: int = 0
-    is_open: bool = False  # the request's constraint does not mask this row
+    skips_mask: bool = False  # the request's constraint does not mask this row
     hidden: Tensor | None = None  # [traits.hidden_layers, width]
 
     @property
