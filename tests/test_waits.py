@@ -59,7 +59,7 @@ class Watched(InlineWorker):
     def set_directives(self, key: int, orders: DraftDirectives) -> None:
         self.met["rests"] += orders.layers == 0
         self.met["a few layers"] += bool(orders.layers)
-        super().order(key, orders)
+        super().set_directives(key, orders)
 
 
 def run_once(seed: int, met: Counter[str]) -> None:
