@@ -24,8 +24,6 @@ from outpace.models.load import load_draft, load_model
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
 emulation = pytest.importorskip("outpace_kernels.emulation")
-if not hasattr(kernels, "round_to_q4_1"):
-    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
 
 WHOLE = replace(reference.TINY, hidden_size=64, intermediate_size=96, head_dim=32)  # of blocks of 32
 CUT = replace(reference.TINY, hidden_size=100, intermediate_size=70, head_dim=22)  # of none

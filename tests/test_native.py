@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,15 +25,13 @@ from outpace.models.files.find import resolve
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.native import binding
 from outpace.models.llama.native import runtime as native
-from outpace.models.llama.native.binding import NativeOptions, UnsupportedShape, check_supported
+from outpace.models.llama.native.binding import NativeOptions, UnsupportedShape
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import Loaded
 from outpace.models.text.tokenizer import Tokenizer
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
-if not hasattr(kernels, "KV_DTYPES"):
-    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
 
 TINY = reference.TINY
 TINIES = {
@@ -226,14 +223,6 @@ def test_a_shallow_model_shares_the_layers() -> None:
     model = tiny(TINY)
     assert torch.equal(fresh(model.select_layers([0, 1, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
     assert not torch.equal(fresh(model.select_layers([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
-
-
-@pytest.mark.parametrize("config", [TINIES["windows"], TINIES["gemma"]], ids=["windows", "gemma"])
-def test_kernels_that_were_built_before_refuse_what_they_would_get_wrong(config: LlamaConfig) -> None:
-    older = SimpleNamespace(MAX_DEPTH=kernels.MAX_DEPTH, Layer=object)
-    check_supported(older, TINY)
-    with pytest.raises(UnsupportedShape, match=r"built before they took sliding windows or Gemma 3: run `pip install"):
-        check_supported(older, config)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -14,8 +14,6 @@ from outpace.models.base import Part, chain
 from outpace.models.llama.native.runtime import NativeLlama
 
 kernels = pytest.importorskip("outpace_kernels")
-if not hasattr(kernels.Model, "score"):
-    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
 
 COUNTS = (1, 2, 8)
 
