@@ -183,7 +183,7 @@ def test_where_products_see_places_there_is_no_exact_mode(monkeypatch: pytest.Mo
 
 def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
-    return attention.attend_batch(query.float(), keys.float(), values.float(), mask, "matmul")
+    return attention.attend_batch(query.float(), keys.float(), values.float(), mask)
 
 
 @pytest.mark.parametrize("mistake", ["attends in float32", "forgets the grids", "forgets moves"])
