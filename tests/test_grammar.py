@@ -269,8 +269,8 @@ def test_a_question_is_asked_once(grammars: Grammars, tokenizer: Tokenizer, monk
     """What was drafted and is written by now is the same text; another token in its place is another."""
     constraint = grammars.constraint(Structure("regex", "(ab|cd)f"), 1)
     asked: list[int] = []
-    walker = GrammarConstraint._walker
-    monkeypatch.setattr(GrammarConstraint, "_walker", lambda own, text: asked.append(1) or walker(own, text))
+    cursor = GrammarConstraint._cursor
+    monkeypatch.setattr(GrammarConstraint, "_cursor", lambda own, text: asked.append(1) or cursor(own, text))
     one, end = tokenizer.continuation("ab"), tokenizer.continuation("f")
     text = [5]
     for _ in range(2):

@@ -179,7 +179,7 @@ def test_no_key_returns_although_positions_do() -> None:
             return super().number(key)
 
     class Noting(Rejection):
-        chance = Counted()
+        random_source = Counted()
 
         def reduce(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Any]:
             for row in rows:
