@@ -214,7 +214,7 @@ PART_MUTATIONS = [
     mutation(
         "model: orders are not heeded",
         ModelDrafter,
-        "configure",
+        "set_directives",
         nothing,
         "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come",
     ),

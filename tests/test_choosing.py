@@ -155,7 +155,7 @@ def test_what_was_learnt_is_remembered() -> None:
 def test_each_draft_is_told_what_to_draft() -> None:
     drafter = choosing(GARBAGE, TARGET)
     state, orders = drafter.open(make_request(PROMPT)), DraftDirectives(outcomes=2)
-    drafter.configure(state, orders)
+    drafter.set_directives(state, orders)
     assert [part.orders for part in state.parts] == [orders, orders]
 
 

@@ -108,7 +108,7 @@ class Pair:
 
     def orders(self, number: int, orders: DraftDirectives) -> None:
         for drafter, states in zip(self.drafters, self.states, strict=True):
-            drafter.configure(states[number], orders)
+            drafter.set_directives(states[number], orders)
 
     @property
     def tree(self) -> TokenTree:

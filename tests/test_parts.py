@@ -106,11 +106,11 @@ def test_a_sure_draft_leaves_less_open_than_another() -> None:
 def test_layers_leave_room_in_a_tree_for_those_to_come() -> None:
     drafter = ModelDrafter(TARGET, Options(width=4, tree_nodes=64, floor=0.0))
     state, tree = drafter.open(request(1, 2, 3)), TokenTree(3)
-    drafter.configure(state, DraftDirectives(share=0.25))
+    drafter.set_directives(state, DraftDirectives(share=0.25))
     added = [drafter.grow([state], [tree])[0] for _ in range(6)]
     assert added[:2] == [4, 14], "of a layer of sixteen as many as are a quarter of the room"
     assert min(added[2:]) >= 8, "twice its width in any case"
-    drafter.configure(state, DraftDirectives())
+    drafter.set_directives(state, DraftDirectives())
     assert drafter.grow([state], [tree]) == [64 - 1 - sum(added)]
 
 

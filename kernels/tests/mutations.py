@@ -68,7 +68,7 @@ def copy_sources(root: Path) -> None:
             copy_changed(str(source), str(place))
 
 
-def configure(root: Path) -> Path:
+def set_directives(root: Path) -> Path:
     """Configure a fast build of the copy; return its folder."""
     build = root / "build"
     options = ["-DOUTPACE_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"]
@@ -86,7 +86,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = asked.build or Path(folder)
         copy_sources(root)
-        build = configure(root)
+        build = set_directives(root)
         fails, why = judge(None, root, build)
         if fails or why != "no check notices it":
             print(f"the kernels fail without a mistake: {why}")

@@ -214,7 +214,7 @@ class DraftLoop:
 
     def _configure(self, track: DraftedRequest, orders: DraftDirectives) -> None:
         track.orders, track.layers = orders, 0
-        self._drafter.configure(track.state, orders)
+        self._drafter.set_directives(track.state, orders)
         track.idle = track.is_done
 
     def _follow(self, track: DraftedRequest, correction: Correction) -> None:

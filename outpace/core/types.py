@@ -373,7 +373,7 @@ class Drafter(Carries):
         """Return log q of these tokens as a continuation of the text; None if the drafter does not compute it."""
         return None
 
-    def configure(self, state: Any, directives: DraftDirectives) -> None:
+    def set_directives(self, state: Any, directives: DraftDirectives) -> None:
         """Set how and where to draft for a request from now on. Drafters that cannot comply ignore it."""
 
     def begin_concurrent(self) -> None:

@@ -34,9 +34,9 @@ class CompositeDrafter(Drafter):
         self.parts = parts
         self.shares_work = any(part.shares_work for part in parts)
 
-    def configure(self, state: CompositeState, orders: DraftDirectives) -> None:
+    def set_directives(self, state: CompositeState, orders: DraftDirectives) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            part.configure(inner, orders)
+            part.set_directives(inner, orders)
 
     def begin_concurrent(self) -> None:
         for part in self.parts:

@@ -202,7 +202,7 @@ class TreeExpander:
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 
-    def configure(self, state: ExpansionState, orders: DraftDirectives) -> None:
+    def set_directives(self, state: ExpansionState, orders: DraftDirectives) -> None:
         """Apply directives from now on; the open nodes are determined again if they depend on them."""
         before, state.orders = state.orders, orders
         if orders.floor != before.floor or orders.outcomes or before.outcomes:

@@ -184,8 +184,8 @@ class ModelDrafter(Drafter):
         """Run one forward of the draft model; see the base class."""
         return self._expander.likelihood(state, tokens)
 
-    def configure(self, state: ModelState, orders: DraftDirectives) -> None:
-        self._expander.configure(state, orders)
+    def set_directives(self, state: ModelState, orders: DraftDirectives) -> None:
+        self._expander.set_directives(state, orders)
 
     def begin_concurrent(self) -> None:
         self._multi_step.is_concurrent = True
