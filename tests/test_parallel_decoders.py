@@ -9,7 +9,7 @@ from doubles import QuickToy, decode, make_drafter, make_request, write
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.loop import Configure, Correct, DraftLoop, Open
+from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
 from outpace.core import theory
 from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import TokenTree, depths
@@ -97,7 +97,7 @@ def grown(orders: DraftDirectives, forwards: int = 50) -> TokenTree:
     """The tree of a drafter that was given these directives, after at most this number of forwards."""
     loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
     loop.inbox.put(Open(0, REQUESTS[0]))
-    loop.inbox.put(Configure(0, orders))
+    loop.inbox.put(SetDirectives(0, orders))
     for _ in range(forwards):
         for _, layer in loop.grow():
             cache.insert(layer)
@@ -116,7 +116,7 @@ def test_the_drafter_stops_where_it_is_told(orders: DraftDirectives, deepest: in
 
 def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
     loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
-    for message in (Open(0, REQUESTS[0]), Configure(0, DraftDirectives(depth=2, width=1))):
+    for message in (Open(0, REQUESTS[0]), SetDirectives(0, DraftDirectives(depth=2, width=1))):
         loop.inbox.put(message)
 
     def deepest() -> int:
@@ -126,7 +126,7 @@ def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
         return max(depths(cache.query(99).parents))
 
     assert deepest() == 2
-    loop.inbox.put(Configure(0, DraftDirectives(depth=4, width=1)))
+    loop.inbox.put(SetDirectives(0, DraftDirectives(depth=4, width=1)))
     assert deepest() == 4
     tree = cache.query(3)
     picks = [*tree.tokens[1:], write(TARGET, REQUESTS[0])[2]]

@@ -69,7 +69,7 @@ def copy_sources(root: Path) -> None:
 
 
 def set_directives(root: Path) -> Path:
-    """Configure a fast build of the copy; return its folder."""
+    """SetDirectives a fast build of the copy; return its folder."""
     build = root / "build"
     options = ["-DOUTPACE_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"]
     subprocess.run(["cmake", "-S", str(root), "-B", str(build), *options], check=True, stdout=subprocess.DEVNULL)

@@ -32,7 +32,7 @@ class Correct(NamedTuple):
     correction: Correction
 
 
-class Configure(NamedTuple):
+class SetDirectives(NamedTuple):
     """Draft a request by these directives from now on."""
 
     key: int
@@ -57,7 +57,7 @@ class Close(NamedTuple):
     key: int
 
 
-Message = Open | Correct | Configure | Pause | Resume | Close
+Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
 
 @dataclass
@@ -200,7 +200,7 @@ class DraftLoop:
             track = self._requests.pop(message.key, None)
             if track is not None:
                 self._drafter.close(track.state)
-        elif isinstance(message, Configure):
+        elif isinstance(message, SetDirectives):
             self._configure(self._requests[message.key], message.orders)
         elif isinstance(message, Pause):
             track = self._requests[message.key]

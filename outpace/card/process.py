@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
-from outpace.card.loop import Close, Configure, Correct, DraftLoop, Message, Open
+from outpace.card.loop import Close, Correct, DraftLoop, Message, Open, SetDirectives
 from outpace.card.worker import DraftWorker
 from outpace.core import child_process
 from outpace.core.drafting import UNRESTRICTED, DraftDirectives
@@ -264,7 +264,7 @@ class ProcessWorker(DraftWorker):
             del self._requests[message.key]
         elif isinstance(message, Correct):
             record.tokens += message.correction.tokens
-        elif isinstance(message, Configure):
+        elif isinstance(message, SetDirectives):
             record.orders = message.orders
         if ready is None:
             return
@@ -274,7 +274,7 @@ class ProcessWorker(DraftWorker):
             record.child = ready
             ready.post(Open(message.key, record.request, record.cache.next_id))
             ready.post(Correct(message.key, Correction([0], list(record.tokens), message.correction.root_id, False)))
-            ready.post(Configure(message.key, record.orders))
+            ready.post(SetDirectives(message.key, record.orders))
 
     def _run(self) -> None:
         """Run one child after another, all in this thread: a child dies with the thread that started it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
-from outpace.card.loop import Close, Configure, Correct, Message, Open, Pause, Resume
+from outpace.card.loop import Close, Correct, Message, Open, Pause, Resume, SetDirectives
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Request
 
@@ -41,7 +41,7 @@ class DraftWorker(ABC):
     def set_directives(self, key: int, orders: DraftDirectives) -> None:
         """Set how a request is drafted from now on; returns at once."""
         (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
-        self._post(Configure(key, orders))
+        self._post(SetDirectives(key, orders))
 
     def pause(self, key: int) -> None:
         """Free a request's keys and values until `resume`; returns at once."""
