@@ -389,7 +389,9 @@ def test_rows_without_an_order_are_not_carried_out(target: NativeLlama, draft: N
     for model, session in zip(models, sessions, strict=True):
         session.reserve(40)
         held, names = model.output_vocab()
-        sides.append(kernels.Side(model.worker_model(), names, held, model.rope_table.table, 39, model.vocab_size - 1))
+        sides.append(
+            kernels.Side(model.model_for_thread(), names, held, model.rope_table.table, 39, model.vocab_size - 1)
+        )
     layers = 0 if is_target else 2
     plan = kernels.Plan(1.0, 1.0, 1.0, 4, layers, 0, 0.0, 0.0, 1.0, 0.0, -1e9, 0.0, [1.0], [])
     nodes = ([3], [-1], [0.0], [1.0])
@@ -570,7 +572,7 @@ def test_a_missing_request_is_refused() -> None:
     model = tiny(TINIES["tiny"])
     model.open(8, 8)
     held, names = model.output_vocab()
-    side = kernels.Side(model.worker_model(), names, held, model.rope_table.table, 7, model.vocab_size - 1)
+    side = kernels.Side(model.model_for_thread(), names, held, model.rope_table.table, 7, model.vocab_size - 1)
     times = kernels.PassTimes([1.0], 1, [])
     with pytest.raises(ValueError, match="a request is missing"):
         kernels.Pair().carry_out(side, side, kernels.Growing(2, 8, -9.0), 4, times, [None], 1, 1.0)

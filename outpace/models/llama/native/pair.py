@@ -26,7 +26,7 @@ class NativeModel(Protocol):
     max_positions: int
     vocab_size: int
 
-    def worker_model(self) -> Any:
+    def model_for_thread(self) -> Any:
         """Return the kernels' model that runs this thread's passes."""
 
     def output_vocab(self) -> tuple[int, Any]:
@@ -64,7 +64,7 @@ class NativePair:
 
     def _side(self, model: NativeModel) -> Any:
         """Return the kernels' view of a model with its current rotary table."""
-        worker, table = model.worker_model(), model.rope_table.table
+        worker, table = model.model_for_thread(), model.rope_table.table
         key = id(worker), id(table)
         if key not in self._sides:
             count, ids = model.output_vocab()

@@ -203,7 +203,7 @@ class NativeLlama(Model):
             self._models[threads] = self._with_threads(threads)
         self._share.threads = threads
 
-    def worker_model(self) -> Any:
+    def model_for_thread(self) -> Any:
         """Return the kernels' model that runs this thread's passes."""
         return self._models[getattr(self._share, "threads", self._threads)]
 
@@ -305,7 +305,7 @@ class NativeLlama(Model):
         return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
 
     def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
-        model = self.worker_model()
+        model = self.model_for_thread()
         out = np.empty((len(hidden), model.outputs), np.float32)
         model.project(host_floats(hidden), out)
         return self._sparse(out, self.output_vocab())
@@ -317,7 +317,7 @@ class NativeLlama(Model):
         return forest
 
     def _forward(self, forest: Forest) -> SparseLogits:
-        model, table = self.worker_model(), self.rope_table.table
+        model, table = self.model_for_thread(), self.rope_table.table
         out = np.empty((len(forest.wanted), model.outputs), np.float32)
         vocab = self.output_vocab()
         if forest.extras:
