@@ -1,5 +1,7 @@
-"""Compiles the kernels of captured passes for some GPUs, none of which has to be there. Run by test_fused.py: with
-TRITON_INTERPRET set, as that has it, nothing is compiled."""
+"""Compiles the Triton kernels for several GPUs, without needing one.
+
+test_fused.py runs it in another process, because nothing is compiled with TRITON_INTERPRET, which that file sets.
+"""
 
 from __future__ import annotations
 

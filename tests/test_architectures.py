@@ -113,7 +113,7 @@ class Pair:
 
     @torch.inference_mode()
     def last_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """transformers' scores after each text, of one pass: what fills the shorter ones stands behind them. [texts,
+        """transformers' scores after each text, from one pass over texts padded on the right. [texts,
         vocab]"""
         longest = max(map(len, texts))
         filled = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])

@@ -27,7 +27,7 @@ MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailabl
 
 
 def machine(root: Path, **files: str) -> Path:
-    """A file system that tells this; `__` in a name is a slash."""
+    """Create a file system with these contents; `__` in a name is a slash."""
     for name, text in {"proc__meminfo": MEMINFO, **files}.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def test_groups_of_the_first_version_limit(tmp_path: Path) -> None:
     assert available_bytes(root) == 50 * MIB
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux tells its size")
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux reports its size")
 def test_a_process_has_limits_of_its_own() -> None:
     """Told in a process that has them."""
     code = (
@@ -93,7 +93,7 @@ def quantised(folder: Path) -> Path:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Says that so many bytes are free."""
+    """Return a function that sets the number of free bytes."""
     return lambda count: monkeypatch.setattr(devices, "available_bytes", lambda: count)
 
 
@@ -182,7 +182,7 @@ def test_an_inflated_model_needs_more(tmp_path: Path, free: Callable[[int], None
 
 @needs_kernels
 @pytest.mark.smollm2
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux tells its size")
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux reports its size")
 def test_a_bounded_process_is_told_before_it_runs_out() -> None:
     smollm2_file()
     code = (

@@ -1,4 +1,4 @@
-"""What a device cannot do is told before anything is loaded. The GPU here is one that torch is made to believe in."""
+"""Unsupported options of a device raise errors before anything is loaded, with a simulated GPU."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_weights_that_do_not_fit_are_told_with_what_would(one_gpu: None) -> None
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_weights_are_counted_as_they_are_held(dtype: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that two names share counts once, one that is laid out anew beside its embedding twice."""
+    """A matrix that two names share counts once; one that is repacked next to its embedding counts twice."""
     seen: dict[int, int] = {}
 
     def note(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:

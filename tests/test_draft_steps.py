@@ -95,7 +95,7 @@ class Pair:
 
     def follow(self, number: int, path: Sequence[int], token: int, is_alone: bool = False) -> None:
         """The target walks these nodes and writes this token after the last. `is_alone`: nothing lives on but the new
-        root, as where a drafter works in turn."""
+        root, as with sequential drafting."""
         for drafter, states, trees in zip(self.drafters, self.states, self.trees, strict=True):
             tree = trees[number]
             tokens = [*(tree.tokens[node] for node in path[1:]), token]

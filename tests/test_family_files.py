@@ -30,7 +30,7 @@ def gentle(family: str) -> dict[str, np.ndarray]:
 
 
 def factors(family: str) -> dict[str, np.ndarray]:
-    """What a file has beside the weights."""
+    """The contents of a file besides the weights."""
     scaling = ARCHITECTURES[family].get("rope_scaling", {})
     return {
         f"rope_factors_{name}.weight": np.array(scaling[f"{name}_factor"], np.float32)

@@ -55,7 +55,7 @@ def written(model: Llama, tokens: list[int], prompt: int) -> tuple[torch.Tensor,
 
 
 def check_against_plain(model: Llama) -> None:
-    """Trees of several sizes beside other sessions, kept, and the same texts token by token."""
+    """Score and keep trees of several sizes in a batch with other sessions, and the same texts token by token."""
     rng, prompts = random.Random(3), [text(model, 70 + 9 * number, number) for number in range(3)]
     sessions = [model.open(300, 200) for _ in prompts]
     texts = [list(prompt) for prompt in prompts]

@@ -53,7 +53,7 @@ def open_pair(folder: Path, runtime: str, kv_dtype: str, **options: Any) -> LLM:
 
 
 def pairs() -> Iterator[Any]:
-    """Each runtime and precision, greedy or sampled in turn, both in the long tests."""
+    """Each runtime and precision, alternately greedy and sampled; both in the long tests."""
     for number, (runtime, kv_dtype) in enumerate(itertools.product(("native", "llama"), HELD)):
         needed = [NEEDS_KERNELS] if runtime == "native" else []
         for place, temperature in enumerate((0.0, 1.0)):

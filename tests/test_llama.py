@@ -134,7 +134,7 @@ def test_a_session_that_starts_from_another_equals_a_fresh_prefill(model: Llama)
     model.score([chain(first, tokens)])
     first.keep(range(12))
     second.start_from(first, 9)
-    first.truncate(0)  # the copy stands for itself
+    first.truncate(0)  # the copy is independent
     again = model.score([chain(second, tokens[9:], range(3))])
     alone = model.score([chain(model.open(64, 64), tokens, range(9, 12))])
     assert_same(model, again, alone)

@@ -1,4 +1,4 @@
-"""What a model may do beside scoring trees: hidden states, skipped sublayers, shorter texts, steering, vectors."""
+"""Optional capabilities: hidden states, skipped sublayers, shorter prefixes, MLP biases, and input vectors."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def model(request: pytest.FixtureRequest) -> NativeLlama:
 
 
 def tree_scores(model: NativeLlama) -> tuple[Tensor, np.ndarray]:
-    """Scores of a tree behind a prompt, and what stands in the slots then."""
+    """Return the logits of a tree after a prompt, and the contents of the slots afterwards."""
     session = prefilled(model, text(model, 37))
     scores = model.score([Part(session, text(model, 24, 2), random_parents(24, 1), range(24))])
     return scores, session.read(37 + 24)
@@ -177,7 +177,7 @@ def test_a_session_that_starts_from_another_equals_a_fresh_prefill(model: Native
     first.keep(range(12))
     second.start_from(first, 9)
     first.truncate(0)
-    model.score([chain(first, text(model, 12, 3))])  # the copy stands for itself
+    model.score([chain(first, text(model, 12, 3))])  # the copy is independent
     again = model.score([chain(second, tokens[9:], range(3))])
     assert torch.equal(again, model.score([chain(model.open(64, 64), tokens, range(9, 12))]))
 

@@ -19,8 +19,7 @@ COUNTS = (1, 2, 8)
 
 
 def parts_of(model: NativeLlama, best: int, seed: int = 1) -> list[Part]:
-    """A tree behind a text, and below one of its nodes another one; a piece of another text of which nothing is
-    wanted."""
+    """A tree after a text, another tree below one of its nodes, and a chunk of another text with no wanted rows."""
     session = model.open(200, 100)
     model.score([chain(session, text(model, 37))])
     session.keep(range(37))
@@ -61,7 +60,7 @@ def test_nothing_is_told_that_not_everybody_asked_for() -> None:
 
 
 def test_a_row_without_order_has_no_best_token() -> None:
-    """Nor a pick that is not the definition's: whoever asked looks at the scores then."""
+    """Nor a pick that differs from the definition: the caller then reads the logits."""
     rows = np.full((4, 70), -3.0, np.float32)
     rows[0, 5], rows[1], rows[2, 6], rows[3, [64, 69]] = np.nan, -np.inf, np.inf, 2.0
     assert kernels.rank(rows, 1, [1.0] * 4, [], None, False) == [([], []), ([], []), ([], []), ([64], [2.0])]

@@ -74,7 +74,7 @@ def everything(model: NativeLlama) -> list[np.ndarray]:
 
 
 def in_turn() -> Iterator[Any]:
-    """Each model with one precision of keys and values in turn, with all of them in the long tests."""
+    """Each model with one precision of keys and values, alternating; with all of them in the long tests."""
     for number, (name, config) in enumerate(TINIES.items()):
         for place, kv_dtype in enumerate(ENTRY_BYTES):
             marks = [pytest.mark.long] if (number + place) % len(ENTRY_BYTES) else []

@@ -56,7 +56,7 @@ def test_a_file_that_does_not_say_how_long_texts_were() -> None:
 
 
 def test_where_the_part_may_stand() -> None:
-    """transformers 5 writes it beside the rotary base."""
+    """transformers 5 writes it next to the rotary base."""
     inside = {name: value for name, value in FIELDS.items() if name not in ("partial_rotary_factor", "rope_scaling")}
     inside["rope_parameters"] = ROPE | {"partial_rotary_factor": 0.5, "rope_theta": 50000.0}
     assert from_dict(inside) == from_dict(FIELDS)

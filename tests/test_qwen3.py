@@ -37,7 +37,7 @@ METADATA: dict[str, Any] = {
 
 
 def qwen3_file(folder: Path, kind: str, **replaced: np.ndarray) -> Path:
-    """`replaced`: what stands in place of all tensors with such a word in their names."""
+    """`replaced`: replacements of all tensors whose names contain a word."""
     tensors = weights(**ARCHITECTURES["qwen3"] | {"head_dim": HEAD})
     tensors = {name: 0.1 * values if values.ndim == 2 else 1 + 0.3 * values for name, values in tensors.items()}
     for word, values in replaced.items():

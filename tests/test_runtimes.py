@@ -1,4 +1,4 @@
-"""Which runtime computes a model, in which precision, and what its user is told where it is not the fast one."""
+"""The choice of runtime and precision for a model, and the notice if it is not the fast one."""
 
 from __future__ import annotations
 

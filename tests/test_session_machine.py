@@ -1,4 +1,4 @@
-"""Random walks through all that sessions can do, beside a twin that is two lists: of written tokens, and of nodes."""
+"""Random walks through all session operations, compared with a twin of two lists: committed tokens, and nodes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SessionMachine(RuleBasedStateMachine):
         return session
 
     def part(self, which: int, tokens: Sequence[int], numbers: Sequence[int], keep: Sequence[int] | None) -> Part:
-        """Nodes with any parents, as many as there is room for; `keep` was carried out in the twin."""
+        """Nodes with any parents, as many as fit; `keep` was applied to the twin."""
         twin = self.twins[which]
         parents = []
         for token, number in list(zip(tokens, numbers, strict=False))[: twin.room]:
@@ -127,7 +127,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), node=NUMBERS, some=st.lists(NUMBERS, max_size=3))
     def keep(self, which: int, node: int, some: list[int]) -> None:
-        """A branch is committed; of what stands below it some branches live on."""
+        """Commit a branch; some branches below it stay pending."""
         path, twin = self.path(which, node), self.twins[which]
         under = twin.below(path[-1]) if path else []
         chosen = {under[number % len(under)] for number in some} if under else set()

@@ -51,7 +51,7 @@ class Toy(Model):
         self.max_positions = 1 << 20
         self.device = torch.device("cpu")
         own, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 7919))
-        shape = (order, vocab_size + 1, vocab_size)  # the extra row stands for positions before the text
+        shape = (order, vocab_size + 1, vocab_size)  # the extra row is for positions before the text
         tables = torch.randn(shape, generator=own, dtype=torch.float64)
         noise = torch.randn(shape, generator=other, dtype=torch.float64)
         self._tables = 2.0 * (agreement * tables + (1.0 - agreement) * noise)

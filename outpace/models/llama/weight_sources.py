@@ -101,7 +101,7 @@ def split_fused(config: LlamaConfig, fetch: WeightSource) -> WeightSource:
 def inflated(config: LlamaConfig, fetch: WeightSource, factor: int) -> tuple[LlamaConfig, WeightSource]:
     """Return the config and weights of a model that costs `factor` times as much and writes the same text.
 
-    It stands in for a large model in measurements. The added layers, to the nearest number, are copies of the model's
+    It replaces a large model in measurements. The added layers, to the nearest number, are copies of the model's
     own layers with zero output projections, so they add nothing to the residual, but a pass reads, computes and stores
     as much as that many real layers would. The model's own layers come first; the output layer counts and stays one.
     UserError for a factor outside 1 to 256.

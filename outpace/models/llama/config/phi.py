@@ -45,7 +45,7 @@ def rotary_dim(part: float, head_dim: int) -> int:
 
 
 def head_order(head_dim: int, rotary_dim: int) -> np.ndarray:
-    """Return an order of a head's entries in which rotated pairs are half a head apart, as in full rotation.
+    """Return an order of a head's entries with half a head between the members of a rotated pair, as in full rotation.
 
     The remaining entries become pairs that are not rotated. Products of queries and keys do not change.
     """

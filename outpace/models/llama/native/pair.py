@@ -15,7 +15,7 @@ from outpace.core.types import Request
 from outpace.models.llama.native.rope_tables import NativeRopeTable
 
 MOST = 2**31 - 1  # the largest integer of the kernels
-_NO_SHARES = -1.0  # stands for an unknown `open` of a calibration
+_NO_SHARES = -1.0  # the kernels' value for an unknown `open` of a calibration
 
 
 class NativeModel(Protocol):

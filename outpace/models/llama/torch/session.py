@@ -24,7 +24,7 @@ class KVFormat:
     """Encodes keys and values [..., head_dim]. In int8, their scales' bytes follow them."""
 
     def __init__(self, kv_dtype: str, own: torch.dtype, head_dim: int) -> None:
-        """`own`: the attention's type, which "auto" stands for."""
+        """`own`: the attention's type, which "auto" selects."""
         self.is_own = kv_dtype == AUTO
         self.dtype: torch.dtype = own if self.is_own else getattr(torch, kv_dtype)
         self._own, self._head_dim = own, head_dim
