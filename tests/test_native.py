@@ -268,7 +268,7 @@ ENGLISH = (
     "The river rises in the hills to the north of the town and runs past the old mill, where the water once turned "
     "three wheels. In spring it carries branches and foam; by August one can cross it on stones. Children learn to "
     "swim in the pool below the bridge, and in the evening their parents sit on the bank and talk about the harvest. "
-    "Nobody remembers a winter in which the pool froze over, though the schoolmaster has read of one in a letter."
+    "No one remembers a winter in which the pool froze over, though the schoolmaster has read of one in a letter."
 )
 
 

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], says: str) -> None
         "held": 97,
         "names": None,
     }
-    model._model.score([(session.store, 0, 0, 1, b"\1")], **asked)
+    model.worker_model().score([(session.store, 0, 0, 1, b"\1")], **asked)
     spans = [(session.store, 0, 0, 1, change.pop("sees", b"\1"))]
     with pytest.raises(ValueError, match=says):
-        model._model.score(spans, **(asked | change))
+        model.worker_model().score(spans, **(asked | change))

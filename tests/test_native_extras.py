@@ -18,7 +18,6 @@ from test_native import SETS, TINIES, open_smollm2, tiny
 from torch import Tensor
 
 from outpace.core.drafting import Needs
-from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.decoders import Autoregressive, Speculative
 from outpace.engine.engine import Engine, EngineOptions
@@ -263,23 +262,6 @@ def test_a_reduced_output_layer_scores_hidden_states_too() -> None:
     assert int(wide.isinf().sum()) == whole.vocab_size - 4
 
 
-def test_kernels_that_were_built_before_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outpace_kernels import emulation
-
-    names = {name: getattr(emulation, name) for name in dir(emulation) if not name.startswith("_")}
-    older = type("Package", (), names | {"Model": type("Model", (), {"__init__": lambda self, *given: None})})
-    monkeypatch.setattr(native, "load_kernels", lambda: older)
-    model = tiny(TINIES["tiny"])
-    for ask in (
-        lambda: Engine(model, Head(model, 1)),
-        lambda: model.skip_sublayers([1], []),
-        lambda: model.project(torch.zeros(1, 48)),
-        lambda: model.score([chain(model.open(9, 9), [1], [0])._replace(length=0)]),
-    ):
-        with pytest.raises(UserError, match=r"these kernels were built before they could: run `pip install"):
-            ask()
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -301,4 +283,4 @@ def test_arrays_that_do_not_fit_are_refused(asked: dict, says: str) -> None:
         asked["hidden"] = np.zeros((1, 1, 48), np.float32)
     turns, scores = np.zeros((1, 4, 2), np.float32), np.zeros((1, 97), np.float32)
     with pytest.raises(ValueError, match=says):
-        model._model.forward(spans, one, turns, one, scores, **asked)
+        model.worker_model().forward(spans, one, turns, one, scores, **asked)
