@@ -165,7 +165,7 @@ PART_MUTATIONS = [
     mutation(
         "pearl: what comes beside a pass is lost",
         CandidateCache,
-        "late",
+        "add_late_children",
         lambda f: lambda self, tree: 0,
         "test_parallel_decoders.py::test_pearl_verifies_the_root_after_a_miss_and_else_a_chain",
     ),
@@ -212,7 +212,7 @@ PART_MUTATIONS = [
         "test_parts.py::test_a_sure_draft_leaves_less_open_than_another",
     ),
     mutation(
-        "model: orders are not heeded",
+        "model: directives are ignored",
         ModelDrafter,
         "set_directives",
         nothing,

@@ -154,9 +154,9 @@ def test_what_was_learnt_is_remembered() -> None:
 
 def test_each_draft_is_told_what_to_draft() -> None:
     drafter = choosing(GARBAGE, TARGET)
-    state, orders = drafter.open(make_request(PROMPT)), DraftDirectives(outcomes=2)
-    drafter.set_directives(state, orders)
-    assert [part.orders for part in state.parts] == [orders, orders]
+    state, directives = drafter.open(make_request(PROMPT)), DraftDirectives(outcomes=2)
+    drafter.set_directives(state, directives)
+    assert [part.directives for part in state.parts] == [directives, directives]
 
 
 def test_one_draft_is_drafted_with_as_ever() -> None:

@@ -106,9 +106,9 @@ class Pair:
             drafter.observe(states[number], Observation(ids, tokens, after))
             trees[number] = after
 
-    def orders(self, number: int, orders: DraftDirectives) -> None:
+    def directives(self, number: int, directives: DraftDirectives) -> None:
         for drafter, states in zip(self.drafters, self.states, strict=True):
-            drafter.set_directives(states[number], orders)
+            drafter.set_directives(states[number], directives)
 
     @property
     def tree(self) -> TokenTree:
@@ -179,7 +179,7 @@ def test_what_was_taken_ahead_outlives_a_correction() -> None:
 @pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20))])
 @pytest.mark.parametrize("rule", ["greedy", "gumbel"])
 def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
-    """Corrections, misses, orders, bounds, other widths, requests that come and go: after each the trees are equal."""
+    """The trees are equal after corrections, misses, directives, bounds, other widths, new and finished requests."""
     model, rng = exact(), random.Random(seed)
     requests = [request_of(rule, words(model, 5 + 9 * number, number), number) for number in range(3)]
     pair = Pair(model, requests, 4, tree_nodes=90, draft_window=12 if seed % 2 else 0)
@@ -188,7 +188,7 @@ def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
         pair.grow(some, rng.choice([None, None, 12, 40]))
         if turn % 7 == 3:
             width, share = rng.choice([0, 2, 3]), rng.choice([1.0, 0.1])
-            pair.orders(
+            pair.directives(
                 rng.choice(some), DraftDirectives(width=width, share=share, floor=rng.choice([None, 0.0, 0.05]))
             )
         if rng.random() < 0.4:

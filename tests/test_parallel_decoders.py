@@ -1,4 +1,4 @@
-"""PEARL and SSD: their papers' formulas on scripted acceptance, what they verify, and the orders that they give."""
+"""PEARL and SSD: their papers' formulas on scripted acceptance, what they verify, and the directives that they give."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def test_a_perfect_drafter_is_waited_for(method: str, worker: str, monkeypatch: 
     assert all(step.emitted >= 5 for steps in run.steps for step in steps[1:-1])
 
 
-def grown(orders: DraftDirectives, forwards: int = 50) -> TokenTree:
+def grown(directives: DraftDirectives, forwards: int = 50) -> TokenTree:
     """The tree of a drafter that was given these directives, after at most this number of forwards."""
     loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
     loop.inbox.put(Open(0, REQUESTS[0]))
-    loop.inbox.put(SetDirectives(0, orders))
+    loop.inbox.put(SetDirectives(0, directives))
     for _ in range(forwards):
         for _, layer in loop.grow():
             cache.insert(layer)
@@ -105,12 +105,12 @@ def grown(orders: DraftDirectives, forwards: int = 50) -> TokenTree:
 
 
 @pytest.mark.parametrize(
-    ("orders", "deepest"),
+    ("directives", "deepest"),
     [(DraftDirectives(depth=3), 3), (DraftDirectives(layers=2), 2), (DraftDirectives(depth=5), 5)],
 )
-def test_the_drafter_stops_where_it_is_told(orders: DraftDirectives, deepest: int) -> None:
-    assert max(depths(grown(orders).parents)) == deepest
-    chain = grown(orders._replace(width=1))
+def test_the_drafter_stops_where_it_is_told(directives: DraftDirectives, deepest: int) -> None:
+    assert max(depths(grown(directives).parents)) == deepest
+    chain = grown(directives._replace(width=1))
     assert chain.parents == list(range(-1, deepest)), "of width 1 it is a chain"
 
 

@@ -69,15 +69,15 @@ def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
 
 
 def test_the_estimated_chances_follow_what_was_picked() -> None:
-    choice = PickModel()
+    pick_model = PickModel()
     values = [0.0, -1.0, -2.0]
     for turn in range(200):
-        choice.learn(values, turn % 3)  # all alike, whatever q says
-    low, high = min(choice.log_chances(values)), max(choice.log_chances(values))
+        pick_model.learn(values, turn % 3)  # all alike, whatever q says
+    low, high = min(pick_model.log_chances(values)), max(pick_model.log_chances(values))
     assert high - low < 0.6
     for _ in range(800):  # four times the memory
-        choice.learn(values, 0)
-    assert math.exp(choice.log_chances(values)[0]) > 0.85
+        pick_model.learn(values, 0)
+    assert math.exp(pick_model.log_chances(values)[0]) > 0.85
     rate = AcceptanceRate(0.5)
     for _ in range(100):
         rate.learn(False)

@@ -41,7 +41,7 @@ MET = ("after a hit", "after a miss", "a further layer", "in vain", "died", "gav
 
 
 class Watched(InlineWorker):
-    """Counts what the target's waits meet, and what it orders."""
+    """Counts what the target's waits meet, and the directives that it sends."""
 
     def __init__(self, drafter: Any, clock: SimulatedClock, met: Counter[str]) -> None:
         super().__init__(drafter, clock)
@@ -56,10 +56,10 @@ class Watched(InlineWorker):
         self.met["gave up"] += cache.is_given_up
         self.met["in vain"] += not cache.has_grown(layers, depth)
 
-    def set_directives(self, key: int, orders: DraftDirectives) -> None:
-        self.met["rests"] += orders.layers == 0
-        self.met["a few layers"] += bool(orders.layers)
-        super().set_directives(key, orders)
+    def set_directives(self, key: int, directives: DraftDirectives) -> None:
+        self.met["rests"] += directives.layers == 0
+        self.met["a few layers"] += bool(directives.layers)
+        super().set_directives(key, directives)
 
 
 def run_once(seed: int, met: Counter[str]) -> None:

@@ -35,8 +35,8 @@ _SIMILARITY = 0.8  # of a misspelt name to the one that is suggested
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that was not submitted yet: what `Engine.submit` takes (`text.watch` included), and `text`, which turns
-    its tokens into text. `echo` is shown before the answer."""
+    """The arguments of `Engine.submit` for one request, and the `TextAssembler` for its tokens, whose `watch` is one of
+    these arguments. `method` is the decoder's name; `echo` is shown before the answer."""
 
     request: Request
     decoder: type[Decoder]
@@ -54,7 +54,7 @@ class LLM(AbstractContextManager["LLM"]):
     Models:
         target: a Hub id, a folder with safetensors, a .gguf file, or a causal LM of transformers that is already
             loaded, with its `tokenizer`; None: the shipped model. `model` is another name for it.
-        draft: a smaller model with the same tokens, given like the target; "auto": the known small sibling of the
+        draft: a smaller model with the same vocabulary, given like the target; "auto": the known small sibling of the
             target; some of the target's own layers, "layers:0,1,28,29"; a list of drafts, and each round uses the best;
             "none"; or None: no draft, except for the shipped target if the method and the drafter can use one.
         options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
@@ -63,7 +63,9 @@ class LLM(AbstractContextManager["LLM"]):
         progress: a function that is called with the name of a stage and the fraction of it that is done.
 
     Method (the text does not depend on it, except for rules that say so):
-        method: "auto" plans every round; `outpace methods` lists the others.
+        method: `outpace methods` lists them. "auto": the method that `outpace tune` found for the pair; otherwise "card"
+            if the draft has a device of its own, or a planner that drafts in each round as much as pays. With a rule
+            whose text depends on the drafts it is "speculative".
         drafter: what proposes tokens. Several that share one tree are joined by "+", as in "model+ngram"; several from
             which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.

@@ -1,8 +1,10 @@
 """The candidate cache of one request: the drafter inserts layers, the target queries it and corrects its direction.
 
-CARD, arXiv:2508.04462. The primary cache C holds the best candidates, which the drafter expands further; the secondary
-cache B holds the other scored ones. Two additions to the paper: a next token found in B is a hit too, and the best
-subtree is verified instead of one chain.
+CARD, arXiv:2508.04462, has two caches. C, the primary one, holds the K best new nodes of each draft step; B, the
+secondary one, holds the other nodes that the step added. Here both are one tree: a node's `Role` says which cache it
+belongs to (`core.tree.TokenTree.attach_children` assigns it), and decides nothing but what `VisibilityOptions` hide and
+how a hit is counted. The drafter expands the nodes with the best path scores, whichever their role. Two additions to
+the paper: a next token found in B is a hit too, and the best subtree is verified instead of one chain.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all 
 
 
 class Candidate(NamedTuple):
-    """A node on its way into the cache. `chance`: log of the estimated probability that the target continues from the
-    parent to it. It is relative, because path scores change whenever the root moves."""
+    """A node on its way into the cache. `log_prob`: log of the estimated probability that the target continues from the
+    parent to it. It is relative to the parent, because path scores change whenever the root moves."""
 
     node_id: int
     parent_id: int
     token: int
-    chance: float
+    log_prob: float
     role: Role
 
 
@@ -53,12 +55,12 @@ class Correction(NamedTuple):
 class VisibilityOptions(NamedTuple):
     """Which candidates the target sees; the defaults show most. `secondary`: candidates of B that the drafter has not
     expanded; `late`: candidates inserted during the target pass; `chain`: verify only the chain of the best children;
-    `keeps`: candidates below the next root survive a correction."""
+    `keep_subtree`: candidates below the next root survive a correction."""
 
     secondary: bool = True
     late: bool = True
     chain: bool = False
-    keeps: bool = True
+    keep_subtree: bool = True
 
 
 class CandidateCache:
@@ -66,8 +68,9 @@ class CandidateCache:
     lock: a plain one, because an interrupt may leave a `Condition` locked.
 
     Ids are never reused: those of drafted nodes count up from 1, those of roots after a miss count down from -1. An
-    insertion drops nodes whose parents are gone, which includes all from before the last miss. `counts` counts the
-    outcomes.
+    insertion drops nodes whose parents are gone, which includes all from before the last miss. `counts` counts where the
+    next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"), and how often the drafter
+    stopped adding nodes below a root ("exhausted").
     """
 
     def __init__(self, root_token: int) -> None:
@@ -102,7 +105,7 @@ class CandidateCache:
                 if parent is None:
                     self.counts["orphan"] += 1
                     continue
-                score = self._tree.scores[parent] + candidate.chance
+                score = self._tree.scores[parent] + candidate.log_prob
                 node = self._tree.add(parent, candidate.token, score, candidate.role, node_id=candidate.node_id)
                 if node is not None:
                     self._nodes[candidate.node_id] = node
@@ -116,13 +119,13 @@ class CandidateCache:
         """Whether the drafter adds no more below this root."""
         return self.layers >= _UNLIMITED
 
-    def best_probabilities(self, most: int, ends: int) -> tuple[list[float], list[float]]:
-        """Return estimated probabilities that the target reaches a candidate, best first: of the `most` best of all,
-        and of the `ends` best without children (the root, if it has no children)."""
+    def best_probabilities(self, num_nodes: int, num_leaves: int) -> tuple[list[float], list[float]]:
+        """Return estimated probabilities that the target reaches a candidate, best first: of the `num_nodes` best of
+        all, and of the `num_leaves` best without children (the root, if it has no children)."""
         with self._lock:
             tree = self._tree
-            best = nlargest(most, tree.scores[1:])
-            leaves = nlargest(ends, [score for node, score in enumerate(tree.scores) if not tree.children(node)])
+            best = nlargest(num_nodes, tree.scores[1:])
+            leaves = nlargest(num_leaves, [score for node, score in enumerate(tree.scores) if not tree.children(node)])
         return list(map(exp, best)), list(map(exp, leaves))
 
     def query(self, budget: int) -> TokenTree:
@@ -164,11 +167,11 @@ class CandidateCache:
                 tokens.append(verdict.next_token)
                 assert root is not None
                 root = self._tree.child(root, verdict.next_token)
-                root = None if root is None or not (self.visibility.keeps and self._sees(root)) else root
+                root = None if root is None or not (self.visibility.keep_subtree and self._sees(root)) else root
                 kind = "miss" if root is None else self._tree.roles[root].value
             elif verdict.path[-1] >= verified:
                 path.pop()  # the late child becomes the root
-                root, kind = (root, kind) if self.visibility.keeps else (None, "miss")
+                root, kind = (root, kind) if self.visibility.keep_subtree else (None, "miss")
             else:
                 raise ValueError("a verdict without a next token must end on a late child")
             self._move(root, tokens[-1])
@@ -178,13 +181,13 @@ class CandidateCache:
     def has_grown(self, layers: int, depth: int = 0) -> bool:
         """Whether `layers` layers came since the last correction and the tree reaches `depth` below the root; or the
         drafter gave up."""
-        if self.layers < layers or not depth or self.layers >= _UNLIMITED:
+        if self.layers < layers or not depth or self.is_given_up:
             return self.layers >= layers
         with self._lock:
             return max(depths(self._tree.parents)) >= depth
 
     def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
-        """Wait until `has` holds, for at most this many seconds."""
+        """Wait until `has_grown` holds, for at most this many seconds."""
         deadline = time.monotonic() + seconds
         while not self.has_grown(layers, depth) and (left := deadline - time.monotonic()) > 0:
             self._news.acquire(timeout=left)

@@ -40,7 +40,8 @@ class SimulatedClock:
 class InlineWorker(DraftWorker):
     """Publishes the draft forwards that end before the clock reaches the end of the target pass during that pass.
 
-    A forward that a correction overtakes is published when it ends all the same; its nodes have no parents then.
+    A forward that is running when a correction comes is still published at its end; its nodes are then dropped, because
+    their parents are gone.
     """
 
     def __init__(self, drafter: Drafter, clock: SimulatedClock | None = None) -> None:

@@ -36,7 +36,7 @@ class SetDirectives(NamedTuple):
     """Draft a request by these directives from now on."""
 
     key: int
-    orders: DraftDirectives
+    directives: DraftDirectives
 
 
 class Pause(NamedTuple):
@@ -69,13 +69,13 @@ class DraftedRequest:
     tree: TokenTree
     published: int = 1
     idle: bool = False  # nothing to add, or all directives done; a message wakes it
-    orders: DraftDirectives = UNRESTRICTED
+    directives: DraftDirectives = UNRESTRICTED
     layers: int = 0
 
     @property
     def is_done(self) -> bool:
         """Whether the directives say to stop growing."""
-        layers, depth, *_ = self.orders
+        layers, depth, *_ = self.directives
         return (layers is not None and self.layers >= layers) or 0 < depth <= max(depths(self.tree.parents))
 
 
@@ -108,21 +108,21 @@ class DraftLoop:
         keys = self._next()
         if not keys:
             return []
-        tracks = [self._requests[key] for key in keys]
-        added = self._drafter.grow([track.state for track in tracks], [track.tree for track in tracks])
-        for track, count in zip(tracks, added, strict=True):
-            track.layers += count > 0
-            track.idle = not count or track.is_done
+        requests = [self._requests[key] for key in keys]
+        added = self._drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
+        for drafted, count in zip(requests, added, strict=True):
+            drafted.layers += count > 0
+            drafted.idle = not count or drafted.is_done
         return [(key, self._delta(self._requests[key])) for key in keys]
 
     def post(self, message: Message) -> None:
-        """Put a message into the inbox; any thread but the drafter's may call this. The drafter learns of a correction
-        at once too, since it may be able to follow it during a forward."""
-        track = self._requests.get(message.key)
-        if track is not None and isinstance(message, Correct):
+        """Put a message into the inbox; any thread but the drafter's may call this. The drafter also receives a
+        correction at once, because drafters with multi-step CUDA graphs can apply it while a forward runs."""
+        drafted = self._requests.get(message.key)
+        if drafted is not None and isinstance(message, Correct):
             path, tokens, root_id, _ = message.correction
             with suppress(Exception):  # the inbox has it too, and a fault is raised there, in the drafter's own thread
-                self._drafter.on_root_moved(track.state, path, tokens, root_id)
+                self._drafter.on_root_moved(drafted.state, path, tokens, root_id)
         self.inbox.put(message)
 
     def begin_concurrent(self) -> None:
@@ -145,7 +145,7 @@ class DraftLoop:
     @property
     def has_work(self) -> bool:
         """Whether there is a message or a tree that can grow."""
-        return not self.inbox.empty() or any(not track.idle for track in self._requests.values())
+        return not self.inbox.empty() or any(not drafted.idle for drafted in self._requests.values())
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for the next message and read it."""
@@ -166,29 +166,25 @@ class DraftLoop:
 
     def _next(self) -> list[int]:
         """Choose the requests of the next forward, round robin."""
-        keys = [key for key, track in self._requests.items() if not track.idle][: self._most]
+        keys = [key for key, drafted in self._requests.items() if not drafted.idle][: self._most]
         for key in keys:
             self._requests[key] = self._requests.pop(key)
         return keys
 
-    def _delta(self, track: DraftedRequest) -> CandidateLayer:
+    def _delta(self, drafted: DraftedRequest) -> CandidateLayer:
         """Return the nodes of a tree that were not published yet."""
-        tree, start = track.tree, track.published
-        track.published = len(tree)
+        tree, start = drafted.tree, drafted.published
+        drafted.published = len(tree)
         nodes = []
         for node in range(start, len(tree)):
             parent = tree.parents[node]
-            chance = tree.scores[node] - tree.scores[parent]
-            nodes.append(Candidate(tree.ids[node], tree.ids[parent], tree.tokens[node], chance, tree.roles[node]))
+            log_prob = tree.scores[node] - tree.scores[parent]
+            nodes.append(Candidate(tree.ids[node], tree.ids[parent], tree.tokens[node], log_prob, tree.roles[node]))
         return CandidateLayer(tree.ids[0], nodes)
 
     def _read_inbox(self) -> None:
-        while True:
-            try:
-                message = self.inbox.get_nowait()
-            except Empty:
-                return
-            self._take(message)
+        while not self.inbox.empty():  # only this thread takes messages out
+            self._take(self.inbox.get_nowait())
 
     def _take(self, message: Message | None) -> None:
         if isinstance(message, Open):
@@ -197,33 +193,31 @@ class DraftLoop:
                 state, TokenTree(message.request.prompt[-1], next_id=message.next_id)
             )
         elif isinstance(message, Close):
-            track = self._requests.pop(message.key, None)
-            if track is not None:
-                self._drafter.close(track.state)
+            drafted = self._requests.pop(message.key, None)
+            if drafted is not None:
+                self._drafter.close(drafted.state)
         elif isinstance(message, SetDirectives):
-            self._configure(self._requests[message.key], message.orders)
+            drafted = self._requests[message.key]
+            drafted.directives, drafted.layers = message.directives, 0
+            self._drafter.set_directives(drafted.state, message.directives)
+            drafted.idle = drafted.is_done
         elif isinstance(message, Pause):
-            track = self._requests[message.key]
-            track.idle = True
-            self._drafter.pause(track.state)
+            drafted = self._requests[message.key]
+            drafted.idle = True
+            self._drafter.pause(drafted.state)
         elif isinstance(message, Resume):
-            track = self._requests[message.key]
-            track.idle = track.is_done
+            drafted = self._requests[message.key]
+            drafted.idle = drafted.is_done
         elif message is not None:
             self._follow(self._requests[message.key], message.correction)
 
-    def _configure(self, track: DraftedRequest, orders: DraftDirectives) -> None:
-        track.orders, track.layers = orders, 0
-        self._drafter.set_directives(track.state, orders)
-        track.idle = track.is_done
-
-    def _follow(self, track: DraftedRequest, correction: Correction) -> None:
+    def _follow(self, drafted: DraftedRequest, correction: Correction) -> None:
         """Re-root a tree: after a hit the subtree lives on; after a miss only the new root exists."""
-        old = track.tree
+        old = drafted.tree
         if correction.is_hit:
-            track.tree = old.copy(old.subtree(old.ids.index(correction.root_id)))
+            drafted.tree = old.copy(old.subtree(old.ids.index(correction.root_id)))
         else:
-            track.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
-        self._drafter.observe(track.state, Observation(correction.path, correction.tokens, track.tree))
-        track.published = len(track.tree)
-        track.idle = track.is_done
+            drafted.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
+        self._drafter.observe(drafted.state, Observation(correction.path, correction.tokens, drafted.tree))
+        drafted.published = len(drafted.tree)
+        drafted.idle = drafted.is_done

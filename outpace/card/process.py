@@ -1,9 +1,10 @@
-"""The drafter in a process of its own, so that its Python code runs in parallel with the target's too: both ends.
+"""The drafter in a process of its own, so that its Python code runs in parallel with the target's too.
 
-The owner starts a new interpreter with one end of a socket pair as standard input; nothing else is shared.
+Both ends of the pipe are in this module: `ProcessWorker` and `ChildProcess` are the owner's, `ChildLoop` is the
+child's. The owner starts a new interpreter with one end of a socket pair as standard input; nothing else is shared.
 `multiprocessing.Process` would run the user's main script again in the child, load the models there a second time, and
-start a resource tracker. In the child one thread reads, so that messages arrive while the drafter works; it ends
-the process when the owner is gone.
+start a resource tracker. In the child one thread reads, so that messages arrive while the drafter works; it ends the
+process when the owner is gone.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class _KnownRequest:
     cache: CandidateCache
     tokens: list[int] = field(default_factory=list)  # committed
     child: ChildProcess | None = None
-    orders: DraftDirectives = UNRESTRICTED
+    directives: DraftDirectives = UNRESTRICTED
 
 
 class ProcessWorker(DraftWorker):
@@ -211,7 +212,7 @@ class ProcessWorker(DraftWorker):
         self._wake_up: SimpleQueue[None] = SimpleQueue()
         self.step_seconds = 0.01
         self._num_received = 0  # messages from the child
-        self._silent_since = -1  # value of `_num_received` when a wait was in vain
+        self._silent_since = -1  # value of `_num_received` when a wait timed out without a message
         self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
         self._thread.start()
 
@@ -230,8 +231,8 @@ class ProcessWorker(DraftWorker):
         return super().is_working and self.is_ready
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """Wait for the drafter, but not for a child that is not ready, does not know the request, or let a wait pass in
-        silence."""
+        """Wait for the drafter, but not for a child that is not ready or does not know the request, nor again after a
+        wait that timed out without any message."""
         received, ready = self._num_received, self._ready
         known = any(record.cache is cache and record.child is ready for record in self._requests.values())
         if ready is None or not known or received == self._silent_since:
@@ -265,7 +266,7 @@ class ProcessWorker(DraftWorker):
         elif isinstance(message, Correct):
             record.tokens += message.correction.tokens
         elif isinstance(message, SetDirectives):
-            record.orders = message.orders
+            record.directives = message.directives
         if ready is None:
             return
         if record.child is ready:
@@ -274,7 +275,7 @@ class ProcessWorker(DraftWorker):
             record.child = ready
             ready.post(Open(message.key, record.request, record.cache.next_id))
             ready.post(Correct(message.key, Correction([0], list(record.tokens), message.correction.root_id, False)))
-            ready.post(SetDirectives(message.key, record.orders))
+            ready.post(SetDirectives(message.key, record.directives))
 
     def _run(self) -> None:
         """Run one child after another, all in this thread: a child dies with the thread that started it."""

@@ -38,10 +38,10 @@ class DraftWorker(ABC):
         """Tell the drafter that a request's root moved; returns at once."""
         self._post(Correct(key, correction))
 
-    def set_directives(self, key: int, orders: DraftDirectives) -> None:
+    def set_directives(self, key: int, directives: DraftDirectives) -> None:
         """Set how a request is drafted from now on; returns at once."""
-        (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
-        self._post(SetDirectives(key, orders))
+        (self._resting_keys.add if directives.layers == 0 else self._resting_keys.discard)(key)
+        self._post(SetDirectives(key, directives))
 
     def pause(self, key: int) -> None:
         """Free a request's keys and values until `resume`; returns at once."""

@@ -21,8 +21,10 @@ PREFIX = -1  # the parent of the root
 class Role(Enum):
     """The purpose of a node."""
 
-    PRIMARY = "primary"  # a candidate of CARD's cache C(l)
-    SECONDARY = "secondary"  # of CARD's cache B(l): scored and not kept, but verified and hit like any other
+    PRIMARY = "primary"  # among the K best of its draft step: CARD's cache C
+    SECONDARY = (
+        "secondary"  # scored, but not among the K best of its draft step: CARD's cache B; verified like any other
+    )
     PROBE = "probe"  # scored for the drafter only: never accepted, never counted as drafted
 
 
@@ -122,7 +124,8 @@ class TokenTree:
     def attach_children(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
         """Add picked children, (path score, parent, token) each, except those below the bound.
 
-        The first `primary` of them get the role PRIMARY, the others SECONDARY. They must differ in parent or token.
+        This decides which of CARD's caches a node is in: the first `primary` children get the role PRIMARY (C), the
+        others SECONDARY (B). A drafter passes the children of one draft step, best first. They must differ in parent or token.
         """
         kids, siblings, scores = self._children, self.siblings, self.scores
         picked, role, left = Siblings.PICKED, Role.PRIMARY, primary

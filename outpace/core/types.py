@@ -172,7 +172,7 @@ class Request:
     rounds: bool = False  # keep a record of what each round verified
     prediction: tuple[int, ...] = ()  # the caller's guess of the answer, used for drafting only
     recalled: tuple[int, ...] = ()  # what followed this prompt in an earlier answer, used like `prediction`
-    cache_salt: str | None = None  # keys and values are shared among requests of equal key only
+    cache_salt: str | None = None  # keys and values are shared only among requests of equal `cache_salt`
 
 
 class Row(NamedTuple):
@@ -186,7 +186,7 @@ class Row(NamedTuple):
     committed: Sequence[int]
     path: tuple[int, ...] = ()
     node_id: int = 0
-    skips_mask: bool = False  # the request's constraint does not mask this row
+    skips_mask: bool = False  # do not mask this row by the request's constraint
     hidden: Tensor | None = None  # [traits.hidden_layers, width]
 
     @property
@@ -218,7 +218,8 @@ class Verdict(NamedTuple):
 class Source(NamedTuple):
     """Names one origin of proposals, to which costs and acceptance are attributed.
 
-    `name` is a drafter's file name; `is_calibrated`: its scores already follow what was accepted in this request.
+    `name` is a drafter's file name; `is_calibrated`: its scores are already calibrated on what was accepted in this
+    request.
     """
 
     name: str
@@ -234,7 +235,11 @@ class Draft(NamedTuple):
 
 
 class Verify(NamedTuple):
-    """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows."""
+    """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows.
+
+    `max_extra_passes`: if the tree is only a root, how many plain decoding passes may follow in the same step, each over
+    the token that the one before picked.
+    """
 
     tree: TokenTree
     max_extra_passes: int = 0  # further passes allowed after one over a root alone, each over the token picked last
@@ -312,7 +317,11 @@ class DraftState:
 
 
 class Drafter(Carries):
-    """Proposes tokens. A drafter has one verb, `grow`; methods differ in when, and in which thread, they call it."""
+    """Proposes tokens: it adds nodes to the token trees of all requests.
+
+    A drafter must define `open`, `grow` and `observe`; everything else has a default. Decoding methods differ in when,
+    and in which thread, they call `grow`.
+    """
 
     name = "drafter"  # the name of its file
     runs_model = True  # False: proposals cost next to nothing
@@ -343,8 +352,8 @@ class Drafter(Carries):
         return None
 
     def open(self, request: Request) -> Any:
-        """Return a new DraftState for a request, with the prompt as its committed tokens. The root of its tree is the
-        last of them."""
+        """Return a new DraftState for a request, with the prompt as its committed tokens; the last of them is the root
+        of its tree."""
         raise NotImplementedError
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
@@ -357,12 +366,12 @@ class Drafter(Carries):
         raise NotImplementedError
 
     def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Do as `grow`, but with one source only; None: with all."""
+        """Grow the trees as `grow` does, but by one source only; None: by all."""
         return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
-        """Follow the target to its new root, perhaps over several rounds at once: append `seen.tokens` to
-        `state.tokens`, and forget what is not below the root of `seen.tree`, which is the tree of the next `grow`."""
+        """Update the state after one or more rounds of the target: append `seen.tokens` to `state.tokens`, and forget
+        what is not below the root of `seen.tree`, which is the tree of the next `grow`."""
         raise NotImplementedError
 
     def read(self, state: Any, seen: TargetFeedback) -> None:
@@ -380,10 +389,10 @@ class Drafter(Carries):
         """Prepare for drafting in parallel with the target, with calls of `on_root_moved` during `grow`."""
 
     def on_root_moved(self, state: Any, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        """Learn from another thread, perhaps during `grow`, where the target went.
+        """Receive a correction at once: called from another thread, perhaps during `grow`.
 
-        `path` are the ids of the nodes that it accepted, `tokens` what it wrote after each, `root_id` the new root.
-        `observe` will report the same later, so ignoring this call is correct.
+        `path` has the ids of the nodes that the target accepted, `tokens` what it wrote after each, `root_id` is the
+        new root. `observe` is called with the same later, so a drafter may ignore this call.
         """
 
     def amortized(self, seconds: float) -> float:

@@ -119,8 +119,8 @@ def _left_open(values: Sequence[float]) -> float:
 
 
 def _learn(pick: _Pick) -> None:
-    choice, values, picked = pick
-    choice.learn(values, picked)
+    pick_model, values, picked = pick
+    pick_model.learn(values, picked)
 
 
 class PickModels:
@@ -136,16 +136,16 @@ class PickModels:
 
     def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
         """Learn from the proposals below each accepted node (by id) and the tokens that the target wrote there."""
-        choice, picks = self.of(request), list[_Pick]()
+        pick_model, picks = self.of(request), list[_Pick]()
         for node, written in zip(seen.path, seen.tokens, strict=False):
             if node in offers:
                 tokens, values = offers[node]
-                picks.append((choice, values, tokens.index(written) if written in tokens else None))
+                picks.append((pick_model, values, tokens.index(written) if written in tokens else None))
         self._picks.add(picks)
 
-    def note(self, choice: PickModel, picked: Iterable[tuple[Sequence[float], int]]) -> None:
+    def note(self, pick_model: PickModel, picked: Iterable[tuple[Sequence[float], int]]) -> None:
         """Learn picks: values of proposals, and the number of the picked one, negative for none."""
-        self._picks.add([(choice, values, number if number >= 0 else None) for values, number in picked])
+        self._picks.add([(pick_model, values, number if number >= 0 else None) for values, number in picked])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted parameters of both, for the profile."""

@@ -35,8 +35,8 @@ class ModelCarrier(Carrier):
 
     copied: Collection[str] = ()
 
-    def __init__(self, pair: NativeModelPair, grower: TreeExpander, choices: PickModels) -> None:
-        self.pair, self._expander, self._pick_models = pair, grower, choices
+    def __init__(self, pair: NativeModelPair, expander: TreeExpander, pick_models: PickModels) -> None:
+        self.pair, self._expander, self._pick_models = pair, expander, pick_models
 
     def carry(
         self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
@@ -62,7 +62,7 @@ class ModelCarrier(Carrier):
         done = self.pair.carry(self._expander.growing, parts, rounds, seconds)
         for carried in done:
             for state, its in zip(states, carried, strict=True):
-                self._pick_models.note(state.choice, its.picked)
+                self._pick_models.note(state.pick_model, its.picked)
         return done
 
     def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:
@@ -76,7 +76,7 @@ class ModelCarrier(Carrier):
 
     def _reading(self, state: Any, asked: Carrying, copied: Copied, rounds: int) -> Reading:
         """Return the draft's side of a request, after reserving slots in its session."""
-        session, growing, trust, plan = state.session, self._expander.growing, state.choice.trust, asked.ask.plan
+        session, growing, trust, plan = state.session, self._expander.growing, state.pick_model.trust, asked.ask.plan
         missing = list[int]()
         if plan.deepest:
             missing = self._expander.clamp_ids(state.tokens[state.start + session.length :])[:-1]

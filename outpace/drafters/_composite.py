@@ -34,9 +34,9 @@ class CompositeDrafter(Drafter):
         self.parts = parts
         self.shares_work = any(part.shares_work for part in parts)
 
-    def set_directives(self, state: CompositeState, orders: DraftDirectives) -> None:
+    def set_directives(self, state: CompositeState, directives: DraftDirectives) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            part.set_directives(inner, orders)
+            part.set_directives(inner, directives)
 
     def begin_concurrent(self) -> None:
         for part in self.parts:

@@ -169,7 +169,7 @@ class MultiStepCache:
 class MultiStepExpander:
     """Takes draft steps in advance, and hands out their proposals one step at a time."""
 
-    def __init__(self, model: Model, choices: PickModels, options: Any) -> None:
+    def __init__(self, model: Model, pick_models: PickModels, options: Any) -> None:
         """`options`: those of drafter `model`. UserError if several steps are requested and the model takes one at a
         time."""
         if model.several_steps is None and options.steps not in (None, 1):
@@ -177,7 +177,7 @@ class MultiStepExpander:
                 f"steps is {options.steps}, and {type(model).__name__} takes one at a time: several need a draft with"
                 " graphs, on a GPU or by graphs eager"
             )
-        self._model, self._pick_models, self._options = model, choices, options
+        self._model, self._pick_models, self._options = model, pick_models, options
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
         self.takes_several = self._chosen != 1
         self._usual = _FIRST
@@ -267,7 +267,7 @@ class MultiStepExpander:
         """Return the number of steps worth taking together for this request, a power of two."""
         state = job.state
         most = MAX_STEPS if self._chosen is None else self._chosen
-        if state.orders.outcomes or state.session.pending + most * self._options.width > self._options.tree_nodes:
+        if state.directives.outcomes or state.session.pending + most * self._options.width > self._options.tree_nodes:
             return 1
         if self._chosen is not None:
             return most
@@ -279,17 +279,17 @@ class MultiStepExpander:
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
         depths += state.session.pending_depths if self.is_concurrent else []
-        floor = self._options.floor if state.orders.floor is None else state.orders.floor
+        floor = self._options.floor if state.directives.floor is None else state.directives.floor
         request = state.request
         return MultiStepRequest(
             state.session,
             [tree.scores[node] for node in frontier],
             [state.slots[tree.ids[node]] for node in frontier],
             opened,
-            min(state.orders.width or width, width),
+            min(state.directives.width or width, width),
             len(tree),
             self._options.tree_nodes,
-            state.orders.share,
+            state.directives.share,
             math.log(floor) if floor else -math.inf,
             state.session.capacity - len(state.tokens) + state.start,
             self._pick_models.of(request).trust,

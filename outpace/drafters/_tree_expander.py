@@ -62,7 +62,7 @@ def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
 
 
 CHUNK = 256  # prompt tokens per forward
-_FULL = 3  # windows that a session may grow to
+_MAX_WINDOWS = 3  # a session may grow to this many times the window
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ExpansionState(DraftState):
     open: list[tuple[float, int]] = field(default_factory=list)
     seen: int = 0
     start: int = 0
-    orders: DraftDirectives = UNRESTRICTED
+    directives: DraftDirectives = UNRESTRICTED
     ranked_by_model: bool = field(init=False)  # proposals are the highest scores, so the model can rank them itself
 
     def __post_init__(self) -> None:
@@ -115,9 +115,9 @@ def max_session_bytes(model: Model, tokens: Sequence[float]) -> int:
 class TreeExpander:
     """Expands the best nodes of every tree, at most `width` per tree and forward.
 
-    A tree is not expanded beyond `tree_nodes` nodes, nor below nodes with a path probability under `floor`. With a
-    `window`, a session starts at the last `window` tokens of the text, and starts again before it exceeds `_FULL` times
-    that.
+    A tree is not expanded beyond `tree_nodes` nodes, nor below nodes with a path probability under `floor`. Which
+    nodes are expanded depends on path scores only, not on roles. With a `window`, a session starts at the last `window`
+    tokens of the text, and starts again before it exceeds `_MAX_WINDOWS` times that.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class TreeExpander:
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 
-    def set_directives(self, state: ExpansionState, orders: DraftDirectives) -> None:
+    def set_directives(self, state: ExpansionState, directives: DraftDirectives) -> None:
         """Apply directives from now on; the open nodes are determined again if they depend on them."""
-        before, state.orders = state.orders, orders
-        if orders.floor != before.floor or orders.outcomes or before.outcomes:
+        before, state.directives = state.directives, directives
+        if directives.floor != before.floor or directives.outcomes or before.outcomes:
             state.open, state.seen = [], 0
 
     def follow(self, state: ExpansionState, seen: Observation, extra: Sequence[int] = ()) -> None:
@@ -233,18 +233,18 @@ class TreeExpander:
                 live.append(slots[node])
         state.session.keep(path, [*live, *extra])
 
-    def _frontier(self, state: ExpansionState, tree: TokenTree, is_anew: bool = False) -> list[int]:
+    def _frontier(self, state: ExpansionState, tree: TokenTree, is_retry: bool = False) -> list[int]:
         """Return the unexpanded nodes worth a place in the next forward, parents first. A parent's score is at least
         its child's, so a node is chosen after or together with its parent."""
         count = len(tree)
         if count >= self._tree_nodes:
             return []
         room = state.room
-        width = min(state.orders.width or self._width, self._width)
-        if state.orders.outcomes:
-            tips = outcome_frontier(tree, state.slots, state.orders.outcomes, width)
+        width = min(state.directives.width or self._width, self._width)
+        if state.directives.outcomes:
+            tips = outcome_frontier(tree, state.slots, state.directives.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]
-        floor = self._floor if state.orders.floor is None else _log(state.orders.floor)
+        floor = self._floor if state.directives.floor is None else _log(state.directives.floor)
         floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule needs q after every token
         ids, scores, roles = tree.ids, tree.scores, tree.roles
         for node in range(state.seen, count):
@@ -257,9 +257,9 @@ class TreeExpander:
             most = min(most, state.session.free)
         for _ in range(most):
             best.append(heappop(state.open)[1])
-        if not is_anew and not _have_parents(best, tree, state.slots):  # another drafter has raised scores since
+        if not is_retry and not _have_parents(best, tree, state.slots):  # another drafter has raised scores since
             state.open, state.seen = [], 0
-            return self._frontier(state, tree, is_anew=True)
+            return self._frontier(state, tree, is_retry=True)
         if tree.max_nodes is not None:
             bound = tree.bound()
             best = [node for node in best if scores[node] >= bound]
@@ -306,11 +306,11 @@ class TreeExpander:
 
     def _is_full(self, state: ExpansionState, extra: int) -> bool:
         """Whether a windowed session cannot take this many more tokens."""
-        return self.window > 0 and state.session.length + extra > _FULL * self.window
+        return self.window > 0 and state.session.length + extra > _MAX_WINDOWS * self.window
 
     def _max_slots(self, length: float = math.inf) -> float:
         """Return the most slots that a text of this length needs, tree included."""
-        return min(length, _FULL * self.window or math.inf) + self._tree_nodes
+        return min(length, _MAX_WINDOWS * self.window or math.inf) + self._tree_nodes
 
     def _part(self, state: ExpansionState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """Return the missing committed tokens followed by the frontier. If tokens are missing, nothing is pending."""

@@ -335,13 +335,13 @@ class LayerSkipDrafter(Drafter):
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
-            choice, surest = self._pick_models.of(state.request), -math.inf
+            pick_model, surest = self._pick_models.of(state.request), -math.inf
             for node in frontier:
                 tokens, values = next(offers)
                 if not tokens:
                     continue  # a constraint allows nothing here
                 state.offers[tree.ids[node]] = (tokens, values)
-                chances = choice.log_chances(values, self._options.width)
+                chances = pick_model.log_chances(values, self._options.width)
                 surest = max(surest, chances[0])
                 children = [(tree.scores[node] + c, node, t) for t, c in zip(tokens, chances, strict=False)]
                 tree.attach_children(children[: self._options.tree_nodes - len(tree)], self._options.width)

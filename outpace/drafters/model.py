@@ -2,8 +2,10 @@
 
 CARD's drafter, arXiv:2508.04462; with width 1 it is the chain of Leviathan et al., arXiv:2211.17192.
 
-Each forward expands K nodes; their best children by path score form the primary cache C, the other scored children
-the secondary cache B.
+Each forward expands K (`width`) nodes of a request and adds children of them. `ModelDrafter._add` decides which: the K
+best by path score form CARD's primary cache C, the others its secondary cache B. B is limited: at most K children of
+each expanded node, none below the tree's `min_score` but the best of each node, at most 2K or a share of the free
+`tree_nodes` altogether, and no more than can be verified.
 """
 
 from __future__ import annotations
@@ -64,12 +66,12 @@ class Options:
 
 @dataclass
 class ModelState(ExpansionState):
-    """`offers`: the proposals below a tree node, by id. `choice`: the fitted model of the target's picks for such
-    requests. `adjusting`: the kernels' own adjustments of this request's logits, in whole native rounds."""
+    """`offers`: the proposals below a tree node, by id. `pick_model`: the fitted model of the target's picks for
+    such requests. `adjusting`: the kernels' own adjustments of this request's logits, in whole native rounds."""
 
     offers: dict[int, TopK] = field(default_factory=dict)
     multi_step: MultiStepCache = field(default_factory=MultiStepCache)
-    choice: PickModel = field(default_factory=PickModel)
+    pick_model: PickModel = field(default_factory=PickModel)
     is_drawn: bool = field(init=False)
     adjusting: Any = None
 
@@ -110,8 +112,8 @@ class ModelDrafter(Drafter):
         return None if pair is None else ModelCarrier(pair, self._expander, self._pick_models)
 
     def open(self, request: Request) -> ModelState:
-        choice = self._pick_models.of(request)
-        return ModelState(request, list(request.prompt), session=self._expander.open(request), choice=choice)
+        session, pick_model = self._expander.open(request), self._pick_models.of(request)
+        return ModelState(request, list(request.prompt), session=session, pick_model=pick_model)
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
         """Run one forward of the draft model over the frontiers of all trees; return the number of nodes added to each.
@@ -138,9 +140,11 @@ class ModelDrafter(Drafter):
         held = self._expander.score(jobs)
         if takes_several and (known := self._multi_step.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
-        is_told = len(held.best) > 0 and ([], []) not in held.best
-        rows = [] if is_told else rows_of(jobs)
-        offers = held.best if is_told else self._offers(held, rows)
+        model_ranked = (
+            len(held.best) > 0 and ([], []) not in held.best
+        )  # the model found every row's best tokens itself
+        rows = [] if model_ranked else rows_of(jobs)
+        offers = held.best if model_ranked else self._offers(held, rows)
         added, first = [], 0
         for state, tree, frontier in jobs:
             mine = slice(first, first + len(frontier))
@@ -184,8 +188,8 @@ class ModelDrafter(Drafter):
         """Run one forward of the draft model; see the base class."""
         return self._expander.likelihood(state, tokens)
 
-    def set_directives(self, state: ModelState, orders: DraftDirectives) -> None:
-        self._expander.set_directives(state, orders)
+    def set_directives(self, state: ModelState, directives: DraftDirectives) -> None:
+        self._expander.set_directives(state, directives)
 
     def begin_concurrent(self) -> None:
         self._multi_step.is_concurrent = True
@@ -224,27 +228,27 @@ class ModelDrafter(Drafter):
         frontier: Sequence[int],
         offers: Sequence[TopK],
     ) -> int:
-        """Add the best children below the frontier: the best `width` of them all are primary (C), the others
+        """Add the best children below the frontier: the best `width` of them all are primary (CARD's cache C), the others
         secondary (B). The best child of each node is added whatever its probability, so that the node does not look
         unexpanded."""
-        orders, choice, width, least = state.orders, state.choice, self._options.width, tree.min_score
-        if orders.width:
-            width = min(orders.width, width)
+        directives, width, least = state.directives, self._options.width, tree.min_score
+        if directives.width:
+            width = min(directives.width, width)
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):
             if not tokens:
                 continue  # the constraint allows none of the draft's tokens
             state.offers[tree.ids[node]] = (tokens, values)
             score = tree.scores[node]
-            for number, chance in enumerate(choice.log_chances(values, width)):
-                if score + chance < least and number:
+            for number, log_prob in enumerate(state.pick_model.log_chances(values, width)):
+                if score + log_prob < least and number:
                     break
-                children.append((score + chance, node, tokens[number]))
+                children.append((score + log_prob, node, tokens[number]))
         if len(frontier) > 1:
             children.sort(key=_SCORE, reverse=True)
         before = len(tree)
         room = self._options.tree_nodes - before
-        most = max(_CHILDREN * width, int(room * orders.share))
+        most = max(_CHILDREN * width, int(room * directives.share))
         tree.attach_children(children[: min(room, most)], width)
         return len(tree) - before
 

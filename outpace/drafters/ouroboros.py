@@ -182,10 +182,10 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
     def _advance(self, state: OuroborosState, tree: TokenTree) -> bool:
         """Move the end along the draft's likeliest tokens; return whether it moved."""
-        choice, began = self._pick_models.of(state.request), state.end
+        pick_model, began = self._pick_models.of(state.request), state.end
         node = tree.ids.index(state.end)
         while (offer := state.offers.get(tree.ids[node], ([], [])))[0] and len(tree) < self._options.tree_nodes:
-            token, score = offer[0][0], tree.scores[node] + choice.log_chances(offer[1], 1)[0]
+            token, score = offer[0][0], tree.scores[node] + pick_model.log_chances(offer[1], 1)[0]
             child = tree.child(node, token)
             if child is None:
                 child = tree.add(node, token, score)

@@ -76,7 +76,7 @@ class KVMemory:
         return self._bytes(self._slots(), (kept.session.slots for kept in self._kept))
 
     def check(self, sequence: TokenSequence) -> None:
-        """Raise UserError for a request that could not sequence even alone."""
+        """Raise UserError for a request that could not run even alone."""
         most = [(sequence, self._most(sequence))]
         needed, drafts = self._bytes(most), self._drafts(most)
         if needed > self.budget:

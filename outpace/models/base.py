@@ -66,11 +66,11 @@ class Session:
 
     def extend(self, parents: Sequence[int]) -> np.ndarray:
         """Reserve slots for new nodes; return which pending nodes each attends to: bool [new, pending with the new]."""
-        rows = bytearray(self.add(parents))
+        rows = bytearray(self.extend_bytes(parents))
         return np.ndarray((len(parents), self.pending), bool, rows)
 
-    def add(self, parents: Sequence[int]) -> bytes:
-        """Do the same as `extend`; return the mask as bytes, row after row."""
+    def extend_bytes(self, parents: Sequence[int]) -> bytes:
+        """Reserve slots as `extend` does, but return the mask as bytes, row after row."""
         before = len(self._visible)
         after = self.length + before + len(parents)
         if after > self.capacity + self.max_pending:
@@ -191,7 +191,10 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
 
 
 def apply_keep(forest: Sequence[Part]) -> list[Part]:
-    """Commit the nodes that each part keeps; return the parts without their `keep`."""
+    """Commit the pending nodes that each part keeps and drop the others; return the parts without their `keep`.
+
+    So the keys and values of rejected tokens are dropped at the beginning of the next pass, not after the verdict.
+    """
     parts = []
     for part in forest:
         if part.keep is not None:
@@ -204,7 +207,9 @@ def apply_keep(forest: Sequence[Part]) -> list[Part]:
 class Model(SupportsMultiStep, Pairs):
     """A language model that scores token trees.
 
-    A runtime implements `open` and `_score_hidden`, or `_score` if it has no hidden states.
+    A subclass sets `vocab_size`, `max_positions`, `device` and `token_bytes`, and implements `open` and one of
+    `_score_hidden` and, if it gives no hidden states, `_score`; everything else has a default. Callers use `score`,
+    `score_hidden` or `score_held`, which drop the rejected nodes of the last pass first (see `apply_keep`).
     """
 
     vocab_size: int
@@ -212,7 +217,7 @@ class Model(SupportsMultiStep, Pairs):
     device: Any
     dtype: Any = None  # the torch type it computes in; None if it is not computed by torch
     exact: bool = False  # whether a row's bits depend on its own token, prefix and ancestors only
-    supports_trees: bool = True  # whether a token tree takes one forward pass; else each branch takes one
+    supports_trees: bool = True  # whether a token tree takes one forward pass; otherwise each branch takes one
     notice: str | None = None  # a sentence about this model for its users
     num_layers: int = 0  # number of layers that `select_layers` can choose from; 0: it cannot
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
@@ -268,7 +273,7 @@ class Model(SupportsMultiStep, Pairs):
         return self._score(apply_keep(forest))
 
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Do the same as `score`; also return hidden states of the shown nodes after these numbers of layers.
+        """Run a pass as `score` does; also return hidden states of the shown nodes after these numbers of layers.
 
         They are taken before the final norm; 0 means the input of the first layer.
         """
@@ -277,7 +282,7 @@ class Model(SupportsMultiStep, Pairs):
         return self._score_hidden(apply_keep(forest), layers)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
-        """Do the same as `score`, only for the tokens that the output layer has rows for."""
+        """Run a pass as `score` does, but return logits only for the tokens that the output layer has rows for."""
         return SparseLogits(scores := self.score(forest), None, scores.shape[-1])
 
     def _score(self, forest: Sequence[Part]) -> Tensor:

@@ -52,7 +52,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(service: Service) -> Middleware:
-    """Build the application of a service, which it starts and ends."""
+    """Build the web application of a service; its lifespan starts and stops the service."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -194,18 +194,18 @@ class Routes:
         return body, {"x-ignored-fields": ignored} if ignored else {}
 
     async def _models(self, request: Request) -> Response:
-        return JsonReply({"object": "list", "data": [self._card(name) for name in self._service.names]})
+        return JsonReply({"object": "list", "data": [self._model_entry(name) for name in self._service.names]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._service.names:
             raise ApiError(404, f"there is no model {name!r:.100}", param="model", code="model_not_found")
-        return JsonReply(self._card(name))
+        return JsonReply(self._model_entry(name))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _model_entry(self, name: str) -> dict[str, Any]:
         service = self._service
-        card = {"id": name, "object": "model", "created": service.created, "owned_by": "outpace"}
-        return {**card, "root": service.llm.target.name, "parent": None, "max_model_len": service.max_model_len}
+        entry = {"id": name, "object": "model", "created": service.created, "owned_by": "outpace"}
+        return {**entry, "root": service.llm.target.name, "parent": None, "max_model_len": service.max_model_len}
 
     async def _tokenizer_info(self, request: Request) -> Response:
         return JsonReply(tokens.tokenizer_info(self._service))

@@ -68,7 +68,7 @@ class Forest:
             self.tokens += part.tokens
             session = part.session
             depths, length, before = session.pending_depths, session.length, session.pending
-            visible = session.add(part.parents)
+            visible = session.extend_bytes(part.parents)
             start = length if part.length is None else part.length
             # a tree may extend past the context; those nodes are never committed
             self.positions += [min(start + depth, last_position) for depth in depths[before:]]
