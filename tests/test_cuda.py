@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import gpu_checks
 import test_draft_steps
 import test_turning_steps
-from outpace.models.llama.cuda.draft_steps import ExactGraphLlama, SteppingLlama
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files.reading import read_json
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,17 +113,6 @@ def test_drafts_are_held_so_unless_another_precision_is_named(tmp_path: Path) ->
     for dtype in ("int8", "float32"):
         assert load_draft(folder, target, dtype=dtype).precision == dtype
     assert load_model(folder, dtype="int4").precision == "int4"
-
-
-def test_kernels_of_before_hold_drafts_in_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outpace.models.llama.native import binding
-
-    before = {name: getattr(kernels, name) for name in dir(kernels) if name != "round_to_q4_1"}
-    monkeypatch.setattr(binding, "load_kernels", lambda: SimpleNamespace(**before))
-    folder = model_folder(tmp_path)
-    assert load_draft(folder, load_model(folder)).precision == "int8"
-    with pytest.raises(UserError, match="dtype int4 needs newer kernels"):
-        load_model(folder, dtype="int4")
 
 
 def test_only_the_native_runtime_takes_it(tmp_path: Path) -> None:

@@ -283,4 +283,4 @@ def test_arrays_that_do_not_fit_are_refused(asked: dict, says: str) -> None:
         asked["hidden"] = np.zeros((1, 1, 48), np.float32)
     turns, scores = np.zeros((1, 4, 2), np.float32), np.zeros((1, 97), np.float32)
     with pytest.raises(ValueError, match=says):
-        model.worker_model().forward(spans, one, turns, one, scores, **asked)
+        model.model_for_thread().forward(spans, one, turns, one, scores, **asked)

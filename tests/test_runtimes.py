@@ -223,7 +223,7 @@ def test_doctor_converts_no_model(tmp_path: Path, without_kernels: None, monkeyp
     model, cache = write_gguf(tmp_path / "model.gguf"), tmp_path / "cache"
     monkeypatch.setattr("outpace.models.files.find.shipped_model", lambda: model)
     monkeypatch.setenv("OUTPACE_CACHE", str(cache))
-    assert doctor.collect()["model"] == {"missing": doctor.NOT_MADE}
+    assert doctor.collect()["model"] == {"missing": doctor.NOT_CONVERTED}
     assert not [file for file in cache.rglob("*") if file.is_file()]
     load_model(model)
     assert doctor.collect()["model"]["pass_seconds"] > 0, "it is converted now"

@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 from machines import DEPTHS, SEARCH
 from mutations import MUTATIONS
-from outpace.models.llama.cuda.draft_steps import ExactGraphLlama
 from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, chain
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.torch.runtime import Llama
 

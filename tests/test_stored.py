@@ -385,7 +385,7 @@ def test_one_part_of_the_file_is_packed_at_a_time() -> None:
     class Kernels:
         pass
 
-    Kernels.Matrix = Matrix  # type: ignore[attr-defined]
+    Kernels.Matrix, Kernels.Room = Matrix, object  # type: ignore[attr-defined]
     packing = Packing(Kernels(), 3)
     workers = [
         threading.Thread(target=packing.of_file, args=([("Q8_0", np.zeros((1, 34), np.uint8))], np.zeros(1), 32))
