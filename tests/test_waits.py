@@ -116,7 +116,7 @@ def test_a_drafter_that_raises_in_the_midst_of_a_wait(number: int) -> None:
             self.waits += 1
             if self.waits == number:
                 self._running = None  # a forward under way would end first
-                self._loop._drafter.grow = raising  # type: ignore[method-assign]
+                self._loop.drafter.grow = raising  # type: ignore[method-assign]
             super().wait(cache, layers, depth)
 
     def raising(states: Any, trees: Any) -> list[int]:

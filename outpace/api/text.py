@@ -61,7 +61,7 @@ class StopStrings:
 
 
 class TextAssembler:
-    """Turns one request's tokens into pieces of text, and tells the engine where a stop string ends the text.
+    """Turns one request's tokens into pieces of text, and finds where a stop string ends the text.
 
     Without stop strings, tokens are decoded when the pieces are read, not between two target passes.
     """

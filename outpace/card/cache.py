@@ -68,9 +68,9 @@ class CandidateCache:
     lock: a plain one, because an interrupt may leave a `Condition` locked.
 
     Ids are never reused: those of drafted nodes count up from 1, those of roots after a miss count down from -1. An
-    insertion drops nodes whose parents are gone, which includes all from before the last miss. `counts` counts where the
-    next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"), and how often the drafter
-    stopped adding nodes below a root ("exhausted").
+    insertion drops nodes whose parents are gone, which includes all from before the last miss. `counts` counts where
+    the next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"), and how often the
+    drafter stopped adding nodes below a root ("exhausted").
     """
 
     def __init__(self, root_token: int) -> None:

@@ -51,7 +51,7 @@ class InlineWorker(DraftWorker):
         self._running: tuple[float, list[tuple[int, CandidateLayer]]] | None = None  # end time, layers
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return 0 if self.failure else self._loop.stored_bytes(lengths)
+        return 0 if self.failure else self._loop.drafter.stored_bytes(lengths)
 
     def wrap_target(self, target: Any) -> Any:
         return ClockedModel(target, self._run_during)
@@ -84,7 +84,7 @@ class InlineWorker(DraftWorker):
     def close(self) -> None:
         """End the drafter too."""
         self.stop()
-        self._loop.end()
+        self._loop.drafter.end()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:

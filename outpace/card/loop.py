@@ -3,7 +3,6 @@ layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -96,7 +95,7 @@ class DraftLoop:
         """`most_requests` share a forward; more take turns. UserError for a drafter that needs to see the target's
         passes."""
         check_concurrent(drafter)
-        self._drafter = drafter
+        self.drafter = drafter  # other threads may call its `num_captures` and `stored_bytes`
         self._most = most_requests
         self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
@@ -109,7 +108,7 @@ class DraftLoop:
         if not keys:
             return []
         requests = [self._requests[key] for key in keys]
-        added = self._drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
+        added = self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
         for drafted, count in zip(requests, added, strict=True):
             drafted.layers += count > 0
             drafted.idle = not count or drafted.is_done
@@ -122,25 +121,8 @@ class DraftLoop:
         if drafted is not None and isinstance(message, Correct):
             path, tokens, root_id, _ = message.correction
             with suppress(Exception):  # the inbox has it too, and a fault is raised there, in the drafter's own thread
-                self._drafter.on_root_moved(drafted.state, path, tokens, root_id)
+                self.drafter.on_root_moved(drafted.state, path, tokens, root_id)
         self.inbox.put(message)
-
-    def begin_concurrent(self) -> None:
-        """Prepare the drafter for calls of `post` from another thread."""
-        self._drafter.begin_concurrent()
-
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far by the drafter's models."""
-        return self._drafter.num_captures
-
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        """Return the most that the drafter holds for texts of these lengths; thread-safe."""
-        return self._drafter.stored_bytes(lengths)
-
-    def limit_threads(self, most: int) -> None:
-        """Let the drafter's models take at most this many CPU threads in this thread."""
-        self._drafter.limit_threads(most)
 
     @property
     def has_work(self) -> bool:
@@ -159,10 +141,6 @@ class DraftLoop:
         """Release everything after the drafter failed, including what the kept exception refers to."""
         self._requests.clear()
         clear_frames(failure.__traceback__)
-
-    def end(self) -> None:
-        """End the drafter."""
-        self._drafter.end()
 
     def _next(self) -> list[int]:
         """Choose the requests of the next forward, round robin."""
@@ -188,23 +166,23 @@ class DraftLoop:
 
     def _take(self, message: Message | None) -> None:
         if isinstance(message, Open):
-            state = self._drafter.open(message.request)
+            state = self.drafter.open(message.request)
             self._requests[message.key] = DraftedRequest(
                 state, TokenTree(message.request.prompt[-1], next_id=message.next_id)
             )
         elif isinstance(message, Close):
             drafted = self._requests.pop(message.key, None)
             if drafted is not None:
-                self._drafter.close(drafted.state)
+                self.drafter.close(drafted.state)
         elif isinstance(message, SetDirectives):
             drafted = self._requests[message.key]
             drafted.directives, drafted.layers = message.directives, 0
-            self._drafter.set_directives(drafted.state, message.directives)
+            self.drafter.set_directives(drafted.state, message.directives)
             drafted.idle = drafted.is_done
         elif isinstance(message, Pause):
             drafted = self._requests[message.key]
             drafted.idle = True
-            self._drafter.pause(drafted.state)
+            self.drafter.pause(drafted.state)
         elif isinstance(message, Resume):
             drafted = self._requests[message.key]
             drafted.idle = drafted.is_done
@@ -218,6 +196,6 @@ class DraftLoop:
             drafted.tree = old.copy(old.subtree(old.ids.index(correction.root_id)))
         else:
             drafted.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
-        self._drafter.observe(drafted.state, Observation(correction.path, correction.tokens, drafted.tree))
+        self.drafter.observe(drafted.state, Observation(correction.path, correction.tokens, drafted.tree))
         drafted.published = len(drafted.tree)
         drafted.idle = drafted.is_done

@@ -28,7 +28,7 @@ class ThreadWorker(DraftWorker):
         the thread has its own stream, so that neither it nor the target waits for the other's work."""
         super().__init__()
         self._loop = DraftLoop(drafter)
-        self._loop.begin_concurrent()
+        self._loop.drafter.begin_concurrent()
         self._threads = threads
         self._device = device
         self._stopping = self._resting = False
@@ -48,11 +48,11 @@ class ThreadWorker(DraftWorker):
         return super().is_working and not self._resting
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return 0 if self.failure else self._loop.stored_bytes(lengths)
+        return 0 if self.failure else self._loop.drafter.stored_bytes(lengths)
 
     @property
     def num_captures(self) -> int:
-        return self._loop.num_captures
+        return self._loop.drafter.num_captures
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:
@@ -66,7 +66,7 @@ class ThreadWorker(DraftWorker):
         """End the thread after its current forward, and the drafter."""
         self.stop()
         self._thread.join()
-        self._loop.end()
+        self._loop.drafter.end()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:
@@ -78,7 +78,7 @@ class ThreadWorker(DraftWorker):
             try:
                 if is_torch_loaded():
                     torch.set_num_threads(self._threads)
-                self._loop.limit_threads(self._threads)
+                self._loop.drafter.limit_threads(self._threads)
             finally:
                 self._ready.put(None)
             with own_stream(self._device):

@@ -59,8 +59,8 @@ class DraftWorker(ABC):
 
     @property
     def is_working(self) -> bool:
-        """Whether the drafter works now, or will once it has read its messages. Requests that it is told not to draft
-        do not count."""
+        """Whether the drafter works now, or will once it has read its messages. Requests whose directives forbid
+        drafting do not count."""
         return len(self._caches) > len(self._resting_keys) and self.failure is None
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:

@@ -125,7 +125,8 @@ class TokenTree:
         """Add picked children, (path score, parent, token) each, except those below the bound.
 
         This decides which of CARD's caches a node is in: the first `primary` children get the role PRIMARY (C), the
-        others SECONDARY (B). A drafter passes the children of one draft step, best first. They must differ in parent or token.
+        others SECONDARY (B). A drafter passes the children of one draft step, best first. They must differ in parent or
+        token.
         """
         kids, siblings, scores = self._children, self.siblings, self.scores
         picked, role, left = Siblings.PICKED, Role.PRIMARY, primary

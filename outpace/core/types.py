@@ -237,8 +237,8 @@ class Draft(NamedTuple):
 class Verify(NamedTuple):
     """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows.
 
-    `max_extra_passes`: if the tree is only a root, how many plain decoding passes may follow in the same step, each over
-    the token that the one before picked.
+    `max_extra_passes`: if the tree is only a root, how many plain decoding passes may follow in the same step, each
+    over the token that the one before picked.
     """
 
     tree: TokenTree

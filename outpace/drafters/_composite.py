@@ -19,11 +19,11 @@ from outpace.drafters._carrier import CopiesText, ModelCarrier, PartCarrier
 
 @dataclass
 class CompositeState(DraftState):
-    """The parts' own states, in the parts' order; `untold`: what each part has not observed yet, if it observes
+    """The parts' own states, in the parts' order; `pending`: what each part has not observed yet, if it observes
     late."""
 
     parts: list[Any] = field(default_factory=list)
-    untold: list[PendingObservations] = field(default_factory=list)
+    pending: list[PendingObservations] = field(default_factory=list)
 
 
 class CompositeDrafter(Drafter):
@@ -108,8 +108,8 @@ class SharedTree(CompositeDrafter):
         return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
 
     def open(self, request: Request) -> CompositeState:
-        untold = [PendingObservations() for _ in self.parts]
-        return CompositeState(request, parts=[part.open(request) for part in self.parts], untold=untold)
+        pending = [PendingObservations() for _ in self.parts]
+        return CompositeState(request, parts=[part.open(request) for part in self.parts], pending=pending)
 
     def grow(self, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> list[int]:
         """Grow by all parts; return the number of nodes added to each tree by all of them together."""
@@ -121,7 +121,7 @@ class SharedTree(CompositeDrafter):
         for number, part, asked in self._growers.get(source, ()):
             inner = []
             for state, tree in zip(states, trees, strict=True):
-                own = self._told(state, number)
+                own = self._observed(state, number)
                 own.base, own.has_other_requests = state.base, state.has_other_requests
                 tree.current_source = part.name if source is None else source.name
                 inner.append(own)
@@ -137,11 +137,11 @@ class SharedTree(CompositeDrafter):
             return None
         copiers = [(number, part) for number, part in enumerate(self.parts) if isinstance(part, CopiesText)]
         copier = copiers[0] if len(copiers) == 1 and copiers[0][1].can_be_copied else None
-        return PartCarrier(inner, self._told, numbers[0], copier)
+        return PartCarrier(inner, self._observed, numbers[0], copier)
 
-    def _told(self, state: CompositeState, number: int) -> Any:
+    def _observed(self, state: CompositeState, number: int) -> Any:
         """Return a part's own state after it has observed everything pending."""
-        if (seen := state.untold[number].take()) is not None:
+        if (seen := state.pending[number].take()) is not None:
             self.parts[number].observe(state.parts[number], seen)
         return state.parts[number]
 
@@ -159,24 +159,24 @@ class SharedTree(CompositeDrafter):
         """Note the observation for each part, which sees it when it drafts next; at once if it contains details of the
         target pass."""
         if seen.seen is None:
-            for untold in state.untold:
-                untold.add(seen)
+            for pending in state.pending:
+                pending.add(seen)
             return
-        for part, untold in zip(self.parts, state.untold, strict=True):
-            untold.add(seen._replace(seen=seen.seen.only(part.needs, self.needs.layers)))
-        self._tell(state)
+        for part, pending in zip(self.parts, state.pending, strict=True):
+            pending.add(seen._replace(seen=seen.seen.only(part.needs, self.needs.layers)))
+        self._observe_all(state)
 
-    def _tell(self, state: CompositeState) -> None:
+    def _observe_all(self, state: CompositeState) -> None:
         """Let all parts observe what is pending."""
         for number in range(len(self.parts)):
-            self._told(state, number)
+            self._observed(state, number)
 
     def pause(self, state: CompositeState) -> None:
-        self._tell(state)
+        self._observe_all(state)
         super().pause(state)
 
     def close(self, state: CompositeState) -> None:
-        self._tell(state)
+        self._observe_all(state)
         super().close(state)
 
     def read(self, state: CompositeState, seen: TargetFeedback) -> None:

@@ -16,7 +16,7 @@ from outpace.core.carried import Growing
 from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.logits import SparseLogits, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
-from outpace.core.types import DraftState, Observation, Request, Row
+from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import proposes_best_scores
 
@@ -333,6 +333,33 @@ class TreeExpander:
         return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
 
 
+class ModelRunningDrafter(Drafter):
+    """The base of drafters that run a model by a `TreeExpander`: its memory, its weights, and the end of a request."""
+
+    _expander: TreeExpander
+
+    @property
+    def num_captures(self) -> int:
+        return self._expander.model.num_captures
+
+    def weight_bytes(self, source: Source) -> int | None:
+        """Return the draft model's weight bytes."""
+        return self._expander.model.weight_bytes
+
+    def reads_at_most(self, source: Source) -> int | None:
+        """Return the draft window."""
+        return self._expander.window or None
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        return self._expander.stored_bytes(lengths)
+
+    def pause(self, state: Any) -> None:
+        self._expander.pause(state)
+
+    def close(self, state: Any) -> None:
+        state.session = state.base = None
+
+
 def _have_parents(nodes: Sequence[int], tree: TokenTree, expanded: Mapping[int, int]) -> bool:
     """Whether each node's parent is among the nodes or already expanded."""
     for node in nodes:
@@ -350,11 +377,11 @@ def rows_of(jobs: Sequence[ExpansionJob]) -> list[Row]:
     rows = []
     for state, tree, frontier in jobs:
         for node in frontier:
-            rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
+            rows.append(Row(state.request, state.tokens, tokens_below_root(tree, node)))
     return rows
 
 
-def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
+def tokens_below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
     """Return the tokens from below the root down to a node."""
     tokens = []
     while node:

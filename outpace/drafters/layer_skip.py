@@ -20,9 +20,9 @@ import numpy as np
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import PREFIX, TokenTree
-from outpace.core.types import Drafter, Observation, Request, Row, Source, TopK
+from outpace.core.types import Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
 from outpace.models.base import Capability, Model, Part
 from outpace.rules.base import top_k_rows
 
@@ -263,7 +263,7 @@ class SkipState(ExpansionState):
     rounds: int = 0
 
 
-class LayerSkipDrafter(Drafter):
+class LayerSkipDrafter(ModelRunningDrafter):
     """Drafts with the target without some sublayers. `search`: looks for better sublayers; None keeps them fixed."""
 
     name = "layer_skip"
@@ -277,10 +277,6 @@ class LayerSkipDrafter(Drafter):
         self._expander = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
         self._pick_models = PickModels()
         self._choose(sublayers)
-
-    @property
-    def num_captures(self) -> int:
-        return self._expander.model.num_captures
 
     def weight_bytes(self, source: Source) -> int | None:
         """Estimate the bytes as if all sublayers had one size and nothing else had weights."""
@@ -312,12 +308,6 @@ class LayerSkipDrafter(Drafter):
         self._pick_models.learn(state.request, state.offers, seen)
         self._expander.follow(state, seen)
         state.offers, state.is_unsure = {}, False
-
-    def pause(self, state: SkipState) -> None:
-        self._expander.pause(state)
-
-    def close(self, state: SkipState) -> None:
-        state.session = state.base = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted models of the target's picks."""

@@ -4,8 +4,8 @@ CARD's drafter, arXiv:2508.04462; with width 1 it is the chain of Leviathan et a
 
 Each forward expands K (`width`) nodes of a request and adds children of them. `ModelDrafter._add` decides which: the K
 best by path score form CARD's primary cache C, the others its secondary cache B. B is limited: at most K children of
-each expanded node, none below the tree's `min_score` but the best of each node, at most 2K or a share of the free
-`tree_nodes` altogether, and no more than can be verified.
+each expanded node are added, none below the tree's `min_score` but the best of each node, and only as many as fit into
+`tree_nodes` (or the share of it that the directives allow) and can be verified.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logits import SparseLogits
 from outpace.core.multi_step import MAX_STEPS
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Request, Row, Source, TopK
+from outpace.core.types import Drafter, Observation, Request, Row, TopK
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander, RootMove
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
@@ -80,7 +80,7 @@ class ModelState(ExpansionState):
         self.is_drawn = is_drawn(self.request)
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(ModelRunningDrafter):
     """Keeps a session of the draft model for each request, in step with what the target commits."""
 
     name = "model"
@@ -94,18 +94,6 @@ class ModelDrafter(Drafter):
         self._pick_models = PickModels()
         self._multi_step = MultiStepExpander(model, self._pick_models, options)
         self.shares_work = self._multi_step.takes_several
-
-    @property
-    def num_captures(self) -> int:
-        return self._expander.model.num_captures
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Return the draft model's weight bytes."""
-        return self._expander.model.weight_bytes
-
-    def reads_at_most(self, source: Source) -> int | None:
-        """Return the draft window."""
-        return self._expander.window or None
 
     def carrier(self, target: Model) -> Carrier | None:
         pair = None if self._multi_step.takes_several else target.pair_with(self._expander.model)
@@ -200,18 +188,12 @@ class ModelDrafter(Drafter):
     def limit_threads(self, most: int) -> None:
         self._expander.model.limit_threads(most)
 
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return self._expander.stored_bytes(lengths)
-
     def pause(self, state: ModelState) -> None:
         state.multi_step = MultiStepCache(heard=state.multi_step.heard)
-        self._expander.pause(state)
+        super().pause(state)
 
     def amortized(self, seconds: float) -> float:
         return self._multi_step.amortized(seconds)
-
-    def close(self, state: ModelState) -> None:
-        state.session = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted models of the target's picks, for greedy and for sampled requests."""
@@ -228,9 +210,9 @@ class ModelDrafter(Drafter):
         frontier: Sequence[int],
         offers: Sequence[TopK],
     ) -> int:
-        """Add the best children below the frontier: the best `width` of them all are primary (CARD's cache C), the others
-        secondary (B). The best child of each node is added whatever its probability, so that the node does not look
-        unexpanded."""
+        """Add the best children below the frontier: the best `width` of them all are primary (CARD's cache C), the
+        others secondary (B). The best child of each node is added whatever its probability, so that the node does not
+        look unexpanded."""
         directives, width, least = state.directives, self._options.width, tree.min_score
         if directives.width:
             width = min(directives.width, width)

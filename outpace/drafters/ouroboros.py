@@ -19,11 +19,11 @@ from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request, Source, TopK
+from outpace.core.types import Observation, Request, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of
 from outpace.drafters._phrases import PhraseTable, open_phrase_file
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
@@ -73,7 +73,7 @@ class OuroborosState(LookupState, ExpansionState):
     pool: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
 
 
-class OuroborosDrafter(LookupDrafter[OuroborosState]):
+class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
     """Keeps a session of the draft model for each request, and a pool for each cache salt."""
 
     name = "ouroboros"
@@ -89,18 +89,6 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         self._pick_models = PickModels()
         self._pools = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
         self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
-
-    @property
-    def num_captures(self) -> int:
-        return self._expander.model.num_captures
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Return the draft model's weight bytes."""
-        return self._expander.model.weight_bytes
-
-    def reads_at_most(self, source: Source) -> int | None:
-        """Return the draft window."""
-        return self._expander.window or None
 
     def open(self, request: Request) -> OuroborosState:
         pool = self._pools.of(request.cache_salt)
@@ -146,15 +134,6 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         state.last = state.pool.read(state.last, seen.tokens, self._options.phrase)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
         state.tree, state.end = None, -1
-
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return self._expander.stored_bytes(lengths)
-
-    def pause(self, state: OuroborosState) -> None:
-        self._expander.pause(state)
-
-    def close(self, state: OuroborosState) -> None:
-        state.session = None
 
     def end(self) -> None:
         if self._kept is not None:

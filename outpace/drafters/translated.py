@@ -24,7 +24,7 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import AcceptanceRate, PickModels
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import max_session_bytes
+from outpace.drafters._tree_expander import max_session_bytes, tokens_below_root
 from outpace.models.base import Model, chain
 from outpace.models.text.shared_tokens import shared_tokens
 from outpace.rules.base import top_k_rows
@@ -239,7 +239,7 @@ class ByTokens(TranslatedDrafter):
         if not held.values.shape[1]:
             return 0
         node = tree.ids.index(state.leaf) if state.leaf in tree.ids else 0
-        row, before = Row(state.request, state.tokens, _below_root(tree, node), tree.ids[node]), len(tree)
+        row, before = Row(state.request, state.tokens, tokens_below_root(tree, node), tree.ids[node]), len(tree)
         if is_drawn(state.request):
             draw_layer(tree, [node], held, [row], _ONE)
             best = tree.children(node)[0] if tree.children(node) else None
@@ -346,12 +346,6 @@ def _shared(pairs: np.ndarray, held: np.ndarray | None) -> tuple[np.ndarray, np.
         return pairs[:, 0].copy(), pairs[:, 1].copy()
     pairs = pairs[np.isin(pairs[:, 1], held)]
     return pairs[:, 0].copy(), np.searchsorted(held, pairs[:, 1])
-
-
-def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """Return the tokens from below the root down to a node."""
-    path = [tree.tokens[one] for one in tree.ancestry(node)]
-    return tuple(path[-2::-1])
 
 
 def build(options: Options, *, given: BuildContext) -> TranslatedDrafter:

@@ -244,7 +244,7 @@ INTERLEAVED_ROPE = ("llama", "smollm3")
 
 
 def read_model(header: GgufHeader) -> GgufModel:
-    """Translate metadata and tensor table; UserError for other ARCHITECTURES or inconsistent values."""
+    """Translate metadata and tensor table; UserError for other architectures or inconsistent values."""
     path, metadata = header.path, header.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
