@@ -71,10 +71,10 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
     """Answer all requests sequentially in one engine. Prefill is not timed."""
     decoder, drafter, worker = setup.decoder, None, None
     recipe = partial(slowed_drafter, draft.again, draft.model.vocab_size, dict(setup.options), seconds)
-    if decoder.needs == "worker":
+    if decoder.drafting == "parallel":
         worker = ProcessWorker(partial(recipe, DRAFT_CORE))
         until_ready(worker)
-    elif decoder.needs == "drafter":
+    elif decoder.drafting == "sequential":
         drafter = recipe(None)
     steps, texts = [], []
     with Engine(target, drafter, worker, EngineOptions(nodes=setup.nodes, reuse=False)) as engine:

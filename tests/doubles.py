@@ -28,7 +28,7 @@ from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Row
 from outpace.decoders import Autoregressive
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree
@@ -43,17 +43,17 @@ torch.set_num_threads(1)  # rows of 16 numbers: a pool of threads only makes the
 SMALL = EngineOptions(nodes=12, rows=36, chunk=4)  # prompts travel in pieces
 
 
-def decoder_of(decode: Any, needs: str | None = None) -> type[Decoder]:
+def decoder_of(decode: Any, drafting: str | None = None) -> type[Decoder]:
     """Return a decoder class that runs the generator function `decode(context, options)`."""
 
     class Custom(Decoder):
         name = "custom"
         Options = Autoregressive.Options
 
-        def decode(self, context: RequestContext, options: Any) -> Coroutine:
+        def decode(self, context: RequestContext, options: Any) -> DecoderGenerator:
             return decode(context, options)
 
-    Custom.needs = needs
+    Custom.drafting = drafting
     return Custom
 
 
@@ -192,7 +192,7 @@ def _drive(
         assert run.finish_reason is not None, f"no end after {limit} steps"
     counts: Counter[str] = Counter()
     for run in runs:
-        counts.update(run.context.candidates.counts if decoder.needs == "worker" else {})
+        counts.update(run.context.candidates.counts if decoder.drafting == "parallel" else {})
     failure = parts.worker.failure if parts.worker else None
     steps = [run.history.steps for run in runs]
     figures = summarize(step for some in steps for step in some)

@@ -12,7 +12,7 @@ from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Await, Commit, Draft, Request, Verify
 from outpace.decoders import Speculative
-from outpace.decoders.base import Coroutine, RequestContext
+from outpace.decoders.base import DecoderGenerator, RequestContext
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -21,11 +21,11 @@ PROMPT = (3, 1, 4, 1, 5)
 GAMMA = 3
 
 
-def module(decode: Any, needs: str) -> Any:
-    return decoder_of(decode, needs)
+def module(decode: Any, drafting: str) -> Any:
+    return decoder_of(decode, drafting)
 
 
-def pearl(place: RequestContext, seen: list[int]) -> Coroutine:
+def pearl(place: RequestContext, seen: list[int]) -> DecoderGenerator:
     """PEARL's shape: whatever the target says, the next chain is waited for until it is GAMMA deep."""
     candidates = place.candidates
     while True:
@@ -42,7 +42,7 @@ def pearl(place: RequestContext, seen: list[int]) -> Coroutine:
         yield Commit(tree, verdict, hit)
 
 
-def second_look(place: RequestContext, passes: list[int]) -> Coroutine:
+def second_look(place: RequestContext, passes: list[int]) -> DecoderGenerator:
     """Drafts below what the target accepted, and lets it judge again before anything is committed."""
     tree = TokenTree(place.last_token)
     while True:
@@ -74,7 +74,7 @@ def test_a_wait_for_depth_is_served_before_and_after_the_pass() -> None:
     worker = InlineWorker(make_drafter("perfect", TARGET, width=1), clock)
     seen: list[Any] = []
     with Engine(TARGET, worker=worker, options=EngineOptions(nodes=12)) as engine:
-        runs = [engine.submit(one, module(pearl, "worker"), seen) for one in requests()]
+        runs = [engine.submit(one, module(pearl, "parallel"), seen) for one in requests()]
         finish(engine, runs)
         assert worker.failure is None
     assert [run.tokens for run in runs] == [write(TARGET, one) for one in requests()]
@@ -86,7 +86,7 @@ def test_a_wait_for_depth_is_served_before_and_after_the_pass() -> None:
 def test_another_pass_and_drafts_between() -> None:
     passes: list[int] = []
     with Engine(TARGET, make_drafter("model", TARGET, width=2), options=EngineOptions(nodes=12)) as engine:
-        runs = [engine.submit(one, module(second_look, "drafter"), passes) for one in requests()]
+        runs = [engine.submit(one, module(second_look, "sequential"), passes) for one in requests()]
         runs.append(engine.submit(requests()[0], Speculative, Speculative.Options()))
         finish(engine, runs)
     texts = [write(TARGET, one) for one in requests()]
@@ -96,7 +96,7 @@ def test_another_pass_and_drafts_between() -> None:
 
 
 def test_a_fault_after_the_pass_ends_its_own_request() -> None:
-    def raising(place: RequestContext, options: None) -> Coroutine:
+    def raising(place: RequestContext, options: None) -> DecoderGenerator:
         tree = TokenTree(place.last_token)
         yield Verify(tree)
         raise KeyError("after the pass")
@@ -115,7 +115,7 @@ def test_a_fault_after_the_pass_ends_its_own_request() -> None:
     assert plain.tokens == write(TARGET, requests()[0])
 
 
-def speculative_less(place: RequestContext) -> Coroutine:
+def speculative_less(place: RequestContext) -> DecoderGenerator:
     tree = TokenTree(place.last_token)
     while True:
         picks = yield Verify(tree)

@@ -236,7 +236,7 @@ def test_the_target_is_called_as_ever_where_nobody_needs_more(method: str) -> No
     """One argument, a list of parts; of each part the five fields that there always were, and `best`."""
     target, decoder = Spied(), registry.find("decoders", method)
     drafter = make_drafter("both", QuickToy(16, 3, 0))
-    worker = InlineWorker(drafter) if decoder.needs == "worker" else None
+    worker = InlineWorker(drafter) if decoder.drafting == "parallel" else None
     with Engine(target, None if worker else drafter, worker, EngineOptions(chunk=3, nodes=6)) as engine:
         finish(engine, [engine.submit(make_request(PROMPT, max_tokens=9), decoder, decoder.Options()) for _ in "ab"])
     assert {(name, len(given), *named) for name, given, named in target.calls} == {("score", 1)}
@@ -289,7 +289,7 @@ def test_a_rule_whose_layers_are_not_shown_is_refused() -> None:
 def test_a_worker_takes_no_drafter_that_must_see_passes() -> None:
     with pytest.raises(UserError, match="drafter successors needs to see the target's passes"):
         InlineWorker(Successors())
-    assert Card.needs == "worker"
+    assert Card.drafting == "parallel"
 
 
 def test_what_is_seen_can_be_cut() -> None:

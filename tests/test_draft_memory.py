@@ -187,7 +187,7 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
     worker = InlineWorker(drafter) if beside else None
     with Engine(target, None if beside else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
         runs = submit_all(engine, 2, Card if beside else Speculative)
-        with pytest.warns(UserWarning, match="going on without it"):
+        with pytest.warns(UserWarning, match="continuing without it"):
             step(engine, 40)
         assert ledger.opened == 2
         assert ledger.slots == 0

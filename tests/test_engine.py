@@ -140,7 +140,7 @@ def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> 
         warnings.simplefilter("always")
         runs = [engine.submit(request(5, 20, start), Speculative, Speculative.Options()) for start in range(2)]
         assert finish(engine, *runs) == [plain(request(5, 20, start)) for start in range(2)]
-    assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); going on without it"]
+    assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); continuing without it"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ SAMPLINGS = (
     Sampling(1.3, top_k=9, top_p=0.8, min_p=0.02),
 )
 PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
-WORKERS = {None: (None,), "drafter": (None,), "worker": ("inline", "thread")}  # by what a decoder needs
+WORKERS = {None: (None,), "sequential": (None,), "parallel": ("inline", "thread")}  # by a decoder's `drafting`
 
 
 class Letters:
@@ -137,8 +137,8 @@ def cells() -> Iterator[Cell]:
     keyed = [rule for rule in rules if is_keyed(rule)]
     others = [rule for rule in rules if rule not in keyed] or keyed
     for place, decoder in enumerate(decoders):
-        workers = WORKERS[registry.find("decoders", decoder).needs]
-        if registry.find("decoders", decoder).needs is None:
+        workers = WORKERS[registry.find("decoders", decoder).drafting]
+        if registry.find("decoders", decoder).drafting is None:
             yield from (Cell(decoder, None, None, None, rule) for rule in rules)
             continue
         for number, drafter in enumerate(drafters(), place):
@@ -224,7 +224,7 @@ def is_keyed(rule: str) -> bool:
 
 def asks_the_target(cell: Cell) -> bool:
     """Whether a worker, which sees nothing of the target's passes, is to run a drafter that needs something of them."""
-    return registry.find("decoders", cell.decoder).needs == "worker" and needs_target(cell.drafter)
+    return registry.find("decoders", cell.decoder).drafting == "parallel" and needs_target(cell.drafter)
 
 
 @cache

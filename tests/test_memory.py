@@ -19,7 +19,7 @@ from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.kv_memory import free_bytes
-from outpace.engine.sequence import TokenSequence, Watch
+from outpace.engine.sequence import StopCheck, TokenSequence
 from outpace.models.base import Model, Part
 from outpace.models.toy import ToySession
 
@@ -189,7 +189,7 @@ def test_what_a_path_left_is_kept_and_what_an_end_cut_off_is_not(method) -> None
             assert target.rows - before <= 4 + 2
 
 
-def ends_after(end: int) -> Watch:
+def ends_after(end: int) -> StopCheck:
     """A watcher that ends the text after a number of tokens."""
     seen: list[int] = []
 

@@ -442,5 +442,5 @@ def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
 def test_rules_that_judge_draws_are_refused() -> None:
     """Cutting a chain by what was drawn would favour tokens."""
     place = World(0.9, lambda place: True, rule="rejection", temperature=1.0).place
-    with pytest.raises(UserError, match="a rule that judges drawn tokens does not allow"):
+    with pytest.raises(UserError, match="a rule whose text depends on the drafts"):
         Auto().decode(place, Auto.Options()).send(None)

@@ -50,7 +50,7 @@ def check(tokenizer: Tokenizer, seeds: range) -> None:
 
         plain = decode([request()], target=target, engine=ROOM, check_storage=False)
         drafter = SharedTree([grammar.build(grammar.Options()), make_drafter("both", target)])
-        worker = "inline" if find("decoders", method).needs == "worker" else None
+        worker = "inline" if find("decoders", method).drafting == "parallel" else None
         drafted = decode([request()], method, drafter, worker=worker, target=target, engine=ROOM, check_storage=False)
         assert drafted.texts == plain.texts, (seed, schema)
         assert drafted.reasons == plain.reasons

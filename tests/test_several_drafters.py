@@ -103,7 +103,7 @@ def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
         later = engine.submit(request, Speculative, Speculative.Options(), drafter="dying")
         assert finish(engine, [later]) == [write(TARGET, request)], "who asks for it later writes plainly"
     assert [str(warning.message) for warning in caught] == [
-        f"the drafter dying failed ({DrafterDiedError.__name__}: grow number 1); going on without it"
+        f"the drafter dying failed ({DrafterDiedError.__name__}: grow number 1); continuing without it"
     ]
     lengths = [len(run.history.steps) for run in runs]
     assert lengths[0] > 2 * lengths[1]
@@ -113,8 +113,12 @@ def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
     ("decoder", "name", "says"),
     [
         (Speculative, "two", r"unknown drafter of this engine 'two', allowed are first, tow; did you mean 'tow'\?"),
-        (Autoregressive, "first", "method autoregressive uses no drafter, leave out drafter 'first'"),
-        (Card, "first", "method card has its worker's drafter, leave out drafter 'first'"),
+        (Autoregressive, "first", "method autoregressive uses no drafter: leave out drafter 'first'"),
+        (
+            Card,
+            "first",
+            "method card runs one drafter in a worker, a request cannot choose another: leave out drafter 'first'",
+        ),
     ],
 )
 def test_a_drafter_that_a_request_cannot_have_is_refused(decoder: Any, name: str, says: str) -> None:

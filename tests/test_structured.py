@@ -51,9 +51,9 @@ def is_valid(name: str, text: str) -> bool:
 @pytest.mark.parametrize("method", registry.names("decoders"))
 def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str, every: int) -> None:
     """With all samplings, or with one of them, which alternate."""
-    needs = registry.find("decoders", method).needs
-    worker = "inline" if needs == "worker" else None
-    with outpace.load(model, "layers:0" if needs else None, method=method, worker=worker, profile=False) as llm:
+    drafting = registry.find("decoders", method).drafting
+    worker = "inline" if drafting == "parallel" else None
+    with outpace.load(model, "layers:0" if drafting else None, method=method, worker=worker, profile=False) as llm:
         for number, (name, asked) in enumerate(ASKED.items()):
             for sampling in SAMPLINGS[number % every :: every]:
                 plain = llm.chat("hello", structured_outputs=asked, max_tokens=60, plain=True, **sampling)

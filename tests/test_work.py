@@ -18,7 +18,7 @@ from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
 from outpace.decoders import Auto
-from outpace.decoders.base import Coroutine, RequestContext
+from outpace.decoders.base import DecoderGenerator, RequestContext
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
@@ -165,7 +165,7 @@ class NoOptions:
     """None."""
 
 
-def seldom(place: RequestContext, options: NoOptions) -> Coroutine:
+def seldom(place: RequestContext, options: NoOptions) -> DecoderGenerator:
     """A decoder that drafts in every fourth round."""
     tree = TokenTree(place.last_token)
     for number in itertools.count(1):
@@ -177,7 +177,7 @@ def seldom(place: RequestContext, options: NoOptions) -> Coroutine:
 
 def test_rounds_without_drafts_are_told_together() -> None:
     """Of 30 tokens the drafter is asked, and told, in every fourth round; at the end it knows the whole text."""
-    decoder = decoder_of(seldom, "drafter")
+    decoder = decoder_of(seldom, "sequential")
     target, empty, texts = Counted(), CountedEmpty(), []
     empty.close = lambda state: texts.append(state.tokens)  # type: ignore[method-assign]
     with Engine(target, empty, options=WHOLE) as engine:

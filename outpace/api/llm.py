@@ -63,9 +63,9 @@ class LLM(AbstractContextManager["LLM"]):
         progress: a function that is called with the name of a stage and the fraction of it that is done.
 
     Method (the text does not depend on it, except for rules that say so):
-        method: one that `outpace methods` lists. "auto": the method that `outpace tune` found for the pair; otherwise
-            "card" if the draft has a device of its own, else a planner that drafts in each round as much as pays. With
-            a rule whose text depends on the drafts it is "speculative".
+        method: `outpace methods` lists them. "auto" is the first of these that applies: 1. "speculative", for a
+            rule whose text depends on the drafts; 2. the method that `outpace tune` found fastest for the pair; 3.
+            "card", if the draft has a device of its own; 4. the planner, which drafts in each round as much as pays.
         drafter: what proposes tokens. Several that share one tree are joined by "+", as in "model+ngram"; several from
             which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.

@@ -18,7 +18,7 @@ from outpace.api.text import TextAssembler
 from outpace.core.types import Request
 from outpace.decoders.base import Decoder
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import TokenSequence, Watch
+from outpace.engine.sequence import StopCheck, TokenSequence
 
 _POLL_SECONDS = 0.05  # delay of a waiter whose wake-up was swallowed by an interrupt
 
@@ -105,7 +105,7 @@ class SharedEngine:
         _engines.add(self)
 
     def submit(
-        self, request: Request, decoder: type[Decoder], options: Any, watch: Watch, drafter: str | None
+        self, request: Request, decoder: type[Decoder], options: Any, watch: StopCheck, drafter: str | None
     ) -> TokenSequence:
         """Submit a request; UserError if it can never run."""
         with self.lock.hold():

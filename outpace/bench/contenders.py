@@ -53,13 +53,15 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
     """
     found = {PLAIN: Contender(PLAIN, PLAIN)}
     for label, name, own in parse_options("methods", text):
-        needs = registry.find("decoders", name).needs
+        drafting = registry.find("decoders", name).drafting
         values: dict[str, Any] = {option: _value(option, value) for option, value in own.items()}
         if name == PLAIN and not values:
             continue
         if label in found:
             raise UserError(f"methods has {label} twice")
-        shared = {} if needs is None else {n: v for n, v in common.items() if n != "worker" or needs == "worker"}
+        shared = (
+            {} if drafting is None else {n: v for n, v in common.items() if n != "worker" or drafting == "parallel"}
+        )
         found[label] = Contender(label, name, {**shared, **values})
     if "worker" in common and all("worker" not in contender.options for contender in found.values()):
         raise UserError(f"methods is {text!r}, none of them has a worker: leave out worker {common['worker']!r}")
@@ -155,7 +157,7 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
         registry.find("rules", name)
     found: list[Contender] = []
     for method in methods:
-        if registry.find("decoders", method.name).needs is None or "rule" in method.options:
+        if registry.find("decoders", method.name).drafting is None or "rule" in method.options:
             found.append(method)
             continue
         fitting = [name for name in registry.names("rules") if _rule_problem(name, method, sampling) is None]

@@ -284,10 +284,12 @@ class ProcessWorker(DraftWorker):
                 end = self._run_child()
                 if end is None:
                     return
+                self.will_restart = pause is not None and end.again
                 self.failure = end.error
                 if pause is None or not end.again or not self._sleep(pause):
                     return
         except BaseException as failure:
+            self.will_restart = False
             self.failure = failure
 
     @property

@@ -17,12 +17,14 @@ class DraftWorker(ABC):
     """Runs a drafter in parallel with the target without ever blocking it. The owner that starts a worker closes it.
 
     Only requests, directives, corrections and layers pass between the two sides; the caches are on the target's side.
-    `failure`: the exception that ended the drafter, or keeps it from drafting now. `cores`: CPU cores that the drafter
-    takes from the target while it works. `step_seconds`: moving average of the drafter's forwards, 0 if unknown.
+    `failure`: the exception that ended the drafter, or keeps it from drafting now; `will_restart`: whether the drafter
+    is started again after it. `cores`: CPU cores that the drafter takes from the target while it works.
+    `step_seconds`: moving average of the drafter's forwards, 0 if unknown.
     """
 
     cores = 0
     step_seconds = 0.0
+    will_restart = False
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None

@@ -25,7 +25,7 @@ from outpace.core.types import Drafter
 DRAFT_MODEL = "a draft model"  # needed by drafters that run one
 ON_TARGET = "no other model"  # needed by drafters that run the target's own layers
 KINDS = ("decoders", "drafters", "rules")
-_DRAFTING = {None: "no drafter", "drafter": "a drafter", "worker": "a drafter in parallel with the target"}
+_DRAFTING = {None: "no drafter", "sequential": "a drafter", "parallel": "a drafter in parallel with the target"}
 _DRAFTS = {  # by a rule's traits siblings and several_draws
     (Siblings.PICKED, False): "any drafts",
     (Siblings.DRAWN, False): "a chain drawn from q, or picked drafts",
@@ -120,7 +120,7 @@ def describe(kind: str, name: str) -> Method:
 def _needs(kind: str, module: ModuleType) -> str:
     """Describe what a method needs."""
     if kind == "decoders":
-        return _DRAFTING[_decoder(module).needs]
+        return _DRAFTING[_decoder(module).drafting]
     if kind == "rules":
         traits = module.build(build_options(module, {})).traits
         kind = _DRAFTS[traits.siblings, traits.several_draws]

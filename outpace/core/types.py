@@ -263,7 +263,7 @@ class Commit(NamedTuple):
     hit: str | None = None  # CARD: where the next token was found (primary, secondary, late), or "miss"
 
 
-Ask = Draft | Verify | Await | Commit | CarryOut
+DecoderAction = Draft | Verify | Await | Commit | CarryOut
 
 
 class Observation(NamedTuple):

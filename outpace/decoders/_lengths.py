@@ -1,7 +1,7 @@
 """Draft lengths: fixed, adapted to the last result, or ended when the drafter is no longer confident.
 
-A length may depend on drawn tokens without changing the distribution, because none is dropped for it: drafting stops
-after a token. Everything learnt belongs to one request, so that its text does not depend on others.
+A length may depend on drawn tokens without changing the distribution, because the token that makes drafting stop is
+verified too. Everything learnt belongs to one request, so that its text does not depend on others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from outpace.core.tree import Role, TokenTree
 
-_KNOWN = 256  # latest verified tokens that the threshold is fitted to
-_FEW = 8  # up to this number the threshold is not changed
-_MISSED = 3.0  # cost of stopping before a token that is accepted, relative to drafting one that is rejected
+_WINDOW = 256  # number of latest verified tokens that the threshold is fitted to
+_MIN_SAMPLES = 8  # the threshold stays unchanged until more tokens than these were verified
+# Cost of stopping before a token that is accepted, relative to drafting one that is rejected.
+_FALSE_NEGATIVE_WEIGHT = 3.0
 _BINS = 10
 
 
@@ -56,7 +57,7 @@ class Confidence(Fixed):
     def __init__(self, length: int, threshold: float) -> None:
         super().__init__(length)
         self.threshold = threshold
-        self._judged: deque[tuple[float, bool]] = deque(maxlen=_KNOWN)
+        self._judged: deque[tuple[float, bool]] = deque(maxlen=_WINDOW)
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
         return max(chance_of(tree, node) for node in new) < self.threshold
@@ -65,7 +66,7 @@ class Confidence(Fixed):
         self._judged.extend(_judged(tree, path))
         kept = sorted(chance for chance, accepted in self._judged if accepted)
         lost = sorted(chance for chance, accepted in self._judged if not accepted)
-        if kept and lost and len(self._judged) > _FEW:
+        if kept and lost and len(self._judged) > _MIN_SAMPLES:
             self.threshold = min(sorted({*kept, *lost}), key=lambda one: _cost(one, kept, lost))
 
 
@@ -114,4 +115,4 @@ def _judged(tree: TokenTree, path: Sequence[int]) -> list[tuple[float, bool]]:
 def _cost(threshold: float, kept: Sequence[float], lost: Sequence[float]) -> float:
     false_positives = sum(chance >= threshold for chance in lost) / len(lost)
     false_negatives = sum(chance < threshold for chance in kept) / len(kept)
-    return false_positives + _MISSED * false_negatives
+    return false_positives + _FALSE_NEGATIVE_WEIGHT * false_negatives

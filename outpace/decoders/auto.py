@@ -20,8 +20,8 @@ from outpace.core.carried import Carried
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Rule, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
-from outpace.planning.planner import UNPLANNED, Planner, PlannerOptions
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
+from outpace.planning.planner import ROUNDS_UNTIL_REPLAN, Planner, PlannerOptions
 
 
 class Auto(Decoder):
@@ -31,10 +31,11 @@ class Auto(Decoder):
     cost = "as speculative, while that pays; host time for planning"
     Options = PlannerOptions
 
-    def decode(self, context: RequestContext, options: PlannerOptions) -> Coroutine:
+    def decode(self, context: RequestContext, options: PlannerOptions) -> DecoderGenerator:
         if not context.request.rule.traits.same_text:
             raise UserError(
-                "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
+                "method auto chooses drafts by their tokens and by measured times, which does not go with a rule whose"
+                " text depends on the drafts"
             )
         planner = Planner(context, options)
         tree = TokenTree(context.last_token)
@@ -48,7 +49,7 @@ class Auto(Decoder):
                     yield from _grow(tree, planner)
                 if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
                     tree = tree.copy(nodes)
-                more = 0 if planner.asks else context.tokens_left if planner.is_plain else UNPLANNED
+                more = 0 if planner.uses_drafts else context.tokens_left if planner.is_plain else ROUNDS_UNTIL_REPLAN
                 picks = yield Verify(tree, more)
                 verdict = context.request.rule.walk(tree, picks)
                 planner.end_round(tree, verdict.path)

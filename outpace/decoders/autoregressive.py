@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 
 
 class Autoregressive(Decoder):
@@ -17,13 +17,13 @@ class Autoregressive(Decoder):
 
     name = "autoregressive"
     cost = "one pass for each token"
-    needs = None
+    drafting = None
 
     @dataclass(frozen=True)
     class Options:
-        """None."""
+        """No options."""
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         tree = TokenTree(context.last_token)
         while True:
             picks = yield Verify(tree, context.tokens_left)

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import TokenTree
-from outpace.core.types import Ask, Commit, Request
+from outpace.core.types import Commit, DecoderAction, Request
 from outpace.planning.sources import PlanningContext
 
-Coroutine = Generator[Ask, Any, None]
-"""Yields Draft, Verify, Await, Commit or native rounds, and is sent the result of each."""
+DecoderGenerator = Generator[DecoderAction, Any, None]
+"""A generator-based coroutine (not async): it yields Draft, Verify, Await, Commit or native rounds, and is sent the
+result of each."""
 
 
 def _ignore(message: Correction | DraftDirectives) -> None:
@@ -57,11 +58,13 @@ class Decoder:
     name: ClassVar[str]
     lossless: ClassVar[bool] = True  # with a rule that keeps the target's distribution
     cost: ClassVar[str] = ""  # what a round costs, for the table of methods
-    needs: ClassVar[str | None] = "drafter"  # "drafter", "worker" (a drafter that runs in parallel), or None
+    # "sequential": drafting alternates with the target; "parallel": a drafter in a worker runs in parallel with it; None:
+    # the method drafts nothing.
+    drafting: ClassVar[str | None] = "sequential"
     rule: ClassVar[str | None] = None  # the rule where the user names none; None: it depends on the temperature
     nodes: ClassVar[int | None] = None  # default for the engine's option `nodes`
     Options: ClassVar[type[Any]]
 
-    def decode(self, context: RequestContext, options: Any) -> Coroutine:
+    def decode(self, context: RequestContext, options: Any) -> DecoderGenerator:
         """Write one answer, round by round, until the engine closes the coroutine."""
         raise NotImplementedError

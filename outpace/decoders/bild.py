@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 
 
 class Bild(Decoder):
@@ -39,19 +39,19 @@ class Bild(Decoder):
             check_range("fallback", self.fallback, 0.0, 1.0)
             check_whole("most", self.most, 1, 256)
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         rule = context.request.rule
         tree = TokenTree(context.last_token)
         while True:
-            sure = 1  # nodes, or draws, while the draft was sure
+            num_confident = 1  # nodes (or draws) added before the draft became unsure
             for _ in range(min(options.most, context.budget - 1)):
                 known = len(tree)
                 if not (yield Draft(tree)) or _is_unsure(tree, range(known, len(tree)), options.fallback):
                     break
-                sure = 1 + sum(len(drawn.tokens) for drawn in tree.drawn.values())
+                num_confident = 1 + sum(len(drawn.tokens) for drawn in tree.drawn.values())
             if rule.traits.q_at_leaves:
                 yield Draft(tree)
-            count = min(sure, context.budget) if tree.drawn else context.budget
+            count = min(num_confident, context.budget) if tree.drawn else context.budget
             tree = tree.copy(best_nodes(tree, count, rule.traits.q_at_leaves))
             picks = yield Verify(tree)
             tree = yield Commit(tree, rule.walk(tree, picks))

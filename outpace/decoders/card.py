@@ -2,8 +2,9 @@
 
 Query-and-correct, arXiv:2508.04462.
 
-Beyond the paper: the best subtree is verified instead of a chain, B is consulted before a miss is called, late children
-are accepted, and after a miss the target may wait for a short just-in-time draft.
+Beyond the paper: the best subtree is verified instead of a chain, the secondary cache B (other scored candidates) is
+searched before a miss is declared, late children are accepted, and after a miss the target may wait for a short
+just-in-time draft.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
 
 class Card(Decoder):
@@ -22,17 +23,16 @@ class Card(Decoder):
 
     name = "card"
     cost = "a pass, with the draft running in parallel"
-    needs = "worker"
+    drafting = "parallel"
 
     @dataclass(frozen=True)
     class Options:
         """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
 
-        To measure what a part contributes: `chain` true verifies one branch instead of the best tree; `secondary` false
-        does not look in the secondary cache B; `late` false drops nodes that arrived during the target's pass;
-        `correction` false drops everything that was drafted before the new root was known; `lockstep`: draft forwards
-        in each target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never
-        waits.
+        For ablations: `chain` true verifies one branch instead of the best tree; `secondary` false does not look in the
+        secondary cache B; `late` false drops nodes that arrived during the target's pass; `correction` false drops
+        everything that was drafted before the new root was known; `lockstep`: draft forwards in each target pass, after
+        which each side waits for the other, as in the authors' code; 0: the drafter never waits.
         """
 
         just_in_time: int = 1
@@ -46,7 +46,7 @@ class Card(Decoder):
             check_whole("just_in_time", self.just_in_time, 0, 16)
             check_whole("lockstep", self.lockstep, 0, 256)
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates = context.candidates
         candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
         in_step = DraftDirectives(layers=options.lockstep) if options.lockstep else None

@@ -15,7 +15,7 @@ from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
 
 class Pearl(Decoder):
@@ -23,7 +23,7 @@ class Pearl(Decoder):
 
     name = "pearl"
     cost = "a pass or draft_length draft steps, whichever takes longer"
-    needs = "worker"
+    drafting = "parallel"
 
     @dataclass(frozen=True)
     class Options:
@@ -34,7 +34,7 @@ class Pearl(Decoder):
         def __post_init__(self) -> None:
             check_whole("draft_length", self.draft_length, 1, 256)
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates, gamma = context.candidates, options.draft_length
         candidates.visibility = VisibilityOptions(chain=True)
         context.set_directives(DraftDirectives(depth=gamma, width=1))

@@ -17,7 +17,7 @@ from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_range, check_whole
 from outpace.core.types import Await, Source, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext, walk_and_correct
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean, ExplorationBudget
 
@@ -33,15 +33,15 @@ class Planned(Decoder):
 
     name = "planned"
     cost = "a pass with the draft running in parallel, and waits for the draft where these pay; host time for planning"
-    needs = "worker"
+    drafting = "parallel"
 
     @dataclass(frozen=True)
     class Options:
         """`deepest`: the most layers to wait for in a round; `trials`: the share of time for trying again what did not
         pay.
 
-        To measure what a part contributes: `hits` false waits only after misses; `rests` false never pauses the
-        drafter; `turns` false always drafts in parallel.
+        For ablations: `hits` false waits only after misses; `rests` false never pauses the drafter; `turns` false
+        always drafts in parallel.
         """
 
         deepest: int = 16
@@ -54,7 +54,7 @@ class Planned(Decoder):
             check_whole("deepest", self.deepest, 0, 256)
             check_range("trials", self.trials, 0.0, 1.0)
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates, planner = context.candidates, WaitPlanner(context, options)
         while True:
             planner.begin()
@@ -67,7 +67,7 @@ class Planned(Decoder):
             context.set_directives(planner.during(len(tree)))
             picks = yield Verify(tree)
             commit = walk_and_correct(context, tree, picks)
-            if not planner.alternates:  # whether the target waits or not, and before it knows
+            if not planner.alternates:  # sent at once, before the target has decided whether to wait
                 context.set_directives(planner.next)
             planner.learn(tree.scores, len(commit.verdict.path) - 1)
             yield commit
@@ -107,20 +107,21 @@ class WaitPlanner:
         chances, leaves = self._candidates.best_probabilities(self._context.budget - 1, _REACH)
         trust = min(1.0, self._trust.value)
         reach = min(1.0, sum(leaves)) * (trust if len(self._candidates) else 1.0)
-        self._promise = reach * min(1.0, sqrt(sum(leaf * leaf for leaf in leaves)))
+        # Chance that the walk reaches the next layer, scaled by how much the leaves' chances are concentrated on a few.
+        self._expected_reach = reach * min(1.0, sqrt(sum(leaf * leaf for leaf in leaves)))
         trusted = [trust * chance for chance in chances]
         self.rows, self._worth = self._costs.best_rows(trusted, self._context.rows_of_others, self._price)
 
     @property
     def _growth(self) -> DecayedMean:
-        """Tokens that a layer added, relative to its promise."""
+        """Tokens that a layer added, relative to `_expected_reach` before it."""
         return self._costs.layer_yield(_LAYER, 0)
 
     @property
     def _gain(self) -> float:
         """Tokens that the next layer is expected to add. The walk must reach the layer and continue below it, which is
         the less likely the more leaves share its chance: a draft that is unsure stays unsure."""
-        return self._growth.value * self._promise
+        return self._growth.value * self._expected_reach
 
     @property
     def is_worth_waiting(self) -> bool:
@@ -152,12 +153,12 @@ class WaitPlanner:
 
     def waited(self) -> None:
         """Update the estimates after a wait for one layer."""
-        before, promise = self._worth, self._promise
+        before, expected_reach = self._worth, self._expected_reach
         self._exploration.record_trial(_LAYER, self._pays)
         self._look()
         most = self._costs.max_extra_rows(self._context.rows_of_others)
-        if self.rows <= most and promise > 0:  # otherwise the limit on rows hides what it added
-            self._growth.learn(max(0.0, self._worth - before), promise)
+        if self.rows <= most and expected_reach > 0:  # otherwise the limit on rows hides what it added
+            self._growth.learn(max(0.0, self._worth - before), expected_reach)
         self._layers += 1
 
     def during(self, rows: int) -> DraftDirectives:

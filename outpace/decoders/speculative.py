@@ -11,7 +11,7 @@ from outpace.core.errors import check_range, check_whole, unknown
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 
 LENGTHS = ("fixed", "heuristic", "confidence", "expected")
 
@@ -43,7 +43,7 @@ class Speculative(Decoder):
             if self.lengths not in LENGTHS:
                 raise unknown("lengths", self.lengths, LENGTHS)
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         rule, lengths = context.request.rule, _lengths(options)
         tree = TokenTree(context.last_token)
         while True:

@@ -17,12 +17,12 @@ from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 from outpace.decoders.base import Decoder
 from outpace.drafters import build_drafter, drafter_modules, drafter_names
-from outpace.engine.engine import BURST, Engine, EngineOptions
+from outpace.engine.engine import BURST_SECONDS, Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
-PLANNED = "auto"  # the decoder that plans every round
+PLANNED = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED_NODES = 32  # default limit of a planned tree
 
 
@@ -63,7 +63,7 @@ class BuildOptions:
     @property
     def may_draft(self) -> bool:
         """Whether the method and the drafter can make use of a draft model."""
-        if self.method != "auto" and registry.find("decoders", self.method).needs is None:
+        if self.method != "auto" and registry.find("decoders", self.method).drafting is None:
             return False
         parts = drafter_modules(self.drafter) if self.drafter is not None else ["model"]
         return any(registry.describe("drafters", part).needs == registry.DRAFT_MODEL for part in parts)
@@ -80,7 +80,7 @@ class BuildOptions:
         method = choose_method(target, draft, self.rule, tuned) if self.method == "auto" else self.method
         decoder = registry.find("decoders", method)
         drafter = self.drafter
-        if decoder.needs:
+        if decoder.drafting:
             drafter = drafter or default_drafter(method, draft is not None)
         rule = default_rule(decoder, self.rule)
         check_rule(rule, decoder, drafter)
@@ -98,15 +98,19 @@ class BuildOptions:
     def engine_options(self) -> EngineOptions:
         """The limits of the engine; UserError for a value out of range."""
         nodes = EngineOptions.nodes if self.nodes is None else self.nodes
-        return EngineOptions(nodes, batch=self.batch, kv_memory=self.kv_memory, reuse=self.reuse, burst=BURST)
+        return EngineOptions(nodes, batch=self.batch, kv_memory=self.kv_memory, reuse=self.reuse, burst=BURST_SECONDS)
 
 
 def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | None = None) -> str:
-    """Resolve method "auto": what `outpace tune` found for the pair; otherwise CARD if the draft model has a device of
-    its own and can run in parallel with the target, and a planner with sequential drafting if not.
+    """Resolve method "auto" to the first of these that applies:
 
-    A rule that is not keyed writes a text that depends on how much was drafted, so for it no planner may follow the
-    clock. UserError for a rule that needs a particular way of drafting.
+    1. "speculative" for a rule whose text depends on the drafts: with a planner, the text would depend on measured
+       times;
+    2. the method that `outpace tune` found fastest for this pair of models (`tuned`);
+    3. "card" if the draft model has a device of its own, where it can run in parallel with the target;
+    4. "auto", the planner, which drafts in each round as much as pays, alternating with the target.
+
+    UserError for a rule that works only with certain methods.
     """
     chosen = None if rule == "auto" else _build_rule(rule)
     if chosen is not None and chosen.traits.q_at_leaves:
@@ -123,7 +127,7 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
 def _takes(method: str, rule: str) -> bool:
     """Whether this is a sequential method without a planner that works with the rule."""
     decoder = registry.find("decoders", method)
-    return method != PLANNED and decoder.needs == "drafter" and _misfit(rule, decoder, "model") is None
+    return method != PLANNED and decoder.drafting == "sequential" and _misfit(rule, decoder, "model") is None
 
 
 def _device(loaded: Loaded) -> str | None:
@@ -187,7 +191,7 @@ def _misfit(name: str, decoder: type[Decoder], drafter: str | None) -> str | Non
     """Return why a rule does not fit a method and its drafters, None if it does."""
     rule = _build_rule(name)
     is_drawn = rule.traits.siblings is not Siblings.PICKED
-    if decoder.needs == "worker" and not rule.traits.same_text:
+    if decoder.drafting == "parallel" and not rule.traits.same_text:
         what = "needs sequential drafting" if is_drawn else "writes a text that depends on what was drafted"
         return f"rule {name} {what}, use it with method speculative"
     if is_drawn and drafter is not None and "+" in drafter:
@@ -207,7 +211,7 @@ def _structured_drafter(is_default: bool, rule: str, drafter: str | None, decode
     """Return the drafter for structured answers, None if it is the usual one. Unless the user named a drafter, tokens
     that the grammar forces are proposed too."""
     structured = f"grammar+{drafter}"
-    if not is_default or drafter is None or decoder.needs != "drafter":
+    if not is_default or drafter is None or decoder.drafting != "sequential":
         return None
     return structured if rule == "auto" or _misfit(rule, decoder, structured) is None else None
 
@@ -222,7 +226,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     if options.rule != "auto":
         modules[f"rule {options.rule}"] = registry.find("rules", options.rule)
         needs = Needs(layers=_build_rule(options.rule, values).traits.hidden_layers)
-    if decoder.needs is None:
+    if decoder.drafting is None:
         if options.drafter is not None:
             raise UserError(
                 f"method {options.method} uses no drafter, leave out {options.drafter!r} or change the method"
@@ -237,7 +241,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     if not all(loaded.model.supports_trees for loaded in models if loaded):
         values = {"width": 1, "branches": 1} | dict(values)  # each branch would be a pass of its own
     drafters = {one: build_drafter(one, _build_context(target, draft), values) for one in names}
-    if decoder.needs == "drafter":
+    if decoder.drafting == "sequential":
         return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
         raise UserError(f"method {options.method} has one drafter in its worker, not {name!r} to choose from")
@@ -255,8 +259,10 @@ def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:
 
 
 def _check_worker(options: BuildOptions, decoder: type[Decoder]) -> None:
-    if options.worker is not None and decoder.needs != "worker":
-        fitting = [name for name in registry.names("decoders") if registry.find("decoders", name).needs == "worker"]
+    if options.worker is not None and decoder.drafting != "parallel":
+        fitting = [
+            name for name in registry.names("decoders") if registry.find("decoders", name).drafting == "parallel"
+        ]
         instead = f"leave out worker {options.worker!r}, or choose method {' or '.join(fitting)}"
         raise UserError(f"method {options.method} has no worker: {instead}")
 

@@ -31,7 +31,7 @@ class DraftRunner:
         """`drafters` by the names that requests choose them by; the first is the default."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
         self._names = tuple(drafters)  # including those that were given up
-        self._warned: set[str | None] = set()
+        self._warned: set[tuple[str | None, bool]] = set()
         self.spent = 0.0  # seconds of drafting and of waiting for a worker in this step
 
     @property
@@ -52,13 +52,17 @@ class DraftRunner:
 
     def choose(self, sequence: TokenSequence, name: str | None) -> None:
         """Set the drafter of a sequence; UserError where there is none for its method."""
-        needs, method = sequence.decoder.needs, sequence.decoder.name
-        if (needs == "worker" and self.worker is None) or (needs == "drafter" and not self._names):
+        drafting, method = sequence.decoder.drafting, sequence.decoder.name
+        if (drafting == "parallel" and self.worker is None) or (drafting == "sequential" and not self._names):
             raise UserError(f"method {method} needs a drafter, this engine has none to run for it")
-        if needs != "drafter":
+        if drafting != "sequential":
             if name is not None:
-                own = "has its worker's drafter" if needs == "worker" else "uses no drafter"
-                raise UserError(f"method {method} {own}, leave out drafter {name!r}")
+                reason = (
+                    "runs one drafter in a worker, a request cannot choose another"
+                    if drafting == "parallel"
+                    else "uses no drafter"
+                )
+                raise UserError(f"method {method} {reason}: leave out drafter {name!r}")
             return
         sequence.draft.name = self._names[0] if name is None else name
         if sequence.draft.name not in self._names:
@@ -108,32 +112,32 @@ class DraftRunner:
     def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
         """Return the most bytes of keys and values that drafts in this process may need for sequences with texts of
         these lengths. A drafter that was given up holds none."""
-        lengths = [length for sequence, length in texts if sequence.decoder.needs == "worker"]
+        lengths = [length for sequence, length in texts if sequence.decoder.drafting == "parallel"]
         total = self.worker.stored_bytes(lengths) if self.worker and lengths else 0
         for name, drafter in list(self.drafters.items()):
             lengths = [length for sequence, length in texts if sequence.draft.name == name]
             total += (self.guarded(name, drafter.stored_bytes, lengths) or 0) if lengths else 0
         return total
 
-    def shut(self) -> None:
-        """End the worker and the drafters."""
+    def close_drafters(self) -> None:
+        """Close the worker and all drafters."""
         if self.worker:
             self.worker.close()
         for name in list(self.drafters):
             self.guarded(name, self.drafters[name].end)
 
-    def serve(self, running: Sequence[TokenSequence]) -> None:
-        """Answer Draft and Await until no decoder yields them; a drafter grows the trees of all its sequences at
-        once."""
+    def run_drafters(self, running: Sequence[TokenSequence]) -> None:
+        """Draft and wait until no decoder yields Draft or Await any more; a drafter grows the trees of all its
+        sequences at once."""
         while True:
             asked: dict[tuple[str | None, Source | None], list[TokenSequence]] = {}
             waiting = []
             for sequence in running:
-                if isinstance(sequence.ask, Draft):
+                if isinstance(sequence.action, Draft):
                     if sequence.draft.state is not None:
                         sequence.draft.state.has_other_requests = len(running) > 1
-                    asked.setdefault((sequence.draft.name, sequence.ask.source), []).append(sequence)
-                elif isinstance(sequence.ask, Await):
+                    asked.setdefault((sequence.draft.name, sequence.action.source), []).append(sequence)
+                elif isinstance(sequence.action, Await):
                     waiting.append(sequence)
             if not asked and not waiting:
                 return
@@ -141,15 +145,15 @@ class DraftRunner:
                 self._grow(asked[name, source], name, source)
             for sequence in waiting:
                 began = self._clock()
-                if self.worker and self.worker.failure is None and isinstance(sequence.ask, Await):
-                    self.worker.wait(sequence.context.candidates, *sequence.ask)
+                if self.worker and self.worker.failure is None and isinstance(sequence.action, Await):
+                    self.worker.wait(sequence.context.candidates, *sequence.action)
                 self.spent += self._clock() - began
                 sequence.advance(None)
 
     def check_worker(self) -> None:
-        """Warn once if the worker has failed."""
-        if self.worker is not None and self.worker.failure is not None:
-            self._warn(None, self.worker.failure)
+        """Warn if the worker has failed: once while it restarts, and once when it is given up."""
+        if self.worker is not None and (failure := self.worker.failure) is not None:
+            self._warn(None, failure, restarts=self.worker.will_restart)
 
     def add_prompt(self, sequence: TokenSequence, feedback: TargetFeedback | None) -> None:
         """Give a drafter that needs it the target's output for a chunk of the prompt. Each token is given once, even if
@@ -196,7 +200,7 @@ class DraftRunner:
         return None if sequence.draft.name is None else self.drafters.get(sequence.draft.name)
 
     def _worker_of(self, sequence: TokenSequence) -> DraftWorker | None:
-        return self.worker if sequence.decoder.needs == "worker" else None
+        return self.worker if sequence.decoder.drafting == "parallel" else None
 
     def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None)."""
@@ -208,12 +212,12 @@ class DraftRunner:
             began, captures = self._clock(), drafter.num_captures
             states, trees = [], []
             for sequence in sequences:
-                assert isinstance(sequence.ask, Draft)
+                assert isinstance(sequence.action, Draft)
                 if drafter.needs.session:
                     sequence.lend_session()
-                sequence.ask.tree.current_source = drafter.name if source is None else source.name
+                sequence.action.tree.current_source = drafter.name if source is None else source.name
                 states.append(sequence.draft.state)
-                trees.append(sequence.ask.tree)
+                trees.append(sequence.action.tree)
             added = self.guarded(name, drafter.grow_by, source, states, trees)
             seconds = self._clock() - began
             self.spent += seconds
@@ -235,12 +239,13 @@ class DraftRunner:
             self.drafters.pop(name or "", None)
             return None
 
-    def _warn(self, name: str | None, failure: BaseException) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+    def _warn(self, name: str | None, failure: BaseException, restarts: bool = False) -> None:
+        if (name, restarts) not in self._warned:
+            self._warned.add((name, restarts))
             kind = type(failure).__name__
             which = f"the drafter {name}" if len(self._names) > 1 else "the drafter"
-            warnings.warn(f"{which} failed ({kind}: {failure}); going on without it", stacklevel=2)
+            outlook = "continuing without it until it restarts" if restarts else "continuing without it"
+            warnings.warn(f"{which} failed ({kind}: {failure}); {outlook}", stacklevel=2)
 
 
 def _order(asked: tuple[str | None, Source | None]) -> tuple[bool, bool]:

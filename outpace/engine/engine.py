@@ -26,14 +26,14 @@ from outpace.engine.kv_memory import KVMemory
 from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import State, TokenSequence, Watch, check_request, check_rule_needs, isolate
+from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
-BURST = 0.016  # seconds of rounds in one step: less than one frame of a screen at 60 Hz
+BURST_SECONDS = 0.016  # several rounds may share a step while they take less than one frame at 60 Hz
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
         check_needs(self.target, self.needs)
         self._runner = TargetRunner(self.target, self.needs.layers)
-        # Without exact mode the cuts of a prompt may show in near ties, so they must not depend on the clock.
+        # Without exact mode, chunk boundaries change the last bits of logits and may flip near-ties: chunk sizes must
+        # not depend on measured times.
         self._prefill_costs = PrefillCostModel(learns=target.exact)
         kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
@@ -146,14 +147,14 @@ class Engine(AbstractContextManager["Engine"]):
         for sequence in [*self.running, *self.waiting]:
             self.abort(sequence)
         self.sweep()
-        self.drafting.shut()
+        self.drafting.close_drafters()
 
     def submit(
         self,
         request: Request,
         decoder: type[Decoder],
         options: Any,
-        watch: Watch | None = None,
+        watch: StopCheck | None = None,
         drafter: str | None = None,
     ) -> TokenSequence:
         """Queue a request, to be drafted by the drafter of this name. UserError if it can never run."""
@@ -180,17 +181,19 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scheduler.sweep()
 
     def step(self) -> list[TokenSequence]:
-        """Run one round of all running requests; return those that wrote tokens or ended."""
+        """Run one step: one round of all running requests, or several in a burst or in native rounds. Return the
+        requests that wrote tokens or ended."""
         start = self._clock()
         self._scheduler.sweep()
         admitted = self._scheduler.admit()
         self.drafting.spent = 0.0
         with self._failing(self.running):
             self._resume_decoders()
-            self.drafting.serve(self.running)  # grows trees until every decoder wants to verify
+            self.drafting.run_drafters(self.running)  # grows trees until every decoder wants to verify
         wrote = self._native_rounds.step(start)
         if not wrote:
-            drafting = self.drafting.spent  # without what comes after the pass: planning costs time as rows do
+            # Only the drafting before the pass: planning after it takes longer with more rows and is charged to them.
+            drafting = self.drafting.spent
             captures = self.num_captures
             batch = self._build_batch()
             with self._failing(batch.sequences):
@@ -233,9 +236,9 @@ class Engine(AbstractContextManager["Engine"]):
             trees, rows = [], []
             for sequence in self._scheduler.running:
                 if sequence.state is State.VERIFYING:
-                    assert isinstance(sequence.ask, Verify)
-                    trees.append((sequence, sequence.ask.tree))
-                    rows.append((sequence, len(sequence.ask.tree)))
+                    assert isinstance(sequence.action, Verify)
+                    trees.append((sequence, sequence.action.tree))
+                    rows.append((sequence, len(sequence.action.tree)))
                 elif sequence in counts:
                     rows.append((sequence, counts[sequence]))
             if self._scheduler.reserve(rows):
@@ -255,7 +258,7 @@ class Engine(AbstractContextManager["Engine"]):
         for sequence, share in zip(reading, shares, strict=True):
             if share:
                 tokens = sequence.committed[sequence.prefilled : sequence.prefilled + share]
-                wanted = range(len(tokens)) if sequence.owes_prompt_logprobs else ()
+                wanted = range(len(tokens)) if sequence.needs_prompt_logprobs else ()
                 chunks.append((sequence, chain(sequence.kv.session, tokens, wanted, sequence.kv.keep)))
         return chunks
 
@@ -278,18 +281,17 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _most_plain_passes(self, batch: Batch, seconds: float) -> int:
         """Return how many plain passes may follow one that took `seconds`: as many as fit into `burst`, if all requests
-        decode plainly and none waits for admission, a first token, or every single token."""
+        decode plainly and no request waits to be admitted, has yet to show its first token, or must be seen after each
+        token."""
         most = int(self.options.burst / seconds) - 1 if seconds else 0
         for sequence, _ in batch.trees:
-            if (
-                most < 1 or not isinstance(sequence.ask, Verify) or not sequence.ask.max_extra_passes
-            ):  # as in rounds with drafts
-                return 0
+            if most < 1 or not isinstance(sequence.action, Verify) or not sequence.action.max_extra_passes:
+                return 0  # rounds with drafts allow no extra passes
             if not sequence.history.first_token or not (sequence.picks_by_score and sequence.allows_several_rounds):
                 return 0
             session = sequence.kv.session
             free = session.slots - session.length - session.pending
-            most = min(most, sequence.ask.max_extra_passes, sequence.tokens_left - 1, free)
+            most = min(most, sequence.action.max_extra_passes, sequence.tokens_left - 1, free)
         return 0 if batch.chunks or self.worker is not None or self._scheduler.may_admit else most
 
     def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
@@ -308,14 +310,14 @@ class Engine(AbstractContextManager["Engine"]):
         for sequence, verified in zip(sequences, output.verified, strict=True):
             sequence.kv.keep = ()
             isolate(sequence, self._send_picks, sequence, verified)
-        self.drafting.serve(sequences)
+        self.drafting.run_drafters(sequences)
         if any(verified.logits is not None for verified in output.verified):
             record_logprobs(sequences, output.verified)
         for sequence, verified in zip(sequences, output.verified, strict=True):
-            if isinstance(sequence.ask, Commit):
+            if isinstance(sequence.action, Commit):
                 isolate(sequence, self._commit_one, sequence, verified, output, start)
-            elif sequence.ask is not None and not isinstance(sequence.ask, Verify):  # Verify: it wants another pass
-                sequence.fail(TypeError(f"a decoder answers picks with Commit, not {type(sequence.ask).__name__}"))
+            elif not isinstance(sequence.action, Verify | None):  # Verify: it wants another pass
+                sequence.fail(TypeError(f"a decoder answers picks with Commit, not {type(sequence.action).__name__}"))
 
     @staticmethod
     def _send_picks(sequence: TokenSequence, verified: VerifyOutput) -> None:
@@ -325,7 +327,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _commit_one(self, sequence: TokenSequence, verified: VerifyOutput, output: BatchOutput, start: float) -> None:
         """Commit a sequence's verdict on a pass, or on several plain ones, and let its drafter follow."""
-        ask, rows, passes, seconds = sequence.ask, len(verified.picks), output.passes, output.seconds
+        ask, rows, passes, seconds = sequence.action, len(verified.picks), output.passes, output.seconds
         assert isinstance(ask, Commit)
         tree, verdict, _ = ask
         tokens = sequence.commit(tree, verdict, len(verdict.path) - 1 if passes == 1 else 0)
@@ -351,7 +353,7 @@ class Engine(AbstractContextManager["Engine"]):
         is_first = False
         for sequence, _ in batch.trees:
             steps = sequence.history.steps
-            if not steps or (sequence.ask is not None and sequence.state is not State.DONE):  # it wants another pass
+            if not steps or (sequence.action is not None and sequence.state is not State.DONE):  # it wants another pass
                 return
             rows, tokens = rows + steps[-1].verified_rows, tokens + steps[-1].emitted
             is_first = is_first or len(steps) == 1

@@ -58,7 +58,7 @@ class NativeRounds:
         the sequences that wrote, or [] after telling the decoders to fall back."""
         self._rest = max(self._rest - 1, 0)
         running = [sequence for sequence in self._scheduler.running if sequence.state is not State.DONE]
-        asks = [(sequence, sequence.ask) for sequence in running if isinstance(sequence.ask, CarryOut)]
+        asks = [(sequence, sequence.action) for sequence in running if isinstance(sequence.action, CarryOut)]
         if not asks:
             return []
         try:
@@ -71,7 +71,7 @@ class NativeRounds:
             asking = [sequence for sequence, _ in asks if sequence in self._scheduler.running]  # not paused ones
             for sequence in asking:
                 sequence.advance(None)
-            self._drafting.serve(asking)
+            self._drafting.run_drafters(asking)
         except BaseException as error:
             self._scheduler.fail(running, error)
         return []
@@ -127,7 +127,7 @@ class NativeRounds:
 
     def _commit_round(self, sequence: TokenSequence, carried: Carried, seconds: float, is_last: bool) -> None:
         """Commit a sequence's verdict on a round and advance its decoder to the next round."""
-        ask, now = sequence.ask, self._clock()
+        ask, now = sequence.action, self._clock()
         if not isinstance(ask, Commit):
             raise TypeError(f"a decoder answers rounds with Commit, not {type(ask).__name__}")
         tree, verdict, _ = ask

@@ -106,7 +106,7 @@ class Scheduler:
     def _end(self, sequence: TokenSequence) -> None:
         if sequence.coroutine:
             sequence.coroutine.close()
-        sequence.coroutine = sequence.ask = None  # releases the last tree and its q rows
+        sequence.coroutine = sequence.action = None  # releases the last tree and its q rows
         self._drafting.close(sequence)
         self._memory.close(sequence)
         if self._answers is not None:
@@ -118,7 +118,7 @@ class Scheduler:
         self._drafting.pause(sequence)
         self.running.remove(sequence)
         self._memory.release(sequence)
-        if sequence.owes_prompt_logprobs:
+        if sequence.needs_prompt_logprobs:
             sequence.history.prompt_logprobs.clear()
         sequence.history.pauses += 1
         insort(self.waiting, sequence, key=_age)

@@ -19,8 +19,8 @@ from outpace.core.stats import RoundStats
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import (
     Adjustments,
-    Ask,
     Commit,
+    DecoderAction,
     DraftState,
     LogprobsOptions,
     PendingObservations,
@@ -31,14 +31,15 @@ from outpace.core.types import (
     Verify,
     tree_rows,
 )
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.engine.prefix_index import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import native_noise
 
-Watch = Callable[[Sequence[int], int], int | None]
-"""Called with the tokens of a round and how many of them were drafted; may return after how many the text ends."""
+StopCheck = Callable[[Sequence[int], int], int | None]
+"""Called with the tokens of a round and `num_drafted`, the number of drafted ones among them. Returns how many of them
+to keep if a stop string ends the text, else None."""
 
 TARGET, UNKNOWN = "target", "draft"  # sources of tokens: the target itself, and a drafter without a name
 
@@ -83,7 +84,7 @@ class DraftLink:
 
     name: str | None = None  # of the drafter
     needs: Needs = NO_NEEDS  # of the drafter
-    prompt_read: int = 0  # prompt tokens whose target output a drafter with such needs was given
+    prompt_read: int = 0  # prompt tokens whose target output the drafter has received (if `needs.prompt`)
     state: DraftState | None = None
     pending: PendingObservations = field(default_factory=PendingObservations)
     seconds: float = 0.0  # spent on drafting in this round
@@ -135,7 +136,7 @@ class TokenSequence:
     options: Any
     key: int
     costs: CostModel = field(repr=False)
-    watch: Watch | None = None
+    watch: StopCheck | None = None
     committed: list[int] = field(init=False)  # the prompt and the tokens written so far
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None until it has ended
     error: Exception | None = None
@@ -144,8 +145,8 @@ class TokenSequence:
     draft: DraftLink = field(default_factory=DraftLink, repr=False)
     text: HashedTokens = field(init=False, repr=False)  # the committed tokens, for comparison with other texts
     kv: KVState = field(default_factory=KVState, repr=False)
-    ask: Ask | None = None  # what the coroutine waits for; None: to be resumed with the next round's `root`
-    coroutine: Coroutine | None = None
+    action: DecoderAction | None = None  # what the coroutine yielded; None: it waits for the next round's `root`
+    coroutine: DecoderGenerator | None = None
     root: TokenTree | None = None  # the tree of the next round
     alignment: Alignment = field(init=False, repr=False)  # with the caller's prediction
     noise: Noise | None = field(init=False, repr=False)  # with which tokens are picked natively; None: they are not
@@ -169,7 +170,7 @@ class TokenSequence:
             return State.WAITING
         if self.unread > 0:
             return State.PREFILLING
-        return State.VERIFYING if isinstance(self.ask, Verify) else State.DRAFTING
+        return State.VERIFYING if isinstance(self.action, Verify) else State.DRAFTING
 
     @property
     def tokens(self) -> list[int]:
@@ -201,15 +202,15 @@ class TokenSequence:
     @property
     def must_read_prompt(self) -> bool:
         """Whether the whole prompt must go through a pass, even what could be copied."""
-        return self.owes_prompt_logprobs or self.owes_prompt_feedback
+        return self.needs_prompt_logprobs or self.needs_prompt_feedback
 
     @property
-    def owes_prompt_feedback(self) -> bool:
+    def needs_prompt_feedback(self) -> bool:
         """Whether its drafter still needs the target's output for prompt tokens."""
         return self.draft.needs.prompt and self.draft.prompt_read < len(self.request.prompt) - 1
 
     @property
-    def owes_prompt_logprobs(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing."""
         wanted = self.request.logprobs is not None and self.request.logprobs.prompt
         return wanted and len(self.history.prompt_logprobs) < len(self.request.prompt) - 1
@@ -232,9 +233,9 @@ class TokenSequence:
             self.draft.state.base = self.kv.session
 
     def resume(self) -> None:
-        """Start the next round of the coroutine if its last one is over, when the cost of that and the other requests
-        of this step are known."""
-        if self.ask is None and self.state is State.DRAFTING:
+        """Start the next round of the coroutine if the last round is over. Called after the costs of that round and the
+        number of running requests are known."""
+        if self.action is None and self.state is State.DRAFTING:
             root, self.root = self.root, None
             self.advance(root)
 
@@ -242,19 +243,19 @@ class TokenSequence:
         """Send the coroutine an answer and store what it yields."""
         assert self.coroutine is not None
         try:
-            self.ask = self.coroutine.send(answer)
+            self.action = self.coroutine.send(answer)
         except Exception as error:
             self.fail(error)
-        if isinstance(self.ask, Verify):
-            self.context.set_rows(len(self.ask.tree))
+        if isinstance(self.action, Verify):
+            self.context.set_rows(len(self.action.tree))
 
     def end_round(self, root: TokenTree) -> None:
         """Let the coroutine wait for the next round, which begins with this tree."""
-        self.root, self.ask = root, None
+        self.root, self.action = root, None
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended before; the tokens written stay."""
-        self.ask = None
+        self.action = None
         if self.finish_reason is None:
             self.error, self.finish_reason = error, "error"
 
@@ -262,7 +263,7 @@ class TokenSequence:
         """Note that a chunk of the text was read. `rows` [tokens, vocab] are needed for log-probabilities only."""
         start = self.kv.session.length
         self.kv.keep = range(len(tokens))
-        if len(rows) and self.request.logprobs is not None and self.owes_prompt_logprobs:
+        if len(rows) and self.request.logprobs is not None and self.needs_prompt_logprobs:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
             self.history.prompt_logprobs += token_logprobs(
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)
@@ -297,16 +298,16 @@ class TokenSequence:
         is_complete = constraint.is_over(self.committed, tokens[:count])
         if count < len(tokens) and not is_complete:
             raise UserError(
-                f"no token may follow the first {len(self.tokens) + count}: what the grammar allows there, the other"
-                " options (bad_words, logit_bias, min_tokens) or the model's own scores forbid"
+                f"no token may follow the first {len(self.tokens) + count}: the grammar allows only tokens there that"
+                " other options (bad_words, logit_bias, min_tokens) or scores of -inf exclude"
             )
         return tokens[:count], is_complete
 
     def emitted_rows(self, num_rows: int) -> EmittedRows:
         """Return what its verdict emits, on a tree whose first `num_rows` nodes were verified; `commit` cuts the
         log-probabilities with the tokens."""
-        assert isinstance(self.ask, Commit)
-        tree, verdict, _ = self.ask
+        assert isinstance(self.action, Commit)
+        tree, verdict, _ = self.action
         rows, tokens = tree_rows(self.request, self.committed, tree), _tokens_of(tree, verdict)
         nodes = [node for node in verdict.path if node < num_rows][: len(tokens)]
         return EmittedRows(nodes, [rows[node] for node in nodes], tokens)
@@ -327,7 +328,7 @@ class TokenSequence:
             for node in judged:
                 if roles[node] is not Role.PROBE:
                     drafted, longest = drafted + 1, max(longest, deep[node])
-                    history.drafted[sources[node] or UNKNOWN] += 1  # Counter.update is slower for so few
+                    history.drafted[sources[node] or UNKNOWN] += 1  # Counter.update is slower for few items
             for node in path[1 : accepted + 1]:
                 history.sources.append(sources[node] or UNKNOWN)
         history.sources += [TARGET] * (emitted - accepted)
@@ -343,8 +344,8 @@ class TokenSequence:
             history.rounds.append(RoundRecord(*nodes, walked))
 
     def record_plain_rounds(self, emitted: int, passes: int, target_seconds: float, start: float, now: float) -> None:
-        """Add the statistics of several plain rounds that were run as one: each emitted one token in its share of the
-        time."""
+        """Add the statistics of several rounds of plain decoding that were run as one: each emitted one token in its
+        share of the time."""
         history = self.history
         times = (self.draft.seconds / passes, target_seconds / passes, (now - start) / passes)
         self.draft.seconds = 0.0
@@ -417,7 +418,8 @@ def check_request(request: Request, target: Model) -> None:
 
 
 def _check_allowed(request: Request, adjustments: Adjustments, last: int) -> None:
-    """The tokens that alone may be written: they are there, and something is left where an answer may not end yet."""
+    """Check `allowed_token_ids`: all are in the vocabulary, and not all of them are stop tokens while `min_tokens`
+    forbids these."""
     for token in adjustments.allowed or ():
         check_range("a token of allowed_token_ids", token, 0, last)
     if adjustments.allowed is not None and adjustments.min_tokens and request.stop_ids.issuperset(adjustments.allowed):

@@ -46,8 +46,8 @@ class _PartRows(NamedTuple):
     hidden_rows: slice
 
 
-class _Forest:
-    """The parts of a pass with the rows of each."""
+class _PassParts:
+    """The parts of a pass, and the rows of each part in its output."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -73,25 +73,25 @@ class TargetRunner:
         self, chunks: Sequence[tuple[TokenSequence, Part]], trees: Sequence[tuple[TokenSequence, TokenTree]]
     ) -> tuple[list[PrefillOutput], list[VerifyOutput]]:
         """Run one forward over all chunks and trees, and reduce the trees' rows by the rules."""
-        forest = _Forest()
+        inputs = _PassParts()
         for sequence, part in chunks:
-            forest.add(_chunk_part(sequence, part))
-        before = forest.num_logit_rows
+            inputs.add(_chunk_part(sequence, part))
+        before = inputs.num_logit_rows
         by_score = not before
         for sequence, _ in trees:
             by_score = by_score and sequence.picks_by_score
         for sequence, tree in trees:
-            forest.add(_tree_part(sequence, tree, int(by_score)))
-        tree_part_rows = forest.part_rows[len(chunks) :]
-        output = self._score(forest)
-        if not forest.num_logit_rows:
+            inputs.add(_tree_part(sequence, tree, int(by_score)))
+        tree_part_rows = inputs.part_rows[len(chunks) :]
+        output = self._score(inputs)
+        if not inputs.num_logit_rows:
             _synchronize(self._target.device)  # no score is read: the pass would seem to take no time
         picks = [tokens[0] for tokens, _ in output.best if tokens] if by_score else []
         self._picks_best = bool(picks)
-        if len(picks) < forest.num_logit_rows - before:
+        if len(picks) < inputs.num_logit_rows - before:
             picks = self._reduce(trees, tree_part_rows, output, before)
         prefilled, verified = [], []
-        for (sequence, part), rows in zip(chunks, forest.part_rows, strict=False):
+        for (sequence, part), rows in zip(chunks, inputs.part_rows, strict=False):
             prefilled.append(self._prefill_output(sequence, part, output, rows))
         for (sequence, tree), rows in zip(trees, tree_part_rows, strict=True):
             own = slice(rows.logit_rows.start - before, rows.logit_rows.stop - before)
@@ -107,8 +107,8 @@ class TargetRunner:
     ) -> int:
         """Run up to `most` passes of plain decoding after a pass over roots alone; return how many were run.
 
-        Each adds the token that was picked at every tree's last node below it, and the pick that follows. The passes
-        end after a stop token, or a row that its rule could not reduce, where a tree may end on a node without a pick.
+        Each pass appends every tree's last picked token as a new node and picks the token after it. The passes end
+        after a stop token, or after a row that its rule could not reduce; then a tree may end on a node without a pick.
         """
         for count in range(most if self._picks_best else 0):
             for (sequence, _), output in zip(trees, verified, strict=True):
@@ -132,10 +132,10 @@ class TargetRunner:
         """Return what the rule picks after a tree's last node. scores [1, vocab]"""
         return reduce_isolated(scores, tree_rows(sequence.request, sequence.committed, tree)[-1:])[0]
 
-    def _score(self, forest: _Forest) -> TargetOutput:
-        if forest.num_hidden_rows:
-            return self._target.score_hidden(forest.parts, self._layers)
-        sparse = self._target.score_held(forest.parts)
+    def _score(self, inputs: _PassParts) -> TargetOutput:
+        if inputs.num_hidden_rows:
+            return self._target.score_hidden(inputs.parts, self._layers)
+        sparse = self._target.score_held(inputs.parts)
         return TargetOutput(sparse.values if sparse.ids is None else sparse.wide(), None, sparse.best)
 
     def _reduce(
@@ -161,7 +161,7 @@ class TargetRunner:
         self, sequence: TokenSequence, part: Part, output: TargetOutput, rows: _PartRows
     ) -> PrefillOutput:
         needs, logits = sequence.draft.needs, output.logits[rows.logit_rows]
-        if not sequence.owes_prompt_feedback:
+        if not sequence.needs_prompt_feedback:
             return PrefillOutput(logits, None)
         start = sequence.kv.session.length
         positions = range(start, start + len(part.tokens))
@@ -184,7 +184,7 @@ def record_logprobs(sequences: Sequence[TokenSequence], verified: Sequence[Verif
     with equal options are computed together, so that a device is waited for once."""
     groups: dict[LogprobsOptions, list[tuple[TokenSequence, VerifyOutput]]] = {}
     for sequence, output in zip(sequences, verified, strict=True):
-        if sequence.request.logprobs is not None and isinstance(sequence.ask, Commit):
+        if sequence.request.logprobs is not None and isinstance(sequence.action, Commit):
             groups.setdefault(sequence.request.logprobs, []).append((sequence, output))
     for options, group in groups.items():
         try:
@@ -216,7 +216,7 @@ def _synchronize(device: Any) -> None:
 def _chunk_part(sequence: TokenSequence, part: Part) -> Part:
     """Return the part of a chunk, with the rows that the sequence's drafter needs."""
     needs = sequence.draft.needs
-    if not sequence.owes_prompt_feedback:
+    if not sequence.needs_prompt_feedback:
         return part
     every = range(len(part.tokens))
     return part._replace(wanted=every if needs.top else part.wanted, shown=every if needs.layers else ())

@@ -19,7 +19,7 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Request, Verify
-from outpace.decoders.base import Coroutine, Decoder, RequestContext
+from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
 from outpace.planning.planner import record_forward
@@ -65,9 +65,9 @@ class WarmUp(Decoder):
 
     @dataclass(frozen=True)
     class Options:
-        """None."""
+        """No options."""
 
-    def decode(self, context: RequestContext, options: Options) -> Coroutine:
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         tree, has_read = TokenTree(context.last_token), False
         for rows in cycle(_ROWS):
             rows = min(rows, context.budget)

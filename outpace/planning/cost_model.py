@@ -1,7 +1,7 @@
 """The cost model: what rounds cost and what they give, learnt while decoding.
 
-All values are medians or decayed means over the recent past, so that they follow a machine which other programs use
-too. What was never measured is extrapolated from what is known, so that it is tried once and then known.
+All values are medians or decayed means over the recent past, so that they adapt when other programs load
+the machine. What was never measured is extrapolated from what is known, so that it is tried once and then known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of mod
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is spent on measuring
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
-YIELD = 0.6  # prior: chance that a layer puts below the leaves, as a fraction of the chance at the leaves
+YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_FADE = 0.97  # how fast one request's trust follows its own drafts: a few bad rounds are chance
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
 _MAX_FAILURES = 5  # failed trials that are counted
@@ -31,10 +31,10 @@ LAYERS = 4  # draft layers whose yield is known separately; deeper ones share th
 class Prices(NamedTuple):
     """Prices by which the rounds of some number of requests are planned."""
 
-    second: float  # tokens that are written in one second
-    plain: float  # seconds of a plain round; 0: unknown
-    row: float  # seconds of one row more than each request's root; 0: unknown
-    is_known: bool  # whether a plain round was timed
+    tokens_per_second: float
+    plain_round_seconds: float  # seconds of a round of plain decoding; 0: unknown
+    extra_row_seconds: float  # seconds of one row more than each request's root; 0: unknown
+    is_known: bool  # whether a round of plain decoding was timed
 
 
 class CostModel:
@@ -119,7 +119,7 @@ class CostModel:
         return prices
 
     def needs_plain_round(self, requests: int) -> bool:
-        """Return whether all requests should decode plainly once, because no plain round was timed recently."""
+        """Return whether all requests should run one round of plain decoding, because none was timed recently."""
         return self.is_periodic(_EVERY) and self._rounds.is_stale(requests)
 
     def trust(self, source: str) -> DecayedMean:
@@ -147,8 +147,8 @@ class CostModel:
         return self._payoff_rates.setdefault(source.name, DecayedMean(0.5, 4.0))
 
     def layer_yield(self, source: Source, layer: int, requests: int = 1) -> DecayedMean:
-        """Chance that a layer of this source puts below the leaves, its rows paid, as a fraction of the chance at the
-        leaves. Starts from the value for the nearest number of requests."""
+        """Expected tokens that a layer of this source adds, less the price of its rows, per unit of acceptance
+        probability at the leaves. Starts from the value for the nearest number of requests."""
         known = self._yields.setdefault(source.name, {})
         if requests not in known:
             before = known[_nearest(known, requests)] if known else [DecayedMean(YIELD, 2.0)] * LAYERS

@@ -20,14 +20,16 @@ from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
-LITTLE = 0.5  # if lookups promise more than this below the root, the yield of a model's layer is not representative
+MAX_LOOKUP_CHANCE = 0.5  # if lookups continue the root with a higher chance, a model's layer shows no typical yield
 _BEAM = 4  # leaves that one layer is assumed to expand, and extra rows by which the price of a row is estimated
-_DOUBT = 1.1  # factor on prices: what is chosen because it looks best is a little worse than it looks
-_PLAIN = 24  # first rounds of an answer that may be plain until one was timed: none is during another's prefill
+_PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
+# An answer's first rounds decode plainly until the time of such a round is known, but at most this many: rounds in the
+# same passes as another request's prompt are not timed.
+_MAX_UNTIMED_ROUNDS = 24
 _CROWDED, _PROBE_EVERY = 0.35, 64  # price of a row in tokens above which a batch is crowded; rounds between its probes
-UNPLANNED = 7  # plain rounds that may follow a round in which no source was asked
-_HOPE = 0.4  # chance that a model must promise below the root before it is tried on a new text
-_UNPAID = 0.25  # nodes are not attached if their chance is below this fraction of a row's price
+ROUNDS_UNTIL_REPLAN = 7  # rounds of plain decoding that may follow a round in which no source drafted
+_MIN_FIRST_LAYER_CHANCE = 0.4  # acceptance chance that a model's first layer needs to be tried on a new text
+_MIN_VALUE_OF_NODE = 0.25  # nodes whose chance is below this fraction of a row's price are not attached
 _UNKNOWN = 2  # most layers before the time of a draft step and the price are known
 
 
@@ -74,21 +76,21 @@ class Planner:
         self._rounds = 0
         self._is_probe = False  # this round drafts in a crowded batch, whether it pays or not
         self.is_plain = False  # this round decodes plainly in any case
-        self.asks = False  # this round asks some source
+        self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
-        """Begin a round: read the prices and choose the lookup sources. The round is plain as long as plain rounds have
-        no time, and in a batch so crowded that one more row costs a good part of a token: what may be gained there is
-        not worth the host's time, except for lookups."""
+        """Begin a round: read the prices and choose the lookup sources. The round decodes plainly until a plain round
+        has been timed, and in a batch so crowded that one more row costs a good part of a token: there drafting gains
+        less than the host's time for it costs, except for lookups."""
         requests = self._context.requests
         prices = self._costs.prices(requests)
-        self._price, self._plain = _DOUBT * prices.second, prices.plain
-        is_crowded = requests > 1 and self._price * prices.row > _CROWDED
+        self._price, self._plain = _PRICE_MARGIN * prices.tokens_per_second, prices.plain_round_seconds
+        is_crowded = requests > 1 and self._price * prices.extra_row_seconds > _CROWDED
         self._is_probe = is_crowded and self._costs.is_periodic(_PROBE_EVERY)
         gains = self._is_probe or not is_crowded or any(map(self._gains, self.lookups))
-        is_new = self._rounds < _PLAIN and not prices.is_known
+        is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not prices.is_known
         self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests) or not gains
-        self._rounds, self.asks = self._rounds + 1, False
+        self._rounds, self.uses_drafts = self._rounds + 1, False
         for source in self.lookups:
             source.is_asked = False
         if self.is_plain:
@@ -100,7 +102,7 @@ class Planner:
             model.layers, model.is_trial = 0, False
         for source in self.lookups:
             source.is_asked = self._gains(source) or self._is_probe or source.is_due(self._repetitions)
-            self.asks = self.asks or source.is_asked
+            self.uses_drafts = self.uses_drafts or source.is_asked
 
     def _gains(self, lookup: LookupSource) -> bool:
         """Return whether a lookup source gives more than the host's time for it costs."""
@@ -129,7 +131,10 @@ class Planner:
         gives for this text, whatever it gave for others."""
         if model.layer_yield.value * at_leaves > cost:
             return True
-        return self._acceptance.trust(model.source) * (1.0 - self._lookup_chance) > _HOPE and model.explores()
+        return (
+            self._acceptance.trust(model.source) * (1.0 - self._lookup_chance) > _MIN_FIRST_LAYER_CHANCE
+            and model.explores()
+        )
 
     def _ask(self, tree: TokenTree, model: ModelSource) -> bool:
         """Prepare the request for a layer, which takes longer if the model must first read text."""
@@ -137,18 +142,18 @@ class Planner:
             tree.min_score = self._min_score(self._acceptance.trust(model.source))
             if not model.is_following:
                 self._costs.note_catch_up(model.source)
-        self.asks = True
+        self.uses_drafts = True
         return True
 
     def _min_score(self, trust: float) -> float:
         """The path score below which a node is not attached."""
-        return log(_UNPAID * self._row / trust) if self._row > 0.0 < trust else -inf
+        return log(_MIN_VALUE_OF_NODE * self._row / trust) if self._row > 0.0 < trust else -inf
 
     def grown(self, tree: TokenTree, model: ModelSource) -> None:
         """Learn from a layer that the model has added."""
         model.has_read = True
         # After lookups a layer adds what they leave to add, which says nothing about other rounds.
-        if self._lookup_chance <= LITTLE:
+        if self._lookup_chance <= MAX_LOOKUP_CHANCE:
             chances, before = sorted(self._acceptance.of(tree)[1:], reverse=True), self._worth
             rows, self._worth = self._best(chances[: self._context.budget - 1])
             most = self._costs.max_extra_rows(self._context.rows_of_others)
@@ -165,7 +170,7 @@ class Planner:
         cost = self._costs.draft_seconds(model.source, self._context.requests)
         if not model.layers:
             cost = max(model.trial_cost, 3 * cost) + model.prefill_seconds
-        is_representative = not model.layers or self._lookup_chance <= LITTLE
+        is_representative = not model.layers or self._lookup_chance <= MAX_LOOKUP_CHANCE
         failures = max(model.failures, self._costs.failed_trials(model.source, self._context.requests))
         share = self._options.trials / 2 ** (0 if model.layers else failures)
         grown_at = model.grown_at[model.layers] if model.layers else 0.0
@@ -195,13 +200,13 @@ class Planner:
 
     def end_round(self, tree: TokenTree, path: Sequence[int]) -> None:
         """End a round, or several plain ones, after the target has accepted this path of the tree."""
-        if self.asks:
+        if self.uses_drafts:
             self.learn(tree, path)
         else:
             self.end_plain_rounds(len(path))
 
     def end_plain_rounds(self, rounds: int) -> None:
-        """Count plain rounds in which no source was asked."""
+        """Count rounds of plain decoding, in which no source drafted."""
         self._seconds += self._plain * rounds
         for model in self.models:
             model.is_following = False
@@ -271,8 +276,8 @@ class Planner:
             return None
         (model,), context, costs = self.models, self._context, self._costs
         reads = model.has_read or model.is_worth_reading()
-        if not self.asks and not (reads and self._first_layer_pays(tree, model)):
-            return resting(UNPLANNED + 1)
+        if not self.uses_drafts and not (reads and self._first_layer_pays(tree, model)):
+            return resting(ROUNDS_UNTIL_REPLAN + 1)
         native_lookup = context.native_sources is not None and self.is_lookup_native(context.native_sources)
         rounds = context.tokens_left
         for source in self.lookups:
@@ -327,15 +332,15 @@ class Planner:
         model.is_trial = carried.is_trial
         if carried.is_fewer:
             costs.note_probe()
-        self.asks = self.asks or model.layers > 0
+        self.uses_drafts = self.uses_drafts or model.layers > 0
 
     def begin_next_native(self) -> None:
         """Begin another native round of the same plan."""
-        self._rounds, self.asks = self._rounds + 1, False
+        self._rounds, self.uses_drafts = self._rounds + 1, False
         for model in self.models:
             model.layers, model.is_trial = 0, False
         for source in self.lookups:
             if source.is_asked:
-                self.asks = True
+                self.uses_drafts = True
             else:
                 source.skip(1)

@@ -18,7 +18,7 @@ COST = "p and a residual of every node of the chain"
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class Block(BottomUp):

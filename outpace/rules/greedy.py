@@ -29,7 +29,7 @@ COST = "an argmax for each row"
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class Greedy(Rule):

@@ -30,7 +30,7 @@ COST = "noise for the tokens of each row that can be the maximum"
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class Gumbel(Rule):

@@ -37,7 +37,7 @@ _BELOW_ONE = 1.0 - 2.0**-53
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class Match(LogProbRule):

@@ -18,7 +18,7 @@ COST = "as rejection; a residual for each child that is rejected"
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class MultiRound(TopDown):

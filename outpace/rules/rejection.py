@@ -17,7 +17,7 @@ COST = "p of every node that the walk visits, and a residual after each rejectio
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class Rejection(TopDown):

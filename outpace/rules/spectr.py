@@ -24,7 +24,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class SpecTr(TopDown):

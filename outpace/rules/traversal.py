@@ -18,7 +18,7 @@ COST = "p and a residual of every node that the walk visits, at worst of all nod
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class Traversal(BottomUp):

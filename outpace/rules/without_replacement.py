@@ -20,7 +20,7 @@ COST = "as multi_round, and q is renormalised after each rejection"
 
 @dataclass(frozen=True)
 class Options:
-    """None."""
+    """No options."""
 
 
 class WithoutReplacement(TopDown):

@@ -181,10 +181,10 @@ class _Clock(SimulatedClock):
 
 def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, DraftWorker | None]:
     """Return the drafter for sequential drafting or the worker for parallel drafting, as the setup needs."""
-    if setup.decoder.needs is None:
+    if setup.decoder.drafting is None:
         return None, None
     drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
-    if setup.decoder.needs == "worker":
+    if setup.decoder.drafting == "parallel":
         return None, InlineWorker(drafter, clock)
     return ClockedDrafter(drafter, clock), None
 
