@@ -22,7 +22,8 @@ class RoundRecorder:
         self._arrivals: list[float] = []
         self._rounds: list[tuple[list[int], Sequence[int] | None]] = []  # tokens, drafts
         self._start = time.perf_counter()
-        self._is_new, self._drafts = True, None
+        self._is_new = True
+        self._drafts: Sequence[int] | None = None
         self.is_over = False
 
     def begin(self, drafts: Sequence[int] | None = None) -> None:
