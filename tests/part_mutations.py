@@ -202,7 +202,7 @@ PART_MUTATIONS = [
         ExplorationBudget,
         "record_trial",
         always_paid,
-        "test_planned.py::test_the_ledger_spends_a_share_and_half_of_it_after_each_failure",
+        "test_planned.py::test_the_budget_spends_a_share_and_half_of_it_after_each_failure",
     ),
     mutation(
         "chances: one coverage for all places",

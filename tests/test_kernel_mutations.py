@@ -42,7 +42,7 @@ def test_a_mistake_whose_place_is_gone_is_said(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "product.h").write_text("nothing of it", encoding="utf-8")
     mutation = next(mutation for mutation in module.MUTATIONS if mutation.file == "product.h")
-    with pytest.raises(ValueError, match="stands 0 times"), mutation.applied(tmp_path):
+    with pytest.raises(ValueError, match="occurs 0 times"), mutation.applied(tmp_path):
         pass
 
 

@@ -1,4 +1,4 @@
-"""The matrix of drafter x draft x decoder x worker x rule x sampling, as the registry finds them; nothing is named.
+"""The matrix of drafter x draft x decoder x worker x rule x sampling, as the registry finds them.
 
 A file that is dropped into drafters/, decoders/ or rules/ is covered by existing. With a rule of trait `same_text` the
 text is that of the naive loop, however it is drafted; with another rule it is possible, and the same when repeated.
@@ -23,6 +23,7 @@ import torch
 from constraints import Table, rings
 from doubles import Outcome, QuickToy, decode, make_request, probabilities, write
 from timed import Stopwatch, Timed
+from turns import one_of
 
 from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext
@@ -266,6 +267,8 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
     if run is None:
         return
     assert run.failure is None
+    assert set(run.reasons) == {"length"}
+    assert run.figures.emitted == sum(len(text) for text in run.texts)
     if is_keyed(cell.rule):
         assert run.texts == [text_of(request) for request in requests]
     else:
@@ -276,11 +279,13 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
     if requests[0].rule.traits.lossless:
         check_possible(requests, run.texts)
     if cell.drafter is None or cell.draft == "silent":
-        assert run.figures.drafted == run.figures.accepted == 0
+        assert run.figures.drafted == run.figures.accepted == run.figures.hits == 0
     else:
         assert run.figures.drafted > 0
-        assert run.figures.accepted > 0 or cell.draft != "perfect"
-        assert run.figures.emitted == sum(len(text) for text in run.texts)
+        assert run.figures.accepted > 0 or cell.draft in ("garbage", None)
+    if cell.decoder == "card":
+        assert run.figures.misses > 0 or cell.draft == "perfect"
+        assert run.figures.hits > 0 or cell.draft in ("garbage", "silent", None)
 
 
 def check_possible(requests: Sequence[Request], texts: Sequence[Sequence[int]]) -> None:
@@ -349,6 +354,30 @@ def test_a_draft_grows_on_where_another_drafter_raises_scores(decoder: str) -> N
 @pytest.mark.parametrize("cell", others(), ids=str)
 def test_every_other_combination_writes_what_it_must(cell: Cell) -> None:
     check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 14))
+
+
+def mixed_cells() -> list[Cell]:
+    """Return every decoder and worker with a tree that the n-gram table and a partial draft model share."""
+    found = [
+        Cell(name, needs and "ngram+model", needs and "partial", worker, rule)
+        for name in registry.names("decoders")
+        for needs in [registry.find("decoders", name).needs]
+        for worker, rule in itertools.product(WORKERS[needs], filter(is_keyed, registry.names("rules")))
+    ]
+    return list({cell[:4]: cell for cell in found if fits(cell)}.values())
+
+
+@pytest.mark.parametrize("cell", one_of(3, ([cell] for cell in mixed_cells())), ids=str)
+def test_a_request_writes_in_a_batch_what_it_writes_alone(cell: Cell) -> None:
+    """The requests of a batch differ in rules, samplings, prompts and constraints."""
+    rules = filter(is_keyed, registry.names("rules"))
+    mixed = [request for rule in rules for request in requests_of(rule, PROMPTS[::2], 10)[::4]]
+    together = run_cell(cell, mixed)
+    assert together is not None
+    for request, text in zip(mixed, together.texts, strict=True):
+        alone = run_cell(cell, [request])
+        assert alone is not None
+        assert alone.texts == [text] == [text_of(request)]
 
 
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.long)])

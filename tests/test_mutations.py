@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mutation_checks import CASES, CHECKS, GREEDY_TEXTS, Mutation, compare, judge, requests_of
 from mutations import MUTATIONS
+from part_mutations import JUDGES
 from turns import one_of
 
 
@@ -38,6 +40,12 @@ def test_mutations_leave_nothing_behind() -> None:
             during = [vars(owner)[mutation.attribute] for owner in mutation.owners]
         assert all(a is not b for a, b in zip(originals, during, strict=True))
         assert [vars(owner)[mutation.attribute] for owner in mutation.owners] == originals
+
+
+@pytest.mark.parametrize("test", JUDGES)
+def test_a_test_that_a_mutation_names_exists(test: str) -> None:
+    file, name = test.split("::")
+    assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 def test_a_broken_mutation_does_not_count_as_caught() -> None:
