@@ -130,17 +130,17 @@ def pause_differences() -> Iterator[str]:
             own = [run.kv.session for run in parts.running] + [kept.session for kept in parts.memory._kept]
             held = sum(session.slots for session in own) + sum(session.slots for _, session in drafts)
             if max(parts.memory.used, held * target.token_bytes) > parts.memory.budget:
-                yield "more memory is used than there is"
+                yield "more memory is used than the budget allows"
             running = {run.key for run in parts.running}
             if any(session.slots for key, session in drafts if key not in running):
-                yield "a request that waits holds what its draft read"
+                yield "a waiting request still holds KV cache of its draft"
             for run in parts.running:
                 if run.kv.session.tokens[: run.kv.session.length].tolist() != run.committed[: run.kv.session.length]:
-                    yield "a session holds another text than its request's"
+                    yield "a session holds a different text than its request"
         if not any(run.history.pauses for run in runs):
-            yield "nobody paused"
+            yield "no request was paused"
         if [run.tokens for run in runs] != [write(target, request) for request in requests]:
-            yield "a request that paused has another text"
+            yield "a paused request has a different text"
 
 
 def _finished(parts: Engine, request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the tests of the drafter's process share: drafters to build there, an engine to drive, what must not be left."""
+"""Fixtures for tests of the drafter's process: drafters to build in it, an engine to drive, checks for leftovers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def build(name: str = "model") -> Any:
-    """A drafter that runs a toy, built in the child."""
+    """Build, in the child process, a drafter that runs a toy model."""
     return make_drafter(name, TARGET)
 
 
 def table_of(target: QuickToy) -> bytes:
-    """The likeliest token after each three."""
+    """Return the most likely token after each three tokens."""
     return bytes(int(target._row(three).argmax()) for three in itertools.product(range(16), repeat=3))
 
 
@@ -48,7 +48,7 @@ build_light, build_failing = partial(Lookup, TABLE), partial(build_failing, TABL
 
 
 def children() -> set[int]:
-    """Processes that this one started and that are still there."""
+    """Return the ids of this process's children that still exist."""
     found = set()
     for entry in Path("/proc").iterdir() if sys.platform == "linux" else ():
         if entry.name.isdigit():
@@ -62,7 +62,7 @@ def children() -> set[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether there is no such process, or only what its parent has not yet been told of."""
+    """Whether the process has ended, perhaps as a zombie that its parent has not waited for yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -70,7 +70,7 @@ def is_gone(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for something that comes from elsewhere."""
+    """Wait until a condition holds that another thread or process brings about."""
     end = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """No process, thread or shared memory outlives what is done here."""
+    """Check that no process, thread or shared memory outlives the block."""
     before = children(), set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
     yield
     assert children() <= before[0]
@@ -89,7 +89,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class Drive:
-    """An engine that answers `REQUESTS` in turn, three at once, for as long as a test needs it to."""
+    """An engine that answers `REQUESTS` one after the other, three at a time, for as long as a test needs."""
 
     def __init__(self, worker: DraftWorker, options: EngineOptions = SMALL, decoder: ModuleType = Card) -> None:
         self.decoder = decoder
@@ -98,22 +98,22 @@ class Drive:
         self._numbers = itertools.cycle(range(len(REQUESTS)))
 
     def round(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         while len(self.engine.running) + len(self.engine.waiting) < 3:
             number = next(self._numbers)
             self.runs.append((number, self.engine.submit(REQUESTS[number], self.decoder, self.decoder.Options())))
         self.engine.step()
-        time.sleep(0.0005)  # one core is enough for both
+        time.sleep(0.0005)  # leaves time for the drafter where there is one core
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Answers until something has come about."""
+        """Run steps until a condition holds."""
         end = time.monotonic() + SECONDS
         while not condition():
             assert time.monotonic() < end, f"never: {what}"
             self.round()
 
     def until_drafted(self) -> None:
-        """Answers until ten more candidates were accepted."""
+        """Run steps until ten more candidates are accepted."""
         goal = self.accepted() + 10
         self.until(lambda: self.accepted() >= goal, "candidates of the drafter")
 
@@ -121,7 +121,7 @@ class Drive:
         return sum(step.accepted for _, run in self.runs for step in run.history.steps)
 
     def finish(self) -> None:
-        """The rest of what was begun; every text is plain decoding's."""
+        """Finish all requests and check that every text is that of plain decoding."""
         while self.engine.running or self.engine.waiting:
             self.engine.step()
         for number, run in self.runs:
@@ -130,7 +130,7 @@ class Drive:
 
 
 def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: ModuleType = Card) -> list[str]:
-    """Does `work` in an engine of its own and checks all texts; the warnings that it gave."""
+    """Run `work` in an engine of its own, check all texts and return the warnings."""
 
     def whole() -> None:
         drive = Drive(worker, decoder=decoder)
@@ -142,7 +142,7 @@ def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: Module
 
 
 def run_script(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """A program of a user's, with no guard around its main part."""
+    """Run a user's program that has no `__main__` guard."""
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     head = f"import sys; sys.path[:0] = {folders!r}\n"
     return subprocess.Popen(

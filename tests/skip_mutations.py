@@ -1,4 +1,4 @@
-"""Mistakes of a draft on the target's own session; the text, or what of the draft is accepted, must show each."""
+"""Mistakes in drafting with the target's own session; the text or the acceptance must show each of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from outpace.models.base import chain
 from outpace.models.toy import Toy
 
 TARGET = Toy(16, 4, 0, mlp=0.5)
-IDLE = 2  # this layer adds nothing
+IDLE = 2  # the layer without effect
 TARGET._tables[IDLE] = 0.0
 TARGET._mlp[IDLE] = 0.0
 LENGTH = 40
 
 
 def find_in_skipping() -> str | None:
-    """The first text that is not plain decoding's, a drafter that fails, and drafts without what does nothing of which
-    not all is accepted."""
+    """Return the first fault: a text that differs from plain decoding, a drafter that fails, or a rejected draft token
+    although only sublayers without effect are skipped."""
     requests = [
         make_request((3, 1, 4, 1, 5, seed), rule, LENGTH, seed=seed) for rule, seed in (("greedy", 1), ("gumbel", 2))
     ]
@@ -38,12 +38,12 @@ def find_in_skipping() -> str | None:
             lambda of=drafter: decode(requests, "speculative", of, target=TARGET, check_storage=False, draft_length=3)
         )
         if run.texts != expected or messages:
-            return messages[0] if messages else "another text than plain decoding's"
+            return messages[0] if messages else "a text differs from plain decoding"
         whole = run.figures.drafted - 2 * 3  # the last rounds are cut
         if search is None and run.figures.accepted < whole:
-            return "drafts without what does nothing are rejected"
+            return "drafts that skip only sublayers without effect are rejected"
         if search is not None and search.best.attention != (IDLE,):
-            return "the search misses the layer that does nothing"
+            return "the search misses the layer without effect"
     return None
 
 
@@ -73,7 +73,7 @@ def lend_before_it_is_committed(lend: Original) -> Original:
 
 
 def skip_the_neighbours(check: Original) -> Original:
-    """The layer above each of those that are named."""
+    """Skip the layer above each requested layer."""
 
     def mutated(self: Any, sublayers: Sublayers) -> None:
         check(self, Sublayers(*(tuple(min(layer + 1, 3) for layer in kind) for kind in sublayers)))
@@ -86,10 +86,10 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
 
 
 SKIP_MUTATIONS = [
-    _mutation("a trial is committed", layer_skip, "find_agreements", commit_what_was_tried),
-    _mutation("the set that agrees less stays", SublayerSearch, "learn", keep_the_worse),
+    _mutation("the tokens of a trial are committed", layer_skip, "find_agreements", commit_what_was_tried),
+    _mutation("the search keeps the worse set", SublayerSearch, "learn", keep_the_worse),
     _mutation(
         "lent before the last round is committed", running.TokenSequence, "lend_session", lend_before_it_is_committed
     ),
-    _mutation("the neighbours are left out", LayerSkipDrafter, "_choose", skip_the_neighbours),
+    _mutation("the next higher layers are skipped", LayerSkipDrafter, "_choose", skip_the_neighbours),
 ]

@@ -1,4 +1,4 @@
-"""Mistakes in draft steps that a device takes by itself: each must fail a test of the suite, named here."""
+"""Mistakes in multi-step drafting, where one graph runs several draft steps: each must fail the named test."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
 from outpace.models.llama.cuda.step_choice import NodeSelection
 
 ALIKE = "test_draft_steps.py::test_several_steps_grow_the_tree_of_single_ones"
-TOLD = "test_turning_steps.py::test_steps_that_are_told_go_where_the_target_went"
+MOVED = "test_root_updates.py::test_later_steps_draft_below_the_new_root"
 
 
 def anywhere(towards: Original) -> Original:
-    def mutated(choice: NodeSelection, goal: Any, step: int) -> Any:
-        towards(choice, goal, step)
+    def mutated(choice: NodeSelection, target: Any, step: int) -> Any:
+        towards(choice, target, step)
         return choice._scores
 
     return mutated
@@ -34,16 +34,16 @@ def of_any_root(follow: Original) -> Original:
 
 
 STEP_MUTATIONS: list[Mutation] = [
-    mutation("steps: a node sees itself alone", NodeSelection, "best", sees_itself_alone, ALIKE),
-    mutation("steps: noise is that of the next position", SteppingLlama, "_propose", keyed_one_further, ALIKE),
-    mutation("steps: nobody tells them where the target went", RootUpdateChannel, "send", nothing, TOLD),
-    mutation("steps: told where the target went, they go on as before", NodeSelection, "_towards", anywhere, TOLD),
-    mutation("steps: what they expanded below a new root is lost", MultiStepCache, "claim", nothing, TOLD),
+    mutation("multi-step: a node attends only to itself", NodeSelection, "best", sees_itself_alone, ALIKE),
+    mutation("multi-step: noise of the next position is used", SteppingLlama, "_propose", keyed_one_further, ALIKE),
+    mutation("multi-step: root updates are not sent", RootUpdateChannel, "send", nothing, MOVED),
+    mutation("multi-step: root updates are ignored", NodeSelection, "_towards", anywhere, MOVED),
+    mutation("multi-step: nodes expanded below a new root are lost", MultiStepCache, "claim", nothing, MOVED),
     mutation(
-        "steps: what is said of an older root is heard",
+        "multi-step: an update of an older root is applied",
         InFlightSteps,
         "_follow",
         of_any_root,
-        "test_turning_steps.py::test_what_is_said_of_another_root_is_not_heard",
+        "test_root_updates.py::test_an_update_of_another_root_is_ignored",
     ),
 ]

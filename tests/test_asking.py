@@ -1,4 +1,4 @@
-"""How often `auto` asks those who copy, on a stated clock: ever more seldom in vain, at once where the text repeats."""
+"""How often `auto` queries lookup drafters, on a simulated clock: rarely after failures, at once where text repeats."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import RepetitionDetector
 
 COPIES = Source("ngram", False, is_calibrated=True)
-PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further one, and of asking
+PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further row, and of a query
 LONGEST, COPIED = 3, 8
 
 
-class Told:
-    """A target that writes one text, and a drafter that copies what followed its last tokens when they stood before."""
+class CopyRun:
+    """Writes one text with `auto` and a drafter that copies the tokens after an earlier occurrence of the last ones."""
 
     def __init__(self, text: Sequence[int], chances: Sequence[float] = (0.3, 0.6, 0.9)) -> None:
-        """`chances`: of a copy behind so many equal tokens."""
+        """`chances`: the probability that a copied token is right after a match of 1, 2 or 3 tokens."""
         self.text, self.chances = list(text), chances
         self.seconds = 0.0
-        self.asked: list[int] = []  # tokens that were written before
+        self.queries: list[int] = []  # tokens written before each query
 
     def run(self) -> float:
-        """Writes the text; how much faster that was than plain decoding."""
+        """Write the text and return the speedup over plain decoding."""
         costs, written = CostModel(), [self.text[0]]
         place = place_of(make_request((1,)), 16, costs, (COPIES,))
         place.committed, place.last_token = written, written[0]
@@ -41,7 +41,7 @@ class Told:
         ask, drafting = coroutine.send(None), 0.0
         while len(written) < len(self.text):
             if isinstance(ask, Draft):
-                self.asked.append(len(written))
+                self.queries.append(len(written))
                 drafting += ASK
                 costs.record_draft(ASK, 1, ask.source)
                 ask.tree.planter = ask.source.name
@@ -61,7 +61,7 @@ class Told:
         return (len(self.text) - 1) * PASS / self.seconds
 
     def grow(self, tree: TokenTree, written: Sequence[int]) -> int:
-        """One branch, behind the longest match."""
+        """Add one branch, copied after the longest match."""
         for length in range(LONGEST, 0, -1):
             last = written[-length:]
             places = [n for n in range(length, len(written)) if list(written[n - length : n]) == list(last)]
@@ -76,60 +76,60 @@ class Told:
 
 
 def new_text(tokens: int, kinds: int, seed: int = 0) -> list[int]:
-    """Tokens that stand again and again, and never tell what comes next."""
+    """Return random tokens: each occurs repeatedly, and none predicts the next."""
     chance = random.Random(seed)
     return [chance.randrange(kinds) for _ in range(tokens)]
 
 
-def test_copies_that_never_come_true_are_asked_for_ever_more_seldom() -> None:
-    told = Told(new_text(1200, 200), (0.05, 0.05, 0.05))
-    ratio = told.run()
-    waits = [later - one for one, later in itertools.pairwise(told.asked)]
+def test_rejected_copies_are_queried_less_and_less_often() -> None:
+    run = CopyRun(new_text(1200, 200), (0.05, 0.05, 0.05))
+    ratio = run.run()
+    waits = [later - one for one, later in itertools.pairwise(run.queries)]
     assert ratio > 0.99
     assert max(waits) >= sources._MOST_SKIPS
-    assert sum(place > 400 for place in told.asked) < 800 / 32
+    assert sum(place > 400 for place in run.queries) < 800 / 32
     assert sum(waits[-5:]) > sum(waits[:5])
 
 
 @pytest.mark.parametrize("new", [100, 300, 900])
-def test_where_the_text_repeats_itself_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, new: int) -> None:
-    """Long nothing came true, then the whole text stands again: four tokens of it are seen, and then it is copied, as
-    by a planner that asks in every round."""
+def test_a_repetition_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, new: int) -> None:
+    """After a long text without accepted copies the whole text repeats: it is copied after four tokens, as by a planner
+    that queries in every round."""
     text = new_text(new, 200)
-    told = Told(text + text)
-    told.run()
-    first = next(place for place in told.asked if place >= new + 2)
+    run = CopyRun(text + text)
+    run.run()
+    first = next(place for place in run.queries if place >= new + 2)
     assert first <= new + sources._REPEATED + 1
-    before = [place for place in told.asked if place < new]
+    before = [place for place in run.queries if place < new]
     monkeypatch.setattr(sources, "_SKIPS", 1)
     monkeypatch.setattr(sources, "_MOST_SKIPS", 1)
-    always = Told(text + text)
+    always = CopyRun(text + text)
     always.run()
-    assert told.seconds < always.seconds
-    assert len(before) < new / 4 < sum(place < new for place in always.asked)
+    assert run.seconds < always.seconds
+    assert len(before) < new / 4 < sum(place < new for place in always.queries)
 
 
-def test_repetitions_in_vain_are_not_asked_for_each_time() -> None:
-    """Five tokens stand again after every five new ones, and what follows them is new each time."""
+def test_repetitions_without_accepted_copies_are_not_queried_each_time() -> None:
+    """The same five tokens follow every five new ones, and the text after them is new each time."""
     phrase, text = [1, 2, 3, 4, 5], []
     for token in new_text(200, 1000):
         text += [*phrase, *new_text(5, 1000, token)]
-    told = Told(text, (0.05, 0.05, 0.05))
-    assert told.run() > 0.985
-    assert sum(place > 1000 for place in told.asked) < 1000 / 25
+    run = CopyRun(text, (0.05, 0.05, 0.05))
+    assert run.run() > 0.985
+    assert sum(place > 1000 for place in run.queries) < 1000 / 25
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_repeats_is_what_stood_before(seed: int) -> None:
-    """Its slow twin: the last tokens, four at least, of which each four in a row stood before."""
+def test_repetition_length_against_a_reference(seed: int) -> None:
+    """The reference counts the last tokens, at least four, whose every four consecutive tokens occurred before."""
     chance, text = random.Random(seed), list[int]()
     repeats = RepetitionDetector(text)
     for _ in range(60):
         text += new_text(chance.randint(1, 4), 3, chance.randrange(1000))
-        assert repeats.follow() == slow_length(text)
+        assert repeats.follow() == reference_length(text)
 
 
-def slow_length(text: Sequence[int]) -> int:
+def reference_length(text: Sequence[int]) -> int:
     count = 0
     while len(text) - count >= 4:
         end = len(text) - count
@@ -140,10 +140,10 @@ def slow_length(text: Sequence[int]) -> int:
     return count + 3 if count else 0
 
 
-def test_only_the_last_of_a_long_prompt_is_read() -> None:
+def test_only_the_end_of_a_long_prompt_is_indexed() -> None:
     text = [*range(5), *[9] * (sources._KNOWN - 3)]
     repeats = RepetitionDetector(text)
     text += range(5)
-    assert repeats.follow() == 0, "what stood further back is not known"
+    assert repeats.follow() == 0, "tokens further back are not indexed"
     text += [*range(1, 5)]
     assert repeats.follow() == 4

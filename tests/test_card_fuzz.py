@@ -1,4 +1,4 @@
-"""CARD, PEARL and SSD under many random interleavings of drafter and target, racing, and with drafters that die."""
+"""CARD, PEARL and SSD under many random interleavings of drafter and target, in races, and with drafters that fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from outpace.engine.engine import Engine, EngineOptions
 
 TARGETS = [QuickToy(8 + number, 2 + number % 2, 100 + number) for number in range(9)]
 KINDS = ("perfect", "model", "both", "garbage", "ngram", "failing", "empty")
-OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # of each method beside the target, by chance
+OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # random options of each method
     "card": lambda chance: {"just_in_time": chance.randrange(3)},
     "pearl": lambda chance: {"draft_length": chance.randint(1, 6)},
     "ssd": lambda chance: {"draft_length": chance.randint(1, 6)},
@@ -57,13 +57,13 @@ def random_requests(chance: random.Random, target: QuickToy) -> list[Request]:
 
 
 def random_clock(chance: random.Random) -> SimulatedClock:
-    """A drafter and a target whose every turn takes another time; one is on average up to eight times as fast."""
+    """Return a clock with random times; the drafter is on average half to eight times as fast as the target."""
     pace = chance.choice((0.5, 1.0, 2.0, 8.0))
     return SimulatedClock(lambda: chance.expovariate(1.0), lambda rows: chance.expovariate(1.0) * pace + 0.01 * rows)
 
 
 def random_drafter(chance: random.Random, target: QuickToy, met: Counter[str]) -> tuple[Any, Any]:
-    """A drafter, and the model drafter in it if there is one."""
+    """Return a drafter, and the model drafter in it if there is one."""
     kind = chance.choice(KINDS)
     met[kind] += 1
     width, tree_nodes = chance.randint(1, 5), chance.choice((4, 8, 16, 64))
@@ -76,7 +76,7 @@ def random_drafter(chance: random.Random, target: QuickToy, met: Counter[str]) -
 
 
 def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
-    """One random interleaving: the text is plain decoding's; adds what was met to `met`."""
+    """Run one random interleaving, check its text against plain decoding and count the events in `met`."""
     chance = random.Random(seed)
     target = chance.choice(TARGETS)
     requests = random_requests(chance, target)
@@ -99,7 +99,7 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
     )
     assert run.texts == [write(target, request) for request in requests], f"interleaving {seed}"
     died = isinstance(run.failure, DrafterDiedError)
-    assert run.failure is None or died, f"interleaving {seed}: the drafter failed by itself: {run.failure!r}"
+    assert run.failure is None or died, f"interleaving {seed}: the drafter failed unexpectedly: {run.failure!r}"
     assert len(messages) <= 1, messages
     assert died or not messages, messages
     met.update({kind: run.counts[kind] for kind in ("orphan", "primary", "secondary", "late", "miss")})
@@ -112,7 +112,7 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_random_interleavings(rounds: int, method: str) -> None:
     met: Counter[str] = Counter()
-    if method == "planned":  # which hits a secondary candidate seldom
+    if method == "planned":  # it rarely hits a secondary candidate
         rounds = max(80, 2 * rounds)
     for seed in range(rounds):
         run_once(seed, met, method)
@@ -132,7 +132,7 @@ def test_simulated_clock_is_deterministic() -> None:
 
 @pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4, 5))])
-def test_race_in_earnest(seed: int, method: str) -> None:
+def test_race_between_threads(seed: int, method: str) -> None:
     chance = random.Random(seed)
     target = TARGETS[seed]
     requests = [request for _ in range(3) for request in random_requests(chance, target)]
@@ -152,7 +152,7 @@ def test_race_in_earnest(seed: int, method: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "verb"), in_turn(OPTIONS, ["grow", "observe", "open"]))
-def test_thread_that_raises_mid_text(verb: str, method: str) -> None:
+def test_a_drafter_that_raises_within_a_text(verb: str, method: str) -> None:
     target = TARGETS[0]
     requests = [make_request((1, 2, 3), "gumbel", 30, temperature=1.0, seed=seed) for seed in range(3)]
     before = set(threading.enumerate())
@@ -195,7 +195,7 @@ def test_close_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = worker._loop.wait
 
     def close_before_sleep(seconds: float | None = None) -> None:
-        """Lets the worker be closed between its look at `_stopping` and its sleep, which is a long one."""
+        """Close the worker after it has checked `_stopping` and before its long sleep."""
         began.set()
         worker.stop()  # what close() does, before it joins
         sleep(60.0)
@@ -203,7 +203,7 @@ def test_close_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker._loop, "wait", close_before_sleep)
     assert began.wait(30.0)
     worker._thread.join(10.0)
-    assert not worker._thread.is_alive(), "a close that comes between the look at _stopping and the sleep is lost"
+    assert not worker._thread.is_alive(), "a close between the check of _stopping and the sleep is lost"
     within(5.0, worker.close)
 
 

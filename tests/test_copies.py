@@ -1,4 +1,4 @@
-"""What drafters that copy share: the index against a twin that looks everywhere, its bounds, and the fitted rates."""
+"""The base of lookup drafters: the n-gram index against a linear search, its bounds and the fitted acceptance rates."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def request(*prompt: int) -> Request:
 
 
 def common(text: Sequence[int], whole: Sequence[int], place: int) -> int:
-    """How many tokens before a place are the last ones of another text."""
+    """Count the tokens before a place that equal the last tokens of another text."""
     length = 0
     while length < min(place, len(text)) and whole[place - length - 1] == text[-length - 1]:
         length += 1
     return length
 
 
-def matches_slowly(
+def search_linearly(
     whole: Sequence[int], text: Sequence[int], lengths: Sequence[int], memory: int, count: int
 ) -> list[NgramMatch]:
-    """All places that are remembered, by the longest of the lengths that fits, then the latest first."""
+    """Search all remembered places, ordered by the longest indexed length that matches, then the latest first."""
     found = []
     for place in range(max(len(whole) - memory, min(lengths)), len(whole)):
         known = [length for length in lengths if length <= common(text, whole, place)]
@@ -45,7 +45,7 @@ def matches_slowly(
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (2, 4, 8, 16)])
-def test_the_index_finds_what_looking_everywhere_finds(seed: int, lengths: tuple[int, ...]) -> None:
+def test_the_index_against_a_linear_search(seed: int, lengths: tuple[int, ...]) -> None:
     chance = random.Random(seed)
     index, whole, memory = NgramIndex(lengths, 200), [], 200
     for turn in range(120):
@@ -56,7 +56,7 @@ def test_the_index_finds_what_looking_everywhere_finds(seed: int, lengths: tuple
             piece = [chance.randrange(4) for _ in range(chance.randrange(1, 20))]
         whole += piece
         index.extend(piece)
-        expected = matches_slowly(whole, whole, lengths, memory, 5)
+        expected = search_linearly(whole, whole, lengths, memory, 5)
         found = index.matches(whole, 5, 64)
         assert [match.place for match in found] == [match.place for match in expected]
         held = [min(match.length, index_reach(index, whole, match.place)) for match in expected]
@@ -66,7 +66,7 @@ def test_the_index_finds_what_looking_everywhere_finds(seed: int, lengths: tuple
 
 
 def index_reach(index: NgramIndex, whole: Sequence[int], place: int) -> int:
-    """Tokens before a place that are still held."""
+    """Count the tokens before a place that the index still holds."""
     return place - (len(whole) - len(index))
 
 
@@ -79,44 +79,44 @@ def test_texts_that_end_are_not_copied_beyond_their_end() -> None:
 
 
 class CountedDict(dict[int, int]):
-    """Counts what is asked of it."""
+    """A dict that counts accesses."""
 
-    asked: Counter[str]
+    accesses: Counter[str]
 
     def get(self, *arguments: Any) -> Any:
-        self.asked["get"] += 1
+        self.accesses["get"] += 1
         return super().get(*arguments)
 
     def __setitem__(self, key: int, value: int) -> None:
-        self.asked["set"] += 1
+        self.accesses["set"] += 1
         super().__setitem__(key, value)
 
 
 @pytest.mark.parametrize("text", ["random", "periodic", "one token"])
 def test_memory_and_work_are_bounded_over_a_long_text(text: str) -> None:
-    chance, index, asked = random.Random(1), NgramIndex((2, 4, 8, 16), 4096), Counter()
+    chance, index, accesses = random.Random(1), NgramIndex((2, 4, 8, 16), 4096), Counter()
     for chains in index._chains:
         chains.heads = CountedDict()
-        chains.heads.asked = asked
+        chains.heads.accesses = accesses
     make = {"random": lambda n: chance.randrange(50), "periodic": lambda n: n % 977, "one token": lambda n: 7}[text]
     most, work = 0, []
     last: list[int] = []
-    for start in range(0, 30_000, 1000):  # seven times what is held
-        before = asked.total()
+    for start in range(0, 30_000, 1000):  # seven times the memory
+        before = accesses.total()
         tokens = [make(place) for place in range(start, start + 1000)]
         index.extend(tokens)
         last = (last + tokens)[-64:]
         index.matches(last, 16, 64)
-        work.append(asked.total() - before)
+        work.append(accesses.total() - before)
         most = max(most, len(index))
         assert index.entries <= 4 * 4096
         assert all(len(chains.before) == len(index) for chains in index._chains)
     assert most <= 4096 + 16 + 1024
-    assert max(work) <= 1000 * 4 * 3 + 4  # a look, an entry and an end by length
+    assert max(work) <= 1000 * 4 * 3 + 4  # per length: a lookup, an insertion and a removal
 
 
 class Fixed(LookupDrafter[LookupState]):
-    """Plants stated branches."""
+    """A lookup drafter that attaches given branches."""
 
     def __init__(self, *branches: tuple[Sequence[int], int, Certainty]) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class Fixed(LookupDrafter[LookupState]):
             self.attach_branch(state, tree, *branch)
 
 
-def judge(drafter: Fixed, state: LookupState, written: Sequence[int]) -> TokenTree:
-    """One round; the target writes these tokens, of which all but the last were accepted."""
+def run_round(drafter: Fixed, state: LookupState, written: Sequence[int]) -> TokenTree:
+    """Run one round in which the target emits `written`: all tokens but the last are accepted drafts."""
     tree = TokenTree(state.tokens[-1])
     drafter.grow([state], [tree])
     path = [0]
@@ -143,25 +143,25 @@ def judge(drafter: Fixed, state: LookupState, written: Sequence[int]) -> TokenTr
     return tree
 
 
-def test_a_copy_is_worth_what_copies_of_its_length_were_worth() -> None:
-    """Short copies came true, long ones did not: what is offered says so, here at once and elsewhere later."""
+def test_scores_follow_the_acceptance_of_copies_of_the_same_length() -> None:
+    """Short copies are accepted and long ones are not: scores follow at once here, and later in other requests."""
     drafter = Fixed(([5, 6], 2, Certainty.SURE), ([8], 20, Certainty.OTHER))
     state = drafter.open(request(1))
-    first = judge(drafter, state, [5, 9])
+    first = run_round(drafter, state, [5, 9])
     for _ in range(30):
-        last = judge(drafter, state, [5, 9])
+        last = run_round(drafter, state, [5, 9])
     assert math.exp(last.scores[1]) > 0.8 > math.exp(first.scores[1])
-    assert math.exp(last.scores[2]) < 0.25 * math.exp(last.scores[1]), "the second token never came true"
+    assert math.exp(last.scores[2]) < 0.25 * math.exp(last.scores[1]), "the second token was never accepted"
     assert math.exp(last.scores[3]) < 0.1
     other = drafter.open(request(1))
-    assert drafter.rate(other, kind_of(2)) > 0.8, "the next request begins with what this one taught"
+    assert drafter.rate(other, kind_of(2)) > 0.8, "the next request starts with the learned rate"
     assert drafter.rate(other, kind_of(3)) < 0.25
     for _ in range(6):
-        judge(drafter, other, [4])
-    assert drafter.rate(other, kind_of(2)) < drafter.rate(state, kind_of(2)), "it soon follows its own"
+        run_round(drafter, other, [4])
+    assert drafter.rate(other, kind_of(2)) < drafter.rate(state, kind_of(2)), "it soon follows its own observations"
 
 
-def test_what_another_drafter_planted_is_learnt_from_too() -> None:
+def test_rates_are_learned_from_tokens_of_another_drafter() -> None:
     drafter = Fixed(([5], 3, Certainty.SURE))
     state, tree = drafter.open(request(1)), TokenTree(1)
     tree.add(0, 5, -0.1)
@@ -172,7 +172,7 @@ def test_what_another_drafter_planted_is_learnt_from_too() -> None:
     assert state.proposed == {}
 
 
-def test_of_two_branches_that_begin_alike_only_the_fork_is_in_doubt() -> None:
+def test_branches_with_a_common_start_are_uncertain_only_at_the_fork() -> None:
     drafter = Fixed(([5, 6, 7], 3, Certainty.SURE), ([5, 8, 9], 3, Certainty.OTHER))
     state, tree = drafter.open(request(1)), TokenTree(1)
     drafter.grow([state], [tree])
@@ -186,12 +186,12 @@ def test_rates_are_remembered_by_kind() -> None:
     drafter, again = Fixed(([5], 3, Certainty.SURE)), Fixed()
     state = drafter.open(request(1))
     for _ in range(40):
-        judge(drafter, state, [4])
+        run_round(drafter, state, [4])
     again.load_state_dict(drafter.state_dict())
     assert again.rate(again.open(request(1)), kind_of(3)) == pytest.approx(drafter._rates[kind_of(3)].value, abs=0.01)
 
 
-def test_the_longest_and_latest_ngram_stands_first() -> None:
+def test_the_longest_and_latest_match_comes_first() -> None:
     drafter = ngram.NgramDrafter(ngram.Options(longest=3, copies=2, branches=3))
     state, tree = drafter.open(request(1, 2, 3, 4, 9, 2, 3, 5, 6, 1, 2, 3)), TokenTree(3)
     assert drafter.grow([state], [tree]) == [4]
@@ -200,8 +200,8 @@ def test_the_longest_and_latest_ngram_stands_first() -> None:
     assert drafter.grow([state], [tree]) == [0]
 
 
-def test_of_the_places_that_are_looked_at_the_longest_matches_are_copied() -> None:
-    """The last three tokens stood at four places, at the oldest one behind two more that are equal."""
+def test_the_longest_matches_of_the_searched_places_are_copied() -> None:
+    """The last three tokens occur at three earlier places; the match at the oldest is two tokens longer."""
     text = (7, 8, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3, 6, 7, 8, 1, 2, 3)
     for places, expected in ((3, [4, 6]), (2, [6, 5]), (1, [6, 5])):
         drafter = ngram.NgramDrafter(ngram.Options(copies=1, branches=2, places=places))
@@ -212,16 +212,16 @@ def test_of_the_places_that_are_looked_at_the_longest_matches_are_copied() -> No
         ngram.Options(places=0)
 
 
-def test_ngrams_hold_a_window_of_the_text() -> None:
+def test_the_window_bounds_the_indexed_text() -> None:
     drafter = ngram.NgramDrafter(ngram.Options(window=16))
     state = drafter.open(request(1, 2, 3, *range(10, 26), 1, 2))
     tree = TokenTree(2)
-    assert drafter.grow([state], [tree]) == [0], "what stood 16 tokens ago is forgotten"
+    assert drafter.grow([state], [tree]) == [0], "tokens beyond the window are forgotten"
     with pytest.raises(UserError, match="window is 0"):
         ngram.Options(window=0)
 
 
-def branch_slowly(
+def attach_one_by_one(
     drafter: LookupDrafter[Any],
     state: Any,
     tree: TokenTree,
@@ -230,7 +230,7 @@ def branch_slowly(
     grade: Certainty,
     least: float,
 ) -> None:
-    """Token by token."""
+    """Attach a branch token by token."""
     node = 0
     for place, token in enumerate(tokens):
         kind = kind_of(length + place, grade)
@@ -242,8 +242,8 @@ def branch_slowly(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> None:
-    """Trees, what is noted as planted, and the rates that are learnt of it, over some rounds."""
+def test_a_branch_equals_its_tokens_attached_one_by_one(seed: int) -> None:
+    """Compare the trees, the recorded proposals and the learned rates over several rounds."""
     chance = random.Random(seed)
     sides = [(ngram.NgramDrafter(ngram.Options()), LookupState(request(1))) for _ in range(2)]
     for step in range(8):
@@ -253,7 +253,7 @@ def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> Non
             length, grade = chance.choice([0, 1, 3, 60, 70]), Certainty(chance.randint(0, 2))
             least = chance.choice([0.0, 0.02, 0.3])
             for way, (drafter, state), tree in zip(
-                (LookupDrafter.attach_branch, branch_slowly), sides, trees, strict=True
+                (LookupDrafter.attach_branch, attach_one_by_one), sides, trees, strict=True
             ):
                 way(drafter, state, tree, tokens, length, grade, least)
             assert vars(trees[0]) == vars(trees[1])
@@ -270,7 +270,7 @@ def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> Non
     assert rates[0]
 
 
-def test_a_branch_is_no_group_that_was_drawn() -> None:
+def test_a_branch_cannot_extend_drawn_siblings() -> None:
     tree = TokenTree(1)
     tree.add(0, 5, -1.0, siblings=Siblings.DRAWN)
     with pytest.raises(ValueError, match="children of node 0 are drawn, not picked"):

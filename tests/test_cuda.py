@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu_checks
 import test_draft_steps
-import test_turning_steps
+import test_root_updates
 
 import outpace
 from outpace.core.errors import UserError
@@ -110,13 +110,13 @@ def test_several_steps_in_one_graph_grow_the_tree_of_single_ones(rule: str, step
     assert pair.forwards[1] == 8 // steps
 
 
-@pytest.mark.parametrize("kind", test_turning_steps.KINDS)
-def test_steps_that_are_told_go_where_the_target_went(kind: str) -> None:
+@pytest.mark.parametrize("kind", test_root_updates.KINDS)
+def test_later_steps_draft_below_the_new_root(kind: str) -> None:
     """The graph itself fetches what the host wrote into pinned memory."""
-    told = test_turning_steps.told_of("gumbel", exact_on_cuda())
-    walk = test_turning_steps.walk_of(told, kind)
-    told.due = {test_turning_steps.BEFORE: [(0, walk)]}
-    assert test_turning_steps.served(told, walk) >= test_turning_steps.KINDS[kind]
+    pair = test_root_updates.grown_pair("gumbel", exact_on_cuda())
+    move = test_root_updates.move_of_kind(pair, kind)
+    pair.due = {test_root_updates.BEFORE: [(0, move)]}
+    assert test_root_updates.useful_steps(pair, move) >= test_root_updates.KINDS[kind]
 
 
 def test_steps_hear_what_is_written_while_they_run() -> None:
@@ -128,10 +128,10 @@ def test_steps_hear_what_is_written_while_they_run() -> None:
         return forward(model, *given)
 
     model._step_forward = waiting
-    told = test_turning_steps.told_of("gumbel", model)
-    walk = test_turning_steps.walk_of(told, "below a node")
-    told.due = {test_turning_steps.AFTER: [(0, walk)]}
-    assert test_turning_steps.served(told, walk) >= test_turning_steps.KINDS["below a node"]
+    pair = test_root_updates.grown_pair("gumbel", model)
+    move = test_root_updates.move_of_kind(pair, "below a node")
+    pair.due = {test_root_updates.AFTER: [(0, move)]}
+    assert test_root_updates.useful_steps(pair, move) >= test_root_updates.KINDS["below a node"]
 
 
 def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:

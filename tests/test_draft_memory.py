@@ -1,5 +1,5 @@
-"""Drafts within the budget for keys and values: whenever anything grows, all of it together stays within; who waits for
-memory holds none, and drafts again when it goes on."""
+"""The KV cache of drafts counts towards the memory budget, which is never exceeded; a paused request holds none, and
+drafts again when it resumes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Build = Callable[[QuickToy], Drafter]
 
 
 class Ledger:
-    """All sessions of some models that are alive, and the most that they held together."""
+    """Tracks the live sessions of some models and the most slots that they held together."""
 
     def __init__(self) -> None:
         self.sessions: list[weakref.ref[ToySession]] = []
@@ -43,7 +43,7 @@ class Ledger:
         return sum(session.slots for ref in self.sessions if (session := ref()) is not None)
 
     def watch(self, toy: QuickToy) -> QuickToy:
-        """The toy, whose sessions are watched from now on."""
+        """Track the sessions that this toy opens from now on."""
         ledger = self
 
         class Watched(ToySession):
@@ -83,7 +83,7 @@ DRAFTERS: dict[str, Callable[[Ledger, QuickToy], Drafter]] = {
 }
 
 
-SLOTS = dict.fromkeys(DRAFTERS, 1300) | {"layer_skip": 900}  # so that some pause
+SLOTS = dict.fromkeys(DRAFTERS, 1300) | {"layer_skip": 900}  # so few that requests are paused
 
 
 def submit_all(engine: Engine, count: int, method: ModuleType, max_tokens: int = 120) -> list[TokenSequence]:
@@ -100,8 +100,8 @@ def step(engine: Engine, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(DRAFTERS))
-def test_all_that_is_held_stays_within_the_budget_whenever_it_grows(name: str) -> None:
-    """Not at the ends of steps alone: the most that there ever was, the target's and the drafts' sessions together."""
+def test_memory_never_exceeds_the_budget(name: str) -> None:
+    """The peak counts, not only the ends of steps, for the sessions of target and drafts together."""
     ledger = Ledger()
     target = ledger.watch(QuickToy(16, 3, 0))
     with Engine(target, DRAFTERS[name](ledger, target), options=few_slots(target, SLOTS[name], nodes=12)) as engine:  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_all_that_is_held_stays_within_the_budget_whenever_it_grows(name: str) -
 
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_a_paused_request_holds_nothing(name: str) -> None:
-    """Neither in its draft's sessions, nor in the target's that a drafter was lent."""
+    """It holds none in its draft's sessions, nor in the target's session that a drafter borrows."""
     ledger = Ledger()
     target = ledger.watch(QuickToy(16, 3, 0))
     options = few_slots(target, SLOTS[name], nodes=12, reuse=False)  # type: ignore[arg-type]
@@ -130,10 +130,10 @@ def test_a_paused_request_holds_nothing(name: str) -> None:
         running = {run.key for run in engine.running}
         assert ledger.slots == held + sum(session.slots for key, session in drafts_of(engine) if key in running)
         finish(engine, runs)
-        assert ledger.slots == 0, "requests that are over hold nothing"
+        assert ledger.slots == 0, "finished requests still hold memory"
 
 
-def test_a_window_bounds_what_counts() -> None:
+def test_a_window_bounds_the_stored_bytes() -> None:
     drafter = chains(Ledger(), draft_window=WINDOW)
     assert drafter.stored_bytes([1 << 20]) == drafter.stored_bytes([3 * WINDOW]) > drafter.stored_bytes([WINDOW])
     whole = chains(Ledger())
@@ -143,8 +143,8 @@ def test_a_window_bounds_what_counts() -> None:
     )
 
 
-def test_a_window_holds_however_late_a_text_is_read() -> None:
-    """Plain rounds are told together: what was written meanwhile may be longer than the window."""
+def test_a_window_bounds_memory_when_a_text_is_observed_late() -> None:
+    """Plain rounds are observed together, so the new tokens may exceed the window."""
     ledger = Ledger()
     drafter = chains(ledger, draft_window=WINDOW)
     text = write(QuickToy(16, 3, 0), request := make_request((1, 2, 3), max_tokens=300))
@@ -159,7 +159,7 @@ def test_a_window_holds_however_late_a_text_is_read() -> None:
     assert ledger.most <= 3 * WINDOW + TREE + ToySession.block
 
 
-def test_a_refusal_counts_the_draft() -> None:
+def test_admission_counts_the_draft() -> None:
     target, ledger = QuickToy(16, 3, 0), Ledger()
     fits, drafter = make_request((1, 2, 3), max_tokens=50), chains(ledger)
     needed = (53 + 6) * TOKEN + drafter.stored_bytes([53 + 6])
@@ -178,16 +178,16 @@ def test_a_refusal_counts_the_draft() -> None:
                     engine.submit(fits, method, method.Options())
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
-    """It counts no more, and nothing of it is held."""
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_memory_of_a_failed_drafter_is_freed(concurrent: bool) -> None:
+    """It no longer counts, and no session stays open."""
     target, ledger = QuickToy(16, 3, 0), Ledger()
     drafter = failing(chains(ledger), after=6)
     drafter.stored_bytes = drafter.inner.stored_bytes
-    worker = InlineWorker(drafter) if beside else None
-    with Engine(target, None if beside else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
-        runs = submit_all(engine, 2, Card if beside else Speculative)
-        with pytest.warns(UserWarning, match="continuing without it"):
+    worker = InlineWorker(drafter) if concurrent else None
+    with Engine(target, None if concurrent else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
+        runs = submit_all(engine, 2, Card if concurrent else Speculative)
+        with pytest.warns(UserWarning, match="going on without it"):
             step(engine, 40)
         assert ledger.opened == 2
         assert ledger.slots == 0
@@ -197,7 +197,7 @@ def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
 
 
 @pytest.mark.parametrize("method", [Speculative, Card])
-def test_who_goes_on_after_a_pause_is_drafted_for_again(method: ModuleType) -> None:
+def test_a_resumed_request_is_drafted_again(method: ModuleType) -> None:
     target = QuickToy(16, 3, 0)
     drafter = make_drafter("perfect", target, width=1, tree_nodes=TREE)
     parts = (None, InlineWorker(drafter)) if method is Card else (drafter, None)

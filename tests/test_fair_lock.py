@@ -1,4 +1,4 @@
-"""The lock that threads take turns by: given in the order of asking, lost by no interrupt, wherever that comes."""
+"""The fair lock serves threads in the order of their requests and is never lost by an interrupt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from interrupting import Interrupt, uncollected
 
 from outpace.api.shared_engine import FairLock
 
-SECONDS = 120.0  # after which something hangs
+SECONDS = 120.0  # a longer wait counts as a hang
 
 
-def wait_for_line(lock: FairLock, count: int) -> None:
+def wait_for_queue(lock: FairLock, count: int) -> None:
     deadline = time.monotonic() + SECONDS
     while len(lock) < count:
         assert time.monotonic() < deadline
@@ -25,13 +25,13 @@ def wait_for_line(lock: FairLock, count: int) -> None:
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Runs each to its end in a thread of its own, all at once."""
+    """Run each function to its end in a thread of its own, concurrently."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(SECONDS)
-        assert not thread.is_alive(), "the lock was lost: somebody waits for ever"
+        assert not thread.is_alive(), "the lock was lost: a thread waits forever"
 
 
 def take(lock: FairLock) -> None:
@@ -44,7 +44,7 @@ def is_free(lock: FairLock) -> bool:
         return is_mine
 
 
-def test_it_is_given_in_the_order_of_asking() -> None:
+def test_threads_get_the_lock_in_the_order_of_their_requests() -> None:
     lock, order, threads = FairLock(), [], []
 
     def note(number: int) -> None:
@@ -55,7 +55,7 @@ def test_it_is_given_in_the_order_of_asking() -> None:
         for number in range(8):
             threads.append(threading.Thread(target=note, args=(number,)))
             threads[-1].start()
-            wait_for_line(lock, number + 2)
+            wait_for_queue(lock, number + 2)
         assert order == []
         assert not is_free(lock)
     for thread in threads:
@@ -65,7 +65,7 @@ def test_it_is_given_in_the_order_of_asking() -> None:
     assert is_free(lock)
 
 
-def test_nobody_waits_while_another_takes_it_again_and_again() -> None:
+def test_a_waiter_comes_before_a_thread_that_takes_the_lock_repeatedly() -> None:
     lock, stop, taken, seen = FairLock(), threading.Event(), [], []
 
     def greedy() -> None:
@@ -84,7 +84,7 @@ def test_nobody_waits_while_another_takes_it_again_and_again() -> None:
             with lock.hold():
                 before, waiter = len(taken), threading.Thread(target=once)
                 waiter.start()
-                wait_for_line(lock, 3)  # until both wait for this block's end
+                wait_for_queue(lock, 3)  # until both wait for this block to end
             waiter.join(SECONDS)
             assert seen.pop() - before <= 1
     finally:
@@ -92,7 +92,7 @@ def test_nobody_waits_while_another_takes_it_again_and_again() -> None:
         thread.join(SECONDS)
 
 
-def test_two_threads_are_never_in_it_at_once() -> None:
+def test_only_one_thread_holds_the_lock() -> None:
     lock, inside, seen = FairLock(), [], []
 
     def work() -> None:
@@ -107,7 +107,7 @@ def test_two_threads_are_never_in_it_at_once() -> None:
     assert seen == [1] * 1200
 
 
-def test_an_error_in_the_block_gives_it_back() -> None:
+def test_an_error_in_the_block_releases_the_lock() -> None:
     lock = FairLock()
     for _ in range(3):
         with pytest.raises(ArithmeticError), lock.hold():
@@ -117,7 +117,7 @@ def test_an_error_in_the_block_gives_it_back() -> None:
     assert is_free(lock)
 
 
-def test_who_has_it_cannot_wait_for_it() -> None:
+def test_the_holder_cannot_wait_for_the_lock() -> None:
     lock = FairLock()
     with lock.hold():
         with pytest.raises(RuntimeError, match="this thread holds the lock already"):
@@ -128,7 +128,7 @@ def test_who_has_it_cannot_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
-def test_an_interrupted_waiter_leaves_the_line(interrupted: Sequence[int]) -> None:
+def test_an_interrupted_waiter_leaves_the_queue(interrupted: Sequence[int]) -> None:
     lock, order, threads = FairLock(), [], []
 
     def note(number: int) -> None:
@@ -142,7 +142,7 @@ def test_an_interrupted_waiter_leaves_the_line(interrupted: Sequence[int]) -> No
         for number in range(4):
             threads.append(threading.Thread(target=note, args=(number,)))
             threads[-1].start()
-            wait_for_line(lock, number + 2)
+            wait_for_queue(lock, number + 2)
         for number in interrupted:
             ident = ctypes.c_ulong(threads[number].ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
@@ -150,19 +150,19 @@ def test_an_interrupted_waiter_leaves_the_line(interrupted: Sequence[int]) -> No
             assert not threads[number].is_alive()
     for thread in threads:
         thread.join(SECONDS)
-        assert not thread.is_alive(), "the lock was lost: somebody waits for ever"
+        assert not thread.is_alive(), "the lock was lost: a thread waits forever"
     assert [number for number in order if number >= 0] == [n for n in range(4) if n not in interrupted]
     assert is_free(lock)
 
 
 def interrupted(work: Callable[[FairLock], Any], first: int, then: int, is_contended: bool) -> bool:
-    """Whether an interrupt came while `work` took the lock; whoever asks later gets it in any case."""
+    """Return whether an interrupt came while `work` took the lock; check that later threads get it in any case."""
     lock, began, interrupt = FairLock(), threading.Event(), Interrupt(first, then)
 
     def other() -> None:
         with lock.hold():
             began.set()
-            time.sleep(0.002)  # its end comes while `work` waits
+            time.sleep(0.002)  # releases the lock while `work` waits
 
     holder = threading.Thread(target=other)
     if is_contended:
@@ -170,7 +170,7 @@ def interrupted(work: Callable[[FairLock], Any], first: int, then: int, is_conte
         began.wait(SECONDS)
     try:
         interrupt.run(lambda: work(lock))
-    except KeyboardInterrupt:  # its traceback holds the frames that it came through
+    except KeyboardInterrupt:  # its traceback keeps the interrupted frames alive
         in_threads(lambda: take(lock))
         take(lock)
     if is_contended:
@@ -183,15 +183,17 @@ def interrupted(work: Callable[[FairLock], Any], first: int, then: int, is_conte
 @pytest.mark.parametrize("then", range(5))
 @pytest.mark.parametrize("work", [take, is_free])
 @pytest.mark.parametrize("is_contended", [False, True])
-def test_an_interrupt_anywhere_loses_nothing(work: Callable[[FairLock], Any], is_contended: bool, then: int) -> None:
-    """Even while its traceback is held, and where a second one hits what cleans up after the first."""
+def test_an_interrupt_anywhere_does_not_lose_the_lock(
+    work: Callable[[FairLock], Any], is_contended: bool, then: int
+) -> None:
+    """This holds while the traceback is alive, and if a second interrupt comes while the first is handled."""
     first = 0
     while interrupted(work, first, then, is_contended):
         first += 1
-    assert first > 10, "too few places were seen"
+    assert first > 10, "too few places were interrupted"
 
 
-def test_a_thread_that_ended_holds_nobody_up() -> None:
+def test_a_thread_that_ended_with_the_lock_does_not_block_others() -> None:
     lock = FairLock()
 
     def leave_behind() -> None:

@@ -1,4 +1,4 @@
-"""Interrupts in a program that uses the library: whatever they leave half done, nobody waits for ever."""
+"""Interrupts in a program that uses the library: wherever they come, no thread waits forever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUEST = make_request([1, 2, 3], "greedy", 8)
 
 
 def everywhere(work: Callable[[Interrupt], None]) -> int:
-    """Does it again and again, interrupted one place later each time, until there is no such place."""
+    """Run `work` repeatedly, interrupted one place later each time, until it completes; return the number of places."""
     first = 0
     while True:
         interrupt = Interrupt(first, events=TAKEN_EVENTS)

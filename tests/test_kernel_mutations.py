@@ -1,4 +1,4 @@
-"""The mistakes of `make mutations-native` still fit the kernels' sources; that command builds and judges each."""
+"""The mistakes of `make mutations-native` still match the kernels' sources; that command builds and tests each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_mutations() -> ModuleType:
     return module
 
 
-def test_every_mistake_has_its_one_place(tmp_path: Path) -> None:
+def test_every_mistake_matches_one_place(tmp_path: Path) -> None:
     module = load_mutations()
     names = [mutation.name for mutation in module.MUTATIONS]
     assert len(names) == len(set(names)) > 30
@@ -37,17 +37,17 @@ def test_every_mistake_has_its_one_place(tmp_path: Path) -> None:
         assert place.read_text(encoding="utf-8") == source
 
 
-def test_a_mistake_whose_place_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_mistake_that_matches_no_place_is_an_error(tmp_path: Path) -> None:
     module = load_mutations()
     (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "product.h").write_text("nothing of it", encoding="utf-8")
+    (tmp_path / "src" / "product.h").write_text("some other source", encoding="utf-8")
     mutation = next(mutation for mutation in module.MUTATIONS if mutation.file == "product.h")
     with pytest.raises(ValueError, match="occurs 0 times"), mutation.applied(tmp_path):
         pass
 
 
-def test_a_copy_is_used_again_and_what_a_broken_run_left_in_it_is_new(tmp_path: Path) -> None:
-    """By its time a build knows what to compile: an original's own would be older than what was built of a mistake."""
+def test_copying_replaces_only_files_that_differ(tmp_path: Path) -> None:
+    """Builds compare modification times, so a restored file must be newer than the objects built from the mistake."""
     module = load_mutations()
     module.copy_sources(tmp_path)
     same, left = (tmp_path / "src" / name for name in ("team.h", "product.h"))

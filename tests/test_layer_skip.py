@@ -177,7 +177,7 @@ def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
 
 
 def test_the_search_finds_layers_that_do_nothing() -> None:
-    """A toy of ten layers of which four add nothing: once a set holds these alone, it agrees everywhere, and stays."""
+    """Four of a toy's ten layers have no effect: a set of just these agrees everywhere, so the search keeps it."""
     toy = Toy(16, 10, 0)
     idle = (2, 4, 5, 7)
     for layer in idle:

@@ -112,13 +112,13 @@ class Bench:
         return self
 
     def texts_of(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to the text."""
+        """Return the text that each token adds."""
         stream = self.target.tokenizer.stream()
         return ["" if token in self.target.tokenizer.stop_ids else stream.push([token]) for token in tokens]
 
 
 def _by_number(bias: Mapping[Any, float], base: Mapping[str, Any]) -> dict[int, float]:
-    """Added to the base's bias where that has the token already."""
+    """Return `bias` by token id, added to the base's bias for tokens that have one already."""
     more = {int(token): value for token, value in bias.items()}
     known = base["logit_bias"]
     return {token: value if bias is known else value + known.get(token, 0.0) for token, value in more.items()}
@@ -126,8 +126,8 @@ def _by_number(bias: Mapping[Any, float], base: Mapping[str, Any]) -> dict[int, 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A tiny random model that is held to a dozen tokens, so that its text is one of letters that come again."""
-    target = load_model(folder(tmp_path_factory.mktemp("tiny"), "target"), dtype="float32")  # as its slow twin
+    """A tiny random model, biased to a dozen tokens so that its text repeats."""
+    target = load_model(folder(tmp_path_factory.mktemp("tiny"), "target"), dtype="float32")  # like the reference
     words = ("a", "b", "d", "e", " ", "hello", " world", "o", "12", "é", ".")
     known = {token for word in words for token in target.tokenizer.continuation(word)} | target.tokenizer.stop_ids
     base = {"max_tokens": 20, "logit_bias": dict.fromkeys(known, 50.0), "ignore_eos": True}
@@ -156,13 +156,13 @@ def smollm2() -> Bench:
 
 
 def parts_of(result: Result) -> tuple[Any, ...]:
-    """What must not depend on the method."""
+    """Return the fields that must not depend on the method."""
     ends = (result.finish_reason, result.prompt_tokens)
     return (result.text, result.tokens, *ends, result.logprobs, result.prompt_logprobs)
 
 
 def read(stream: Stream) -> Result:
-    """The result, held against its own pieces."""
+    """Read a stream and check that its pieces make up the result."""
     pieces = list(stream)
     result = stream.finish()
     assert "".join(piece.text for piece in pieces) == result.text
@@ -181,7 +181,7 @@ def read(stream: Stream) -> Result:
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_at_once(request: pytest.FixtureRequest, method: str, name: str, every: int) -> None:
-    """All of them, or each fourth: the next method takes the next ones."""
+    """Test all options or every fourth one; each method takes other ones."""
     bench: Bench = request.getfixturevalue(name)
     options, first = METHODS[method], list(METHODS).index(method) % every
     asked, expected = bench.asked[first::every], bench.plain[first::every]
@@ -197,15 +197,15 @@ def test_every_option_at_once(request: pytest.FixtureRequest, method: str, name:
 
 
 def test_every_option_alone(tiny: Bench) -> None:
-    for first, options in enumerate(({"drafter": "model+ngram"}, {"drafter": "ngram"})):  # the options in turn
+    for first, options in enumerate(({"drafter": "model+ngram"}, {"drafter": "ngram"})):  # half of the options each
         draft = tiny.draft if "model" in options["drafter"] else None
         with closing(LLM(tiny.target, draft, method="speculative", **options)) as llm:
             for (name, prompt, params), plain in zip(tiny.asked[first::2], tiny.plain[first::2], strict=True):
                 assert parts_of(llm.stream(prompt, params).finish()) == parts_of(plain), name
 
 
-def test_plain_decoding_is_the_slow_twin(tiny: Bench) -> None:
-    """Float64, one text at a time: every written token is the twin's choice, but for rounding, and so is its record."""
+def test_plain_decoding_equals_the_reference(tiny: Bench) -> None:
+    """Every token is the choice of the float64 reference up to rounding, and so are its log-probabilities."""
     assert tiny.tensors is not None
     texts = bytes_of(tiny)
     with closing(LLM(tiny.target, method="autoregressive")) as llm:
@@ -225,13 +225,13 @@ def test_plain_decoding_is_the_slow_twin(tiny: Bench) -> None:
                     noise = gumbel([row_key(request.seed, request.choice, len(before))], len(p))[0].tolist()
                     scores = torch.log(torch.tensor(p)).tolist()
                     scores = [score + g for score, g in zip(scores, noise, strict=True)]
-                assert scores[token] > max(scores) - 1e-2, f"{name}: token {place} is not the twin's"
+                assert scores[token] > max(scores) - 1e-2, f"{name}: token {place} is not the reference's"
             check_ends(tiny, params, plain, request.stop_ids)
             check_records(tiny, params, plain, rows, request)
 
 
 def bytes_of(bench: Bench) -> list[bytes]:
-    """What each token adds to an answer."""
+    """Return the bytes that each token adds to an answer."""
     texts = bench.target.tokenizer.texts
     return [*(texts[token] for token in range(len(texts))), *[b""] * (bench.target.model.vocab_size - len(texts))]
 
@@ -276,8 +276,8 @@ def check_record(value: float, top: Sequence[tuple[int, float]], log_p: Sequence
         assert close(score, best, 5e-3)
 
 
-def test_the_table_shows_every_kind_of_end(tiny: Bench) -> None:
-    """A table whose options change nothing would prove nothing."""
+def test_the_options_change_texts_and_finish_reasons(tiny: Bench) -> None:
+    """The comparison above needs options that have an effect."""
     by_name = {name: result for (name, _, _), result in zip(tiny.asked, tiny.plain, strict=True)}
     assert {result.finish_reason for result in tiny.plain} == {"stop", "length"}
     assert len({result.tokens for result in tiny.plain}) > 8
@@ -287,7 +287,7 @@ def test_the_table_shows_every_kind_of_end(tiny: Bench) -> None:
     assert set(ASKED) == set(by_name)
 
 
-def test_n_answers_differ_and_each_is_its_own_alone(tiny: Bench) -> None:
+def test_n_answers_differ_and_equal_single_runs(tiny: Bench) -> None:
     prompt = tiny.prompts[0]
     options = {**tiny.base, "max_tokens": 8, "temperature": 1.3, "seed": 8, "logprobs": 1}
     with closing(LLM(tiny.target, tiny.draft, method="card", worker="inline", batch=8)) as llm:

@@ -1,4 +1,4 @@
-"""`LLM` made by names, of models that are loaded, or of both; and what is told before a model is loaded."""
+"""`LLM` from model names, loaded models or both; errors that are raised before a model is loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_models_by_name_or_loaded_or_one_of_each(path: str, target: Loaded) -> N
         llm.close()
 
 
-def test_its_name_says_model_and_method(target: Loaded) -> None:
+def test_repr_names_model_and_method(target: Loaded) -> None:
     with outpace.LLM(target, method="autoregressive") as llm:
         assert repr(llm) == f"<LLM of {target.name} by autoregressive>"
     assert repr(llm) == repr(object.__new__(outpace.LLM)) == "<closed LLM>"
@@ -91,7 +91,7 @@ def test_options_without_a_model_to_load_are_refused(target: Loaded, options: di
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
     ],
 )
-def test_what_can_be_told_is_told_before_a_model_is_loaded(
+def test_option_errors_are_raised_before_a_model_is_loaded(
     options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded first"))

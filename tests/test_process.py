@@ -1,4 +1,4 @@
-"""The drafter in a process: the same text, wherever its parts come from, and nothing of it left behind."""
+"""The drafter in a process of its own: the same text with every kind of drafter, and no leftovers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
 from outpace.models.load import Loaded
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the tests use POSIX signals")
 
 
-class Deaf(CandidateCache):
-    """A cache that must not be waited for."""
+class UnwaitableCache(CandidateCache):
+    """A cache that fails when the target waits for it."""
 
     def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
-        raise AssertionError("the target waited for a drafter that does not stand yet")
+        raise AssertionError("the target waited for a drafter that is not built yet")
 
 
-class Unhurried(QuickToy):
-    """A target whose passes leave a drafter in another process the time for a forward."""
+class SlowToy(QuickToy):
+    """A target whose passes take long enough for a forward in another process."""
 
     def score(self, forest: Sequence[Part]) -> Any:
         time.sleep(0.001)
@@ -52,8 +52,8 @@ def _nothing_left() -> Iterator[None]:
 
 
 def drafted() -> Iterator[Any]:
-    """Each method with a drafter that starts quickly; with toys, which bring torch there, one of them, the others in
-    the long tests."""
+    """Yield all methods with all drafters. Drafters that import torch in the child start slowly, so all but one
+    of these cases are long tests."""
     for name in ("light", "both", "garbage"):
         for method in ("card", "pearl", "planned", "ssd"):
             is_long = name != "light" and (name, method) != ("both", "card")
@@ -61,16 +61,16 @@ def drafted() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "method"), list(drafted()))
-def test_texts_are_plain_decodings(name: str, method: str) -> None:
+def test_texts_equal_plain_decoding(name: str, method: str) -> None:
     worker = ProcessWorker(build_light if name == "light" else partial(build, name), threads=2)
     until(lambda: worker.is_ready, "a drafter")
-    outcome = within(SECONDS, partial(decode, REQUESTS, method, worker=worker, target=Unhurried(16, 3, 0)))
+    outcome = within(SECONDS, partial(decode, REQUESTS, method, worker=worker, target=SlowToy(16, 3, 0)))
     assert outcome.texts == TEXTS
     assert outcome.failure is None
-    assert outcome.figures.accepted > 0 or method == "planned", "beside so quick a target waiting may not pay"
+    assert outcome.figures.accepted > 0 or method == "planned", "with so quick a target, waiting for drafts may not pay"
 
 
-def test_it_starts_beside_the_target_and_takes_up_what_runs() -> None:
+def test_it_starts_while_the_target_runs_and_then_drafts_for_running_requests() -> None:
     worker = ProcessWorker(build_light)
 
     def work(drive: Drive) -> None:
@@ -78,7 +78,7 @@ def test_it_starts_beside_the_target_and_takes_up_what_runs() -> None:
         assert not worker.is_ready
         drive.until_drafted()
         assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGINT)  # a Ctrl-C is the owner's
+        os.kill(worker.pid, signal.SIGINT)  # Ctrl-C is handled by the parent
         drive.until_drafted()
 
     assert driven(worker, work) == []
@@ -87,7 +87,7 @@ def test_it_starts_beside_the_target_and_takes_up_what_runs() -> None:
 
 def test_the_target_does_not_wait_for_a_drafter_that_is_not_built() -> None:
     worker = ProcessWorker(build_slowly)
-    cache = Deaf(3)
+    cache = UnwaitableCache(3)
     worker.open(0, REQUESTS[0], cache)
     worker.wait(cache, 1)
     until(lambda: worker.pid is not None, "a process")
@@ -103,7 +103,7 @@ def test_it_may_be_closed_while_it_starts(delay: float) -> None:
     assert worker.failure is None
 
 
-def test_a_recipe_that_cannot_cross_is_refused() -> None:
+def test_a_build_function_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be built in another process .* use worker thread"):
         ProcessWorker(lambda: Empty())
     held = Loaded(TARGET, None, "my model")
@@ -113,8 +113,8 @@ def test_a_recipe_that_cannot_cross_is_refused() -> None:
 
 
 @pytest.mark.parametrize("draft", ["layers:0,1", "the target's folder"])
-def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
-    """The draft is the target once more, so all that it drafts is hit."""
+def test_the_draft_is_loaded_again_in_the_child(tmp_path: Path, draft: str) -> None:
+    """The draft equals the target, so its tokens are accepted."""
     model = folder(tmp_path, "target")
     with outpace.load(model, draft if draft.startswith("layers") else model, method="card", worker="process") as llm:
         worker = llm.engine.worker
@@ -127,7 +127,7 @@ def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
     assert result.figures.accepted > 0
 
 
-def test_an_engine_of_ngrams_needs_no_model_there() -> None:
+def test_an_ngram_drafter_needs_no_model_in_the_child() -> None:
     options = BuildOptions("card", "ngram", worker="process", part_options={"longest": 2})
     with build_engine(Loaded(TARGET, None, "toy"), None, options) as engine:
         worker = engine.worker
@@ -141,7 +141,7 @@ def test_an_engine_of_ngrams_needs_no_model_there() -> None:
 
 
 def finish(engine: Engine, run: TokenSequence) -> None:
-    """To the end, and before every round what the drafter has to say of the last one: candidates, or nothing."""
+    """Run the request to its end, and before every round wait for the drafter's answer to the last one."""
     while run.finish_reason is None:
         engine.step()
         if run.finish_reason is None and run.unread <= 0:

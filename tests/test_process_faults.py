@@ -1,4 +1,4 @@
-"""The drafter's process killed, stopped, failing, or left by its owner: whole texts, and nothing left behind."""
+"""Faults of the drafter's process: killed, stopped, failing, or orphaned. Texts are complete and nothing is left."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from outpace.decoders import Card, Pearl, Ssd
 from outpace.engine.engine import Engine
 from outpace.rules.greedy import Greedy
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the tests use POSIX signals")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 class OddError(Exception):
-    """Cannot be rebuilt from its arguments."""
+    """An error that cannot be unpickled from its arguments."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
@@ -58,7 +58,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("method", one_of(3, [Card, Pearl, Ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
-def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
+def test_a_killed_process_is_restarted_and_then_given_up(method: ModuleType) -> None:
     worker = ProcessWorker(build_light, pauses=(0.01, 0.01))
     chance = random.Random(5)
     pids = []
@@ -86,7 +86,7 @@ def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType)
     assert len(set(pids)) == 3
 
 
-def test_one_that_is_killed_while_it_starts_is_started_again() -> None:
+def test_a_process_killed_while_it_starts_is_restarted() -> None:
     worker = ProcessWorker(build_light, pauses=(0.01,))
     until(lambda: worker.pid is not None, "a process")
     assert worker.pid is not None
@@ -95,8 +95,8 @@ def test_one_that_is_killed_while_it_starts_is_started_again() -> None:
     assert worker.failure is None
 
 
-def test_a_request_that_outlives_a_drafter_never_meets_a_node_id_again() -> None:
-    """Rules that key their randomness by node ids are exact only so."""
+def test_node_ids_are_unique_across_restarts_of_the_drafter() -> None:
+    """Rules that key their randomness by node ids are lossless only if ids are unique."""
     met: dict[int, tuple[int, int]] = {}
     worker = ProcessWorker(build_light, pauses=(0.01,))
     request = make_request([1, 2, 3], "greedy", 100_000)
@@ -155,8 +155,8 @@ def test_a_process_that_stays_stopped_is_replaced() -> None:
     assert "DraftProcessError: its process read nothing for" in said[0]
 
 
-def test_messages_to_a_stopped_process_hold_nobody_up() -> None:
-    """A socket holds some hundred kilobytes; the prompts here are more."""
+def test_messages_to_a_stopped_process_do_not_block() -> None:
+    """The prompts exceed the socket buffer of some hundred kilobytes."""
     worker = ProcessWorker(build_light)
     until(lambda: worker.is_ready, "a drafter")
     assert worker.pid is not None
@@ -171,7 +171,7 @@ def test_messages_to_a_stopped_process_hold_nobody_up() -> None:
     within(SECONDS, work)
 
 
-def test_an_exception_there_arrives_with_its_traceback() -> None:
+def test_an_exception_of_the_child_arrives_with_its_traceback() -> None:
     worker = ProcessWorker(build_failing, pauses=(0.01,))
     said = driven(worker, lambda drive: drive.until(lambda: bool(worker.failure) and worker.pid is None, "its end"))
     failed = "the drafter failed (DrafterDiedError: grow number 5); continuing without it"
@@ -180,14 +180,14 @@ def test_an_exception_there_arrives_with_its_traceback() -> None:
     assert "in before\n    raise DrafterDiedError" in str(worker.failure.__cause__)
 
 
-def test_a_drafter_that_cannot_be_built_is_not_tried_again() -> None:
+def test_a_drafter_that_cannot_be_built_is_not_retried() -> None:
     worker = ProcessWorker(build_never, pauses=(SECONDS, SECONDS))
     said = driven(worker, lambda drive: drive.until(lambda: bool(worker.failure), "its end"))
     assert said == ["the drafter failed (UserError: no such draft); continuing without it"]
     assert isinstance(worker.failure, UserError)
 
 
-def test_a_request_that_cannot_cross_leaves_its_text_whole() -> None:
+def test_a_request_that_cannot_be_pickled_is_decoded_plainly() -> None:
     class Local(Greedy):
         pass
 
@@ -205,16 +205,16 @@ def test_a_request_that_cannot_cross_leaves_its_text_whole() -> None:
     assert "Local" in said[0]
 
 
-def test_an_error_that_cannot_be_rebuilt_is_told_in_words() -> None:
+def test_an_error_that_cannot_be_pickled_is_sent_as_text() -> None:
     assert isinstance(picklable_error(DrafterDiedError("x")), DrafterDiedError)
-    told = picklable_error(OddError("one", "two"))
-    assert type(told) is RuntimeError
-    assert str(told) == "OddError: one two"
+    sent = picklable_error(OddError("one", "two"))
+    assert type(sent) is RuntimeError
+    assert str(sent) == "OddError: one two"
 
 
 @linux
 @pytest.mark.parametrize("when", ["start", "stopped"])
-def test_a_child_goes_with_its_killed_owner(when: str) -> None:
+def test_a_child_ends_with_its_killed_parent(when: str) -> None:
     with run_script(SCRIPT + "time.sleep(600)", when) as program:
         assert program.stdout is not None
         pid = int(program.stdout.readline())
@@ -225,11 +225,11 @@ def test_a_child_goes_with_its_killed_owner(when: str) -> None:
 
 
 @linux
-def test_a_program_that_ends_without_closing_it_ends_whole() -> None:
+def test_a_program_that_ends_without_closing_the_worker() -> None:
     decodes = "print(decode(REQUESTS, 'card', worker=worker, target=TARGET).texts == TEXTS)"
     program = run_script(f"{SCRIPT}from doubles import decode\nfrom processes import *\n{decodes}", "on")
     out, err = program.communicate(timeout=SECONDS)
-    pid, equal = out.split()  # once: nothing of the program ran again in the child
+    pid, equal = out.split()  # printed once: the child did not run the program again
     assert equal == "True"
     assert program.returncode == 0, err
     assert not err

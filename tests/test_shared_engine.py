@@ -1,4 +1,4 @@
-"""Who waits for a whole answer steps the engine until it is over, in turn with others, and makes its text last."""
+"""A thread that waits for a whole answer steps the engine to its end, lets others step, and decodes the text last."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from outpace.api.shared_engine import SharedEngine
 from outpace.api.text import StopStrings, TextAssembler
 from outpace.models.text.text_stream import TextStream
 
-SECONDS = 60.0  # after which something hangs
+SECONDS = 60.0  # a longer wait counts as a hang
 
 
 class Letters(TextStream):
-    """Token 0 is "a", token 1 "b", and so on. Notes what it was asked for."""
+    """Decodes token 0 as "a", token 1 as "b", and so on, and records the tokens."""
 
     def __init__(self) -> None:
         self.pushed: list[int] = []
@@ -38,7 +38,7 @@ def assembler(stops: tuple[str, ...] = ()) -> tuple[TextAssembler, Letters]:
 
 
 class Steps:
-    """An engine that writes a token of one request a step."""
+    """An engine that writes one token of one request per step."""
 
     def __init__(self, text: TextAssembler) -> None:
         self.text, self.count = text, 0
@@ -49,7 +49,7 @@ class Steps:
         time.sleep(0.0005)
 
 
-def test_who_waits_for_the_whole_answer_lets_others_in_between_two_rounds() -> None:
+def test_a_thread_that_waits_for_a_whole_answer_releases_the_lock_between_rounds() -> None:
     text, letters = assembler()
     steps, run = Steps(text), SimpleNamespace(finish_reason=None)
     shared: Any = SharedEngine(steps)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_who_waits_for_the_whole_answer_lets_others_in_between_two_rounds() -> N
         with shared.lock.hold():
             here = steps.count
             time.sleep(0.005)
-            assert steps.count == here, "nobody steps the engine in another's turn"
+            assert steps.count == here, "the engine was stepped while another thread held the lock"
         deadline = time.monotonic() + SECONDS
         while steps.count <= before and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -68,11 +68,11 @@ def test_who_waits_for_the_whole_answer_lets_others_in_between_two_rounds() -> N
     run.finish_reason = "length"
     thread.join(SECONDS)
     assert not thread.is_alive()
-    assert not letters.pushed, "nobody asked for its text yet"
+    assert not letters.pushed, "the text was decoded before it was read"
     assert len(text.pieces) == steps.count == len(letters.pushed)
 
 
-def test_who_reads_along_is_called_for_each_piece() -> None:
+def test_drive_returns_for_each_piece_of_a_stream() -> None:
     text, _ = assembler()
     steps, run = Steps(text), SimpleNamespace(finish_reason=None)
     shared: Any = SharedEngine(steps)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_who_reads_along_is_called_for_each_piece() -> None:
     assert steps.count == 4
 
 
-def test_no_round_is_lost_that_comes_while_text_is_made() -> None:
+def test_no_round_is_lost_while_text_is_decoded() -> None:
     text, letters = assembler()
     count, found = 20_000, []
 
@@ -102,7 +102,7 @@ def test_no_round_is_lost_that_comes_while_text_is_made() -> None:
 
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])
-def test_text_that_is_made_late_is_the_text_that_is_made_at_once(stops: tuple[str, ...]) -> None:
+def test_text_decoded_later_equals_text_decoded_at_once(stops: tuple[str, ...]) -> None:
     rounds = [([0, 1, 2], 2), ([3], 0), ([4, 5], 2), ([6], 1)]
     late, letters = assembler(stops)
     at_once, _ = assembler(stops)

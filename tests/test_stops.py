@@ -1,4 +1,4 @@
-"""Stop strings: found wherever they stand, held back while they may still complete, and not a character more."""
+"""Stop strings: found anywhere in the text; only text that may still become one is held back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGET = QuickToy(16, 3, 0)
 
 
 def push_all(chunks: Sequence[str], stops: Sequence[str], include: bool = False) -> tuple[list[str], str | None]:
-    """What each chunk lets out, with what is handed out at the end; the stop string that was found."""
+    """Return the text released after each chunk and at the end, and the stop string that was found."""
     found = StopStrings(stops, include)
     return [*(found.push(chunk) for chunk in chunks), found.finish()], found.found
 
@@ -31,15 +31,15 @@ def push_all(chunks: Sequence[str], stops: Sequence[str], include: bool = False)
     ("chunks", "stops", "shown"),
     [
         ("one word", ["STOP"], ["one word", ""]),
-        (["ab", "c", "d"], ["bc"], ["a", "", "", ""]),  # across a border
-        (["a", "a", "a", "b", "x"], ["aab"], ["", "", "a", "", "", ""]),  # begins again inside itself
+        (["ab", "c", "d"], ["bc"], ["a", "", "", ""]),  # across two chunks
+        (["a", "a", "a", "b", "x"], ["aab"], ["", "", "a", "", "", ""]),  # its start occurs inside it
         (["abab", "abac", "z"], ["abac"], ["ab", "ab", "", ""]),
         (["x", "y"], ["xyz"], ["", "", "xy"]),  # held back, and no stop string in the end
         (["xy", "xyz"], ["xyz"], ["", "xy", ""]),
-        (["ab", "c"], ["ab", "abc"], ["", "", ""]),  # one begins like the other: the shorter is there first
+        (["ab", "c"], ["ab", "abc"], ["", "", ""]),  # one is a prefix of the other: the shorter completes first
         (["abc"], ["ab", "abc"], ["", ""]),
         (["abx", "bc"], ["abc", "bx"], ["a", "", ""]),
-        (["zbcd"], ["bcd", "c"], ["z", ""]),  # the one that stands first, not the one that is listed first
+        (["zbcd"], ["bcd", "c"], ["z", ""]),  # the first one in the text, not in the list
         (["zbcd"], ["c", "bcd"], ["z", ""]),
         (["h", "é", "l"], ["él"], ["h", "", "", ""]),
         (["stop", "more"], ["stop"], ["", "", ""]),  # in the first token
@@ -48,18 +48,18 @@ def push_all(chunks: Sequence[str], stops: Sequence[str], include: bool = False)
         (["text"], [], ["text", ""]),
     ],
 )
-def test_what_is_shown_when(chunks: Sequence[str], stops: list[str], shown: list[str]) -> None:
+def test_text_released_per_chunk(chunks: Sequence[str], stops: list[str], shown: list[str]) -> None:
     chunks = [chunks] if isinstance(chunks, str) else chunks
     assert push_all(chunks, stops)[0] == shown
 
 
-def test_an_included_stop_string_stays_and_nothing_after_it() -> None:
+def test_an_included_stop_string_ends_the_text() -> None:
     assert push_all(["xab", "cd"], ["abc"], include=True) == (["x", "abc", ""], "abc")
     assert push_all(["zabcd"], ["ab", "abc"], include=True) == (["zabc", ""], "abc")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_text_in_any_chunks_is_the_slow_twins(seed: int) -> None:
+def test_random_chunks_against_the_reference(seed: int) -> None:
     chance = random.Random(seed)
     ended = 0
     for _ in range(1500):
@@ -87,7 +87,7 @@ def test_any_text_in_any_chunks_is_the_slow_twins(seed: int) -> None:
 
 
 def push_after(chunks: Sequence[str], stops: Sequence[str], least: int, include: bool = False) -> tuple[str, bool]:
-    """What is shown where only chunks after the first `least` end the text; whether one did."""
+    """Return the released text where only chunks after the first `least` may end it, and whether a stop string did."""
     found = StopStrings(stops, include)
     shown = [found.push(chunk, number >= least) for number, chunk in enumerate(chunks)]
     return "".join([*shown, found.finish()]), found.found is not None
@@ -100,7 +100,7 @@ def push_after(chunks: Sequence[str], stops: Sequence[str], least: int, include:
         (["ab", "cd"], 1, ["ab"], "abcd"),
         (["xa", "b", "c"], 1, ["ab"], "x"),  # begun before, completed after
         (["xa", "b", "c"], 2, ["ab"], "xabc"),
-        (["abcd", "e", "x"], 1, ["abcdef", "cd"], "abcdex"),  # held back for the longer one, the shorter is over
+        (["abcd", "e", "x"], 1, ["abcdef", "cd"], "abcdex"),  # held back for the longer one; the shorter came too early
         (["abcd", "ef"], 1, ["abcdef", "cd"], ""),
         (["aaa", "a"], 1, ["aa"], "aa"),  # the new one overlaps the old ones
         (["ab", ""], 1, ["ab"], "ab"),  # a token without text completes nothing
@@ -113,7 +113,7 @@ def test_a_stop_string_that_comes_too_early_is_text(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_text_after_a_number_of_chunks_is_the_slow_twins(seed: int) -> None:
+def test_random_chunks_with_a_minimum_against_the_reference(seed: int) -> None:
     chance = random.Random(seed)
     ended = 0
     for _ in range(1500):
@@ -127,8 +127,8 @@ def test_any_text_after_a_number_of_chunks_is_the_slow_twins(seed: int) -> None:
     assert ended > 300
 
 
-def test_a_held_back_end_is_no_end_either(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.continuation("né")[:2]  # half a character, which is U+FFFD at the end of the text
+def test_an_incomplete_character_counts_from_its_last_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.continuation("né")[:2]  # an incomplete character, decoded as U+FFFD at the end of the text
     for least, text in ((1, "n"), (2, "n\ufffd")):
         answer = TextAssembler(tokenizer.stream(), StopStrings(["\ufffd"], False), tokenizer.stop_ids, least)
         assert answer.watch(ids, 0) is None
@@ -150,7 +150,7 @@ def shown(answer: TextAssembler) -> str:
     return "".join(piece.text for piece in answer.pieces)
 
 
-def test_a_character_split_over_tokens_is_whole_before_it_counts(tokenizer: Tokenizer) -> None:
+def test_a_character_split_over_tokens_is_matched_when_complete(tokenizer: Tokenizer) -> None:
     ids = tokenizer.continuation("né, naïve 日本")
     assert len(ids) > len("né, naïve 日本")
     for stop, text in (
@@ -166,13 +166,13 @@ def test_a_character_split_over_tokens_is_whole_before_it_counts(tokenizer: Toke
         assert shown(answer) == text
         assert "\ufffd" not in shown(answer)
         assert (1 in ends) == (text != "né, naïve 日本")
-    answer = answer_of(tokenizer, ["\ufffd"])  # half a character at the end of the text
+    answer = answer_of(tokenizer, ["\ufffd"])  # an incomplete character at the end of the text
     assert answer.watch(ids[:2], 0) is None
     answer.finish()
     assert shown(answer) == "n"
 
 
-def test_watch_says_after_how_many_tokens_of_a_path_the_text_ends(tokenizer: Tokenizer) -> None:
+def test_watch_returns_the_number_of_tokens_before_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.continuation("ab hello cd")
     letters = [tokenizer.decode([token]) for token in ids]
     for stop in ("b h", "hell", "lo c", "d", "ab hello cd"):
@@ -184,7 +184,7 @@ def test_watch_says_after_how_many_tokens_of_a_path_the_text_ends(tokenizer: Tok
         assert drafted == ids[: min(count, len(ids) - 1)]
         assert [token for piece in answer.pieces for token in piece.tokens] == ids[:count]
         answer.finish()
-        assert shown(answer) == text, "something came after the end"
+        assert shown(answer) == text, "there was text after the end"
 
 
 def test_a_stop_token_shows_no_text_and_completes_nothing(tokenizer: Tokenizer) -> None:
@@ -196,12 +196,12 @@ def test_a_stop_token_shows_no_text_and_completes_nothing(tokenizer: Tokenizer) 
     answer = answer_of(tokenizer, ["ox"])
     assert answer.watch([*tokenizer.continuation("hello"), end], 0) is None
     answer.finish()
-    assert shown(answer) == "hello", "what was held back is lost where the answer ends otherwise"
+    assert shown(answer) == "hello", "held back text was lost at the end of the answer"
 
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize(("method", "worker"), [("speculative", None), ("card", "inline"), ("card", "thread")])
-def test_every_substring_ends_the_text_where_the_slow_twin_says(method: str, worker: str | None, include: bool) -> None:
+def test_every_substring_as_stop_string_against_the_reference(method: str, worker: str | None, include: bool) -> None:
     prompt = (3, 1, 4, 1, 5, 3, 1, 4)
     text = write_slowly(TARGET, Wish(make_request(prompt, max_tokens=16)))
     whole = text.text
@@ -213,7 +213,7 @@ def test_every_substring_ends_the_text_where_the_slow_twin_says(method: str, wor
         slow = write_slowly(TARGET, wish)
         assert (written.tokens, written.text, written.reason) == (slow.tokens, slow.text, slow.reason), wish.stops
     inside = sum(step.accepted == step.emitted for written in run for step in written.steps[-1:])
-    assert worker == "thread" or inside > 10, "hardly a text ended inside an accepted path"
+    assert worker == "thread" or inside > 10, "too few texts ended inside an accepted path"
 
 
 def test_the_end_of_a_path_is_cut_from_steps_and_logprobs_too() -> None:
@@ -261,7 +261,7 @@ def test_a_stream_never_shows_what_becomes_a_stop_string(llm: LLM, seeds: int) -
     assert ended == 8 * seeds
 
 
-def test_the_prompt_that_is_echoed_ends_nothing(llm: LLM) -> None:
+def test_stop_strings_are_not_searched_in_an_echoed_prompt(llm: LLM) -> None:
     asked = letters(llm)
     plain = llm.stream("hello hello", seed=1, **asked).finish()
     echoed = llm.stream("hello hello", seed=1, echo=True, stop=["hello hello"], **asked).finish()
@@ -275,7 +275,7 @@ def test_the_prompt_that_is_echoed_ends_nothing(llm: LLM) -> None:
     )
 
 
-def test_a_stop_string_that_is_empty_is_refused(llm: LLM) -> None:
+def test_an_empty_stop_string_is_refused(llm: LLM) -> None:
     for stop in ("", ["a", ""], ("",)):
         with pytest.raises(outpace.UserError, match="stop has an empty string, each needs at least one character"):
             llm.stream("hello", stop=stop)

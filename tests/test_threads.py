@@ -1,4 +1,4 @@
-"""One LLM for many threads: whoever waits for text steps the engine for all, and nobody hangs."""
+"""One LLM used by many threads: the thread that waits for text steps the engine for all, and no thread hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import outpace
 from outpace.api.llm import LLM, Result, Stream
 from outpace.models.load import Loaded, load_draft, load_model
 
-SECONDS = 120.0  # after which something hangs
+SECONDS = 120.0  # a longer wait counts as a hang
 COUNT = 18  # requests at once: two of each kind
 METHODS: dict[str, dict[str, Any]] = {
     "speculative": {"method": "speculative", "drafter": "model+ngram"},
@@ -46,7 +46,7 @@ def carding(models: tuple[Loaded, Loaded]) -> Iterator[LLM]:
 
 
 def wishes(count: int) -> list[tuple[str, dict[str, Any]]]:
-    """Prompts and options of all kinds, the same at every call."""
+    """Return prompts with options of all kinds, the same ones on every call."""
     chance = random.Random(1)
     kinds: list[dict[str, Any]] = [
         {},
@@ -75,13 +75,13 @@ def parts_of(result: Result) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def single(models: tuple[Loaded, Loaded]) -> list[tuple[Any, ...]]:
-    """What each of these requests gives alone, by plain decoding."""
+    """Return the result of each request alone, by plain decoding."""
     with closing(LLM(models[0], method="autoregressive", reuse=False)) as llm:
         return [parts_of(llm.stream(prompt, **options).finish()) for prompt, options in wishes(COUNT)]
 
 
 def check_empty(llm: LLM) -> None:
-    """Nothing is left in the engine."""
+    """Check that nothing is left in the engine."""
     llm.engine.sweep()
     assert not llm.engine.running
     assert not llm.engine.waiting
@@ -93,30 +93,30 @@ def test_many_requests_at_once_equal_their_single_runs(llm: LLM, single: list[tu
     streams = [llm.stream(prompt, **options) for prompt, options in wishes(COUNT)]
     order = list(range(COUNT))
     random.Random(3).shuffle(order)  # read in any order
-    told = {number: parts_of(streams[number].finish()) for number in order}
-    assert [told[number] for number in range(COUNT)] == single
+    results = {number: parts_of(streams[number].finish()) for number in order}
+    assert [results[number] for number in range(COUNT)] == single
     check_empty(llm)
 
 
 def test_eight_threads_get_what_each_gets_alone(llm: LLM, single: list[tuple[Any, ...]]) -> None:
     def work(first: int) -> list[tuple[int, tuple[Any, ...]]]:
-        told = []
+        found = []
         for number in range(first, COUNT, 8):
             prompt, options = wishes(COUNT)[number]
-            told.append((number, parts_of(llm.stream(prompt, **options).finish())))
-        return told
+            found.append((number, parts_of(llm.stream(prompt, **options).finish())))
+        return found
 
     def run() -> dict[int, tuple[Any, ...]]:
         with ThreadPoolExecutor(8) as pool:
-            return dict(pair for told in pool.map(work, range(8)) for pair in told)
+            return dict(pair for found in pool.map(work, range(8)) for pair in found)
 
-    told = within(SECONDS, run)
-    assert [told[number] for number in range(COUNT)] == single
+    results = within(SECONDS, run)
+    assert [results[number] for number in range(COUNT)] == single
     check_empty(llm)
 
 
 def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tuple[Any, ...]]) -> None:
-    """Slow ones, some that raise, some that stop early, some that forget their stream; the others get their texts."""
+    """Some readers are slow, some raise, some stop early, some drop their stream; the others still get their texts."""
 
     class ReaderError(Exception):
         pass
@@ -132,7 +132,7 @@ def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tupl
             if number % 4 == 1:
                 time.sleep(0.002)
             elif number % 4 == 2:
-                break  # and forgets it
+                break  # and drops it
             else:
                 with Closing(stream):
                     raise ReaderError(number)
@@ -143,24 +143,24 @@ def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tupl
         try:
             return number, read(number)
         except ReaderError as error:
-            return number, error.with_traceback(None)  # which would keep the stream
+            return number, error.with_traceback(None)  # a traceback would keep the stream alive
 
     def run() -> dict[int, Any]:
         with ThreadPoolExecutor(8) as pool:
             return dict(pool.map(safely, range(COUNT)))
 
-    told = within(SECONDS, run)
-    for number, result in told.items():
+    results = within(SECONDS, run)
+    for number, result in results.items():
         if number % 4 < 2:
             assert result == single[number]
-    assert sum(isinstance(result, ReaderError) for result in told.values()) == COUNT // 4
+    assert sum(isinstance(result, ReaderError) for result in results.values()) == COUNT // 4
     gc.collect()
     within(SECONDS, llm.engine.step)
     check_empty(llm)
 
 
 class Closing:
-    """A block that may raise, after which the stream is closed; half of them leave that to the garbage."""
+    """Close a stream after a block that may raise; half of the streams are left to the garbage collector."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream: Stream | None = stream
@@ -201,7 +201,7 @@ def test_a_stream_is_closed_by_another_thread_while_one_reads(llm: LLM) -> None:
 
 
 def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded, Loaded]) -> None:
-    """The reader is held inside the target's pass while the stream is closed."""
+    """The reader is blocked inside the target pass while the stream is closed."""
     with closing(LLM(models[0], method="autoregressive")) as llm:
         inside, go_on = threading.Event(), threading.Event()
         score = models[0].model.score_held
@@ -243,7 +243,7 @@ def test_a_forgotten_stream_ends_with_the_garbage(llm: LLM) -> None:
 def test_garbage_collected_under_a_lock_of_the_worker_takes_no_turn(
     carding: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forgotten stream is garbage wherever the collector runs: here in the drafter's thread, under its own lock."""
+    """The collector may finalize a dropped stream in any thread: here in the drafter's, while it holds a lock."""
     worker: Any = carding.engine.worker
     lock, collected = threading.Lock(), threading.Event()
 

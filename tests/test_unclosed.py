@@ -1,4 +1,4 @@
-"""An LLM that nobody closes: dropped, a warning as for files, and its worker ends; at the program's end no fault."""
+"""An LLM that is never closed: dropping it warns and ends its worker; keeping it until the program ends is no error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turns import in_turn
 import outpace
 from outpace.api.llm import LLM
 
-SECONDS = 120.0  # after which something hangs
+SECONDS = 120.0  # a longer wait counts as a hang
 WORKERS = {"thread": "outpace-drafter", "process": "outpace-drafter-owner"}
 
 
@@ -31,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
-    """The ResourceWarnings of a test, without their sources: those would live on."""
+    """Collect the warnings of a test without their sources, which would otherwise stay alive."""
     found: list[str] = []
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
@@ -39,19 +39,19 @@ def warned() -> Iterator[list[str]]:
         yield found
 
 
-def carding(target: str, worker: str) -> LLM:
+def card_llm(target: str, worker: str) -> LLM:
     return outpace.load(target, method="card", drafter="ngram", worker=worker)
 
 
-def names() -> set[str]:
+def thread_names() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(("worker", "is_cycle"), in_turn(WORKERS, [False, True]))
 def test_a_dropped_llm_warns_and_its_worker_ends(target: str, worker: str, is_cycle: bool, warned: list[str]) -> None:
-    before, llm = children(), carding(target, worker)
+    before, llm = children(), card_llm(target, worker)
     llm.stream("hello", max_tokens=4).finish()
-    assert WORKERS[worker] in names()
+    assert WORKERS[worker] in thread_names()
     if is_cycle:
         ring: list[Any] = [llm]
         ring.append(ring)
@@ -59,25 +59,25 @@ def test_a_dropped_llm_warns_and_its_worker_ends(target: str, worker: str, is_cy
     del llm
     gc.collect()
     assert warned == [f"ResourceWarning: unclosed LLM of {target}"]
-    until(lambda: WORKERS[worker] not in names() and children() <= before, "the worker's end")
+    until(lambda: WORKERS[worker] not in thread_names() and children() <= before, "the worker's end")
 
 
 def test_a_closed_llm_gives_no_warning(target: str, warned: list[str]) -> None:
-    with carding(target, "thread"):
+    with card_llm(target, "thread"):
         pass
-    carding(target, "thread").close()
+    card_llm(target, "thread").close()
     gc.collect()
     assert warned == []
 
 
-def test_one_that_was_never_whole_gives_no_warning(target: str, warned: list[str]) -> None:
+def test_an_llm_that_failed_to_load_gives_no_warning(target: str, warned: list[str]) -> None:
     with pytest.raises(outpace.UserError):
         outpace.load(target, method="card", drafter="ngram", nodes=-1)
     gc.collect()
     assert warned == []
 
 
-ENDS_MEANWHILE = """
+ENDS_WHILE_GENERATING = """
 import sys, threading, warnings
 from outpace.api.llm import LLM
 warnings.simplefilter("ignore")
@@ -92,10 +92,10 @@ began.wait()
 
 
 @pytest.mark.parametrize("dtype", ["auto", pytest.param("float32", marks=pytest.mark.long)])
-def test_a_program_may_end_while_a_daemon_thread_writes(target: str, tmp_path: Path, dtype: str) -> None:
-    """Neither an abort, nor a word about a model that nobody closed."""
+def test_a_program_may_end_while_a_daemon_thread_generates(target: str, tmp_path: Path, dtype: str) -> None:
+    """It neither aborts nor warns about an unclosed model."""
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_MEANWHILE, target, dtype],
+        [sys.executable, "-c", ENDS_WHILE_GENERATING, target, dtype],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OUTPACE_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
