@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, named files and commands exist, generated pages are current, sizes have bounds."""
+"""The documents: links lead somewhere, named files exist, generated pages are current, sizes have bounds."""
 
 from __future__ import annotations
 
