@@ -58,7 +58,7 @@ class Decoder:
     name: ClassVar[str]
     lossless: ClassVar[bool] = True  # with a rule that keeps the target's distribution
     cost: ClassVar[str] = ""  # what a round costs, for the table of methods
-    # "sequential": drafting alternates with the target; "parallel": a worker drafts during the target's passes; None: no
+    # "sequential": drafting alternates with the target; "parallel": a worker drafts during the passes; None: no
     # drafts.
     drafting: ClassVar[str | None] = "sequential"
     rule: ClassVar[str | None] = None  # the rule where the user names none; None: it depends on the temperature
