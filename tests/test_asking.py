@@ -44,7 +44,7 @@ class CopyRun:
                 self.queries.append(len(written))
                 drafting += ASK
                 costs.record_draft(ASK, 1, ask.source)
-                ask.tree.planter = ask.source.name
+                ask.tree.current_source = ask.source.name
                 ask = coroutine.send(self.grow(ask.tree, written))
                 continue
             assert isinstance(ask, Verify)
