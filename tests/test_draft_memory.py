@@ -187,7 +187,7 @@ def test_memory_of_a_failed_drafter_is_freed(concurrent: bool) -> None:
     worker = InlineWorker(drafter) if concurrent else None
     with Engine(target, None if concurrent else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
         runs = submit_all(engine, 2, Card if concurrent else Speculative)
-        with pytest.warns(UserWarning, match="going on without it"):
+        with pytest.warns(UserWarning, match="continuing without it"):
             step(engine, 40)
         assert ledger.opened == 2
         assert ledger.slots == 0
