@@ -42,7 +42,7 @@ def small(capability: int, kind: str) -> None:
         compiled(triton_kernels._gate_kernel, capability, 4, given, constants)
         given = {"x": x, "weight": "*fp32", "out": x, "floor": "fp32", "width": "i32"}
         compiled(triton_kernels._norm_kernel, capability, 4, given, {"HAS_WEIGHT": flag, "BLOCK": 1024})
-        given = {"mixed": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}
+        given = {"qkv": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}
         given |= {"floor": "fp32", "scale": "fp32", "most": "fp32", "nodes": "i32", **STRIDES}
         constants = {**HEADS, "WIDTH": 80, "HALF": 64, "HAS_NORM": flag, "ROTATES": flag}
         compiled(triton_kernels._rotate_kernel, capability, 1, given, constants)

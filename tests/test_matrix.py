@@ -359,10 +359,10 @@ def test_every_other_combination_writes_what_it_must(cell: Cell) -> None:
 def mixed_cells() -> list[Cell]:
     """Return every decoder and worker with a tree that the n-gram table and a partial draft model share."""
     found = [
-        Cell(name, needs and "ngram+model", needs and "partial", worker, rule)
+        Cell(name, drafting and "ngram+model", drafting and "partial", worker, rule)
         for name in registry.names("decoders")
-        for needs in [registry.find("decoders", name).needs]
-        for worker, rule in itertools.product(WORKERS[needs], filter(is_keyed, registry.names("rules")))
+        for drafting in [registry.find("decoders", name).drafting]
+        for worker, rule in itertools.product(WORKERS[drafting], filter(is_keyed, registry.names("rules")))
     ]
     return list({cell[:4]: cell for cell in found if fits(cell)}.values())
 
