@@ -359,7 +359,9 @@ def build(options: Options, *, given: BuildContext) -> LayerSkipDrafter:
     fit it."""
     target = given.target
     if target is None:
-        raise UserError("drafter layer_skip drafts on the target's own session, a worker has none: use method auto")
+        raise UserError(
+            "drafter layer_skip drafts on the target's own session, a worker has none: use method auto or speculative"
+        )
     check_target(target)
     if target.inflate != 1:
         raise UserError(

@@ -17,7 +17,7 @@ from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
 
 LOSSLESS = False
-COST = "as rejection, and an entropy and a distance for each scores token"
+COST = "as rejection, and an entropy and a distance for each verified token"
 
 
 @dataclass(frozen=True)

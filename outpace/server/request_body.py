@@ -122,7 +122,8 @@ class StreamOptions(Body):
 
 
 class OutpaceOptions(Body):
-    """outpace's own options: how this answer is drafted. They change no text, unless the rule is a lossy one."""
+    """outpace's own options: how this answer is drafted. The text does not depend on them, except with
+    rules that say so."""
 
     method: str | None = None
     drafter: str | None = None

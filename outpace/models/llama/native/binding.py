@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from outpace.core.errors import UserError, check_whole, unknown
@@ -64,7 +64,11 @@ def load_kernels() -> Any:
     except ImportError as error:
         what = "are not installed" if error.name == "outpace_kernels" else f"cannot be imported ({error})"
         raise UserError(f"the native kernels {what}: {INSTALL}") from error
-    if (found := version("outpace-kernels")) != VERSION:
+    try:
+        found = version("outpace-kernels")
+    except PackageNotFoundError:  # importable, but not installed as a package
+        found = "unknown"
+    if found != VERSION:
         raise UserError(f"the native kernels are of version {found}, this release needs {VERSION}: {INSTALL}")
     return outpace_kernels
 
