@@ -138,7 +138,7 @@ PART_MUTATIONS = [
         "bursts: of requests that ask for more than tokens",
         TokenSequence,
         "allows_several_rounds",
-        lambda f: property(lambda self: True),
+        lambda f: lambda self: True,
         "test_bursts.py::test_single_rounds_where_more_than_tokens_are_asked_for",
     ),
     mutation(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
-from files import smollm2_file
 from test_library import folder
 from turns import in_turn
 from twins import processed_slowly
@@ -273,23 +270,6 @@ def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factor
         assert len(first.tokens) == len(first.logprobs) == 30
         assert first.figures.drafted > 0
         assert not set(first.tokens) & target.tokenizer.stop_ids
-
-
-@pytest.mark.long
-@pytest.mark.smollm2
-def test_pairs_on_smollm2_by_chi_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real, bad q: most drafts are rejected. The benchmark itself counts 20,000, every one by passes of its own."""
-    smollm2_file()
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
-    bench = importlib.import_module("rejection_chi_square")
-    count = 2000
-    with closing(bench.open_engine(remember=True)) as engine:
-        expected = bench.exact_pairs(engine.target)
-        seen, figures = bench.count_pairs(engine, range(count))
-    assert len([p for p in expected.values() if p > 0]) >= 9
-    assert min(count * p for p in expected.values() if p > 0) > 2
-    assert abs(chi_square(seen, expected)) < 4.0
-    assert 0 < figures.accepted < figures.drafted
 
 
 def test_filters_are_those_of_the_twin() -> None:

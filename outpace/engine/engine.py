@@ -287,7 +287,7 @@ class Engine(AbstractContextManager["Engine"]):
         for sequence, _ in batch.trees:
             if most < 1 or not isinstance(sequence.action, Verify) or not sequence.action.max_extra_passes:
                 return 0  # rounds with drafts allow no extra passes
-            if not sequence.history.first_token or not (sequence.picks_by_score and sequence.allows_several_rounds):
+            if not sequence.history.first_token or not (sequence.picks_by_score and sequence.allows_several_rounds()):
                 return 0
             session = sequence.kv.session
             free = session.slots - session.length - session.pending

@@ -97,7 +97,7 @@ class NativeRounds:
             sequence.kv.settle()
             self._drafting.notify(sequence)
             continues = (
-                sequence.history.first_token and sequence.allows_several_rounds and not self._scheduler.may_admit
+                sequence.history.first_token and sequence.allows_several_rounds() and not self._scheduler.may_admit
             )
             rounds = min(rounds, ask.plan.rounds if continues else 1)
             assert sequence.noise is not None  # checked by `lookup_sources`

@@ -221,9 +221,8 @@ class TokenSequence:
         needs = self.draft.needs
         return self.request.logprobs is None and not (needs.top or needs.layers)
 
-    @property
     def allows_several_rounds(self) -> bool:
-        """Whether several rounds may be run before the engine sees the first."""
+        """Return whether several rounds may be run before the engine sees the first."""
         return self.needs_only_tokens and not (self.request.rounds or self.request.prediction)
 
     def lend_session(self) -> None:
