@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
+from files import smollm2_file
 from test_library import folder
 from turns import in_turn
 from twins import processed_slowly
@@ -22,13 +23,18 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.core import noise
 from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
+from outpace.core.sampling import Sampling, log_probs
+from outpace.core.stats import summarize
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
+from outpace.decoders.speculative import Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.engine.engine import EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.models.base import Model, chain
 from outpace.models.load import load_draft, load_model
+from outpace.models.toy import Toy
 from outpace.rules.rejection import Rejection
 
 WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)
@@ -279,3 +285,64 @@ def test_filters_are_those_of_the_twin() -> None:
         if "adjustments" not in asked:
             request = make_request(PROMPT, Rejection(), 3, **asked)
             assert processed_slowly(row.tolist(), request, PROMPT) == probabilities(row, request.sampling)
+
+
+class Memoized(Toy):
+    """Another model's logits, computed once for each text; in exact mode a row is the same wherever it is computed."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(vocab_size=1)
+        self.vocab_size, self._model = model.vocab_size, model
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def reach(self) -> int:
+        return 1 << 30
+
+    def _score_hidden(self, forest: Sequence[Any], layers: Sequence[int]) -> Any:
+        output = super()._score_hidden(forest, layers)
+        return output._replace(logits=output.logits.view(-1, self.vocab_size))
+
+    def _row(self, context: Sequence[int]) -> torch.Tensor:
+        text = tuple(int(token) for token in context)
+        if text not in self._rows:
+            session = self._model.open(len(text), len(text))
+            self._rows[text] = self._model.score([chain(session, text, [len(text) - 1])])[0]
+        return self._rows[text]
+
+
+def next_tokens(model: Model, text: tuple[int, ...], sampling: Sampling) -> dict[int, float]:
+    """Return p of every token that may follow a text, by a plain forward."""
+    logits = model.score([chain(model.open(len(text), len(text)), text, [len(text) - 1])])
+    p = log_probs(logits.double(), [sampling])[0].exp()
+    return {token: p[token].item() for token in torch.nonzero(p).flatten().tolist()}
+
+
+@pytest.mark.long
+@pytest.mark.smollm2
+def test_pairs_on_smollm2_by_chi_square() -> None:
+    """Two-token texts over many seeds with a real, bad draft model, most of whose tokens are rejected."""
+    smollm2_file()
+    prompt, sampling, count = (504, 3947, 281, 260, 4081, 314, 1129, 1035), Sampling(1.0, top_k=4), 2000
+    loaded = load_model(None)
+    layers = ",".join(map(str, [*range(10), *range(20, 30)]))
+    target, draft = Memoized(loaded.model), Memoized(load_draft(f"layers:{layers}", loaded).model)
+    expected = {
+        (token, other): p * p_other
+        for token, p in next_tokens(target, prompt, sampling).items()
+        for other, p_other in next_tokens(target, (*prompt, token), sampling).items()
+    }
+    drafter = ModelDrafter(draft, Options(width=1, tree_nodes=4, floor=0.0, draws="1"))
+    rule, options = Rejection(), Speculative.Options(draft_length=1)
+    with closing(Engine(target, drafter, options=EngineOptions(nodes=2, rows=128, chunk=16, batch=64))) as engine:
+        requests = [Request(prompt, rule, 2, sampling, seed) for seed in range(count)]
+        runs = [engine.submit(request, Speculative, options) for request in requests]
+        while engine.waiting or engine.running:
+            engine.step()
+    assert not [run.error for run in runs if run.error]
+    seen = Counter(tuple(run.tokens) for run in runs)
+    figures = summarize(step for run in runs for step in run.history.steps)
+    assert len([p for p in expected.values() if p > 0]) >= 9
+    assert min(count * p for p in expected.values() if p > 0) > 2
+    assert abs(chi_square(seen, expected)) < 4.0
+    assert 0 < figures.accepted < figures.drafted
