@@ -89,7 +89,7 @@ def class_names() -> dict[str, list[str]]:
     return homes
 
 
-@pytest.mark.parametrize("path", readable_files(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("path", list(readable_files()), ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_plain_words(path: Path) -> None:
     name = str(path.relative_to(REPOSITORY))
     if name in ALLOWED:
