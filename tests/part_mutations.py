@@ -23,9 +23,6 @@ from outpace.drafters._composite import DraftSelector
 from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
-from outpace.engine.engine import Engine
-from outpace.engine.sequence import TokenSequence
-from outpace.engine.target_runner import TargetRunner
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
 from outpace.rules import base as rules_base
@@ -126,27 +123,6 @@ PART_MUTATIONS = [
         "exact_weights",
         lambda f: lambda scores: scores.softmax(-1),
         "test_graph_exact.py::test_exact_attention_has_no_order",
-    ),
-    mutation(
-        "bursts: go on while a prompt is read",
-        Engine,
-        "_most_plain_passes",
-        lambda f: lambda self, batch, seconds: f(self, batch._replace(chunks=[]), seconds),
-        "test_bursts.py::test_who_comes_in_the_middle_is_not_kept_waiting",
-    ),
-    mutation(
-        "bursts: of requests that ask for more than tokens",
-        TokenSequence,
-        "allows_several_rounds",
-        lambda f: lambda self: True,
-        "test_bursts.py::test_single_rounds_where_more_than_tokens_are_asked_for",
-    ),
-    mutation(
-        "several rounds: a row without a pick gets token 0",
-        TargetRunner,
-        "_pick",
-        lambda f: lambda self, run, tree, scores: 0,
-        "test_bursts.py::test_a_row_without_a_pick_ends_the_burst_before_it",
     ),
     mutation(
         "pearl: the target does not wait for the chain",

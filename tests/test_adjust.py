@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from outpace.core.adjust import adjust_logits, adjust_sparse
 from outpace.core.constraints import BannedText
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, Request, Row
-from outpace.models.llama.native.pair import NativePair
 from outpace.rules import gumbel
 
 VOCAB = 300
@@ -117,29 +115,3 @@ def test_a_drafts_tokens_are_adjusted_as_among_all(seed: int) -> None:
     bare = rows_of(chance, None)
     assert adjust_sparse(some, ids, bare) is some
     assert adjust_logits(x, bare) is x
-
-
-def test_the_kernels_adjust_by_the_same_arithmetic() -> None:
-    """Bit by bit, what of it they can do, for a whole vocabulary and for a part of it."""
-    kernels = pytest.importorskip("outpace_kernels")
-    if not hasattr(kernels, "Adjusting"):
-        pytest.skip("outpace-kernels is older than this test")
-    chance, numbers, moved = random.Random(8), np.random.default_rng(8), 0
-    pair = NativePair.__new__(NativePair)
-    pair._kernels, pair._models = kernels, (SimpleNamespace(vocab_size=VOCAB),) * 2  # type: ignore[assignment]
-    ids = np.flatnonzero(numbers.random(VOCAB) < 0.4)
-    for settings in [one for _ in range(20) for one in kinds(chance)]:
-        few = replace(settings, banned=None, allowed=None, min_tokens=chance.choice([0, settings.min_tokens, 2**40]))
-        rows = rows_of(chance, few, stops=frozenset({5, 299, VOCAB, 2**40, -7}))
-        adjusting = pair.adjusting(rows[0].request)
-        for start in range(0, len(rows[0].committed), 5):
-            adjusting.extend(rows[0].committed[start : start + 5])
-        assert adjusting.size == len(rows[0].committed)
-        for held in (None, ids):
-            scores = numbers.normal(size=(len(rows), VOCAB if held is None else len(ids))).astype(np.float32)
-            expected = adjust_sparse(scores, held, rows)
-            moved += not np.array_equal(expected, scores)
-            for row, own in zip(rows, scores, strict=True):
-                adjusting.apply(own, held, row.path)
-            assert np.array_equal(scores, expected)
-    assert moved > 200

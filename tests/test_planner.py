@@ -39,7 +39,6 @@ def place_of(
         costs=costs,
         last_token=RIGHT,
         sources=sources,
-        native_sources=None,
     )
 
 

@@ -293,7 +293,6 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("instruction_set", [](const Model& one) { return std::string(one.kernels().name); });
     bind_forward(model);
-    bind_pair(m);
 }
 
 }  // namespace outpace

@@ -38,7 +38,4 @@ void bind_forward(nb::class_<Model>& model);
 /// Binds `rank`.
 void bind_rank(nb::module_& m);
 
-/// Binds whole rounds of a target and its draft model.
-void bind_pair(nb::module_& m);
-
 }  // namespace outpace

@@ -17,10 +17,8 @@ inline void check(bool holds, const char* what) {
 }  // namespace
 
 void test_ranking();
-void test_pair();
 void test_fetching();
 void test_sources();
-void test_adjusting();
 uint64_t test_stored();  // returns a fingerprint of its products
 uint64_t test_stored_ours();  // the same for formats that no GGUF file has
 struct Sizes;

@@ -1,4 +1,4 @@
-"""Mistakes in what is around the kernels' arithmetic: sessions, passes, rounds of a pair, packing, refusals."""
+"""Mistakes in what is around the kernels' arithmetic: sessions, passes, packing, refusals."""
 
 from __future__ import annotations
 
@@ -75,8 +75,6 @@ PASSES = (
     Mutation("filters: the largest may go by min-p", "filtering.h", " || one.y == found[0].y;", ";"),
     Mutation("filters: shares of all tokens", "filtering.h", "sum += __builtin_exp(relative);",
              "sum += 1e-3 + __builtin_exp(relative);"),
-    Mutation("a race that is too close is called", "noise.h", "> best.values[1] + margin", "> best.values[1]"),
-    Mutation("all choices have the same noise", "noise.h", "{seed, choice, position,", "{seed, uint64_t{0}, position,"),
     # the last layer of some rows
     Mutation("some rows: the first rows' states", "pass.cpp", "copy_n(x + static_cast<int64_t>(from)",
              "copy_n(x + static_cast<int64_t>(to)"),
@@ -92,42 +90,6 @@ PASSES = (
     Mutation("every range begins at the first unit", "team.h", "f(first + next)", "f(next)"),
     Mutation("every tile reads the first session's keys", "pass.cpp", "push_back({number, head, ",
              "push_back({0, head, "),
-    # a pair's rounds
-    Mutation("a pair: the accepted path is not moved", "turn.cpp",
-             "if (is_moved) place.store->move(source, place.length);", ""),
-    Mutation("a pair: a verified node sees itself alone", "turn.h",
-             "sees[n * count + places[above]] = 1;", "if (above == node) sees[n * count + places[above]] = 1;"),
-    Mutation("a pair: an expanded node sees its parent alone", "turn.h",
-             "slot != kNoParent; slot = next) {", "slot != kNoParent && slot >= above; slot = next) {"),
-    Mutation("a pair: the draft forgets what it has not read", "turn.cpp",
-             "request.missing.push_back(tree.token(node));", "(void)node;"),
-    Mutation("a pair: a leaf that was accepted counts as read", "turn.cpp",
-             "if (tree.slot(node) >= 0 && request.missing.empty())", "if (tree.slot(node) >= -1)"),
-    Mutation("a pair: the next request's picks", "pair.cpp", "n < turn.nodes.size(); ++n) picks.back().push_back(",
-             "n < turn.nodes.size(); ++n) picks.front().push_back("),
-    Mutation("a pair: positions are those of the root", "turn.h",
-             "std::min(place.length + depths[n], side_.last_position)",
-             "std::min(place.length, side_.last_position)"),
-    Mutation("a pair: noise of the root's position for all nodes", "turn.h", "+ tree.depth(node) + 1;", "+ 1;"),
-    Mutation("a pair: values that are no shares are taken for some", "planned_tree.cpp",
-             "fit.open < 0.0 ? fit.coverage : of_shares", "of_shares"),
-    # adjustments
-    Mutation("adjustments: tokens of the prompt count", "adjusting.cpp", "count += is_answer;", "count += 1;"),
-    Mutation("adjustments: what is drafted is not written", "adjusting.cpp", "*score = value;", "(void)value;"),
-    Mutation("adjustments: a token that is drafted twice counts once", "adjusting.cpp",
-             "before + static_cast<int>(std::count(path.begin(), path.end(), path[n]))", "before + 1"),
-    Mutation("adjustments: penalties of a negative score", "adjusting.cpp", "score > 0.0f ? score /", "true ? score /"),
-    Mutation("adjustments: stops come one token early", "adjusting.cpp", "asked_.prompt >= asked_.min_tokens",
-             "asked_.prompt >= asked_.min_tokens - 1"),
-    Mutation("adjustments: a place is another token's", "adjusting.cpp",
-             "if (names != names_ || held != held_) columns_.clear();", "columns_.assign(1, 0);"),
-    Mutation("adjustments: a token without a score takes its neighbour's", "adjusting.cpp",
-             "&& *place == token ? static_cast", "? static_cast"),
-    # copies
-    Mutation("copies: the latest places, however short their matches", "copies.cpp",
-             "std::stable_sort(found.begin(), found.end(), is_longer);", "(void)is_longer;"),
-    Mutation("copies: as many places as branches", "copies.cpp", "count = copying_.places",
-             "count = copying_.branches"),
     # which weights are asked for
     Mutation("fetching: the slower way stays", "fetch_trial.h", "median(times_[1]) < median(times_[0])",
              "median(times_[1]) > median(times_[0])"),

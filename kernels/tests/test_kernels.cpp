@@ -158,10 +158,8 @@ void test_all() {
                          {33, 192, 128, 2, 9, 3, 80, KvFormat::float32, true},
                          {33, 192, 128, 2, 4, 2, 80, KvFormat::int8, false}};  // with a fingerprint of its own
     test_ranking();
-    test_pair();
     test_fetching();
     test_sources();
-    test_adjusting();
     test_quarters();
     const uint64_t stored = test_stored(), ours = test_stored_ours(), gemma = test_gemma();
     uint64_t bits = 0, more = 0, bytes = 0;

@@ -9,7 +9,6 @@
 #include "by_hand.h"
 #include "check.h"
 #include "kernels.h"
-#include "noise.h"
 
 namespace outpace {
 namespace {
@@ -188,16 +187,6 @@ void test_borders() {
         }
 }
 
-void test_noise() {
-    check(Noise{1.0, 7, 3}.key(20) == 0xef9a5ebbf9d96813u, "the key of a row");
-    check(Noise{1.0, (1ull << 63) - 1, 0}.key(1) == 0x596ee3ef56483a6eu, "the key of a row of a large seed");
-    const auto is_called = [](std::vector<double> values) {
-        return is_clear({std::vector<int64_t>(values.size()), std::move(values)});
-    };
-    check(is_called({3.0, 2.9}) && is_called({3.0}) && !is_called({3.0, 2.99999}) && !is_called({1e6, 9e5}),
-          "a winner is called where it is clear");
-}
-
 void test_rows_without_an_order() {
     for (const Kernels* kernels : available_kernels())
         for (const float odd : {kInfinity, std::nanf("")})
@@ -217,7 +206,6 @@ void test_ranking() {
     test_rows();
     test_filters();
     test_borders();
-    test_noise();
     test_rows_without_an_order();
 }
 

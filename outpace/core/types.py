@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outpace.core.carried import Carries
-from outpace.core.carried import CarryOut as CarryOut
 from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource, TokenDistribution
 from outpace.core.drafting import NO_NEEDS, DraftDirectives, Needs, TargetFeedback
@@ -235,14 +233,9 @@ class Draft(NamedTuple):
 
 
 class Verify(NamedTuple):
-    """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows.
-
-    `max_extra_passes`: if the tree is only a root, how many plain decoding passes may follow in the same step, each
-    over the token that the one before picked.
-    """
+    """Yielded by a decoder to verify the tree as it is now. It receives the rule's reduced rows."""
 
     tree: TokenTree
-    max_extra_passes: int = 0  # further passes allowed after one over a root alone, each over the token picked last
 
 
 class Await(NamedTuple):
@@ -263,7 +256,7 @@ class Commit(NamedTuple):
     hit: str | None = None  # CARD: where the next token was found (primary, secondary, late), or "miss"
 
 
-DecoderAction = Draft | Verify | Await | Commit | CarryOut
+DecoderAction = Draft | Verify | Await | Commit
 
 
 class Observation(NamedTuple):
@@ -316,7 +309,7 @@ class DraftState:
     has_other_requests: bool = False  # other requests are waiting while this one is drafted
 
 
-class Drafter(Carries):
+class Drafter:
     """Proposes tokens: it adds nodes to the token trees of all requests.
 
     A drafter must define `open`, `grow` and `observe`; everything else has a default. Decoding methods differ in when,

@@ -26,5 +26,5 @@ class Autoregressive(Decoder):
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         tree = TokenTree(context.last_token)
         while True:
-            picks = yield Verify(tree, context.tokens_left)
+            picks = yield Verify(tree)
             tree = yield Commit(tree, context.request.rule.walk(tree, picks))

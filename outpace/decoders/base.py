@@ -13,8 +13,7 @@ from outpace.core.types import Commit, DecoderAction, Request
 from outpace.planning.sources import PlanningContext
 
 DecoderGenerator = Generator[DecoderAction, Any, None]
-"""A generator-based coroutine (not async): it yields Draft, Verify, Await, Commit or native rounds, and is sent the
-result of each."""
+"""A generator-based coroutine (not async): it yields Draft, Verify, Await or Commit, and is sent the result of each."""
 
 
 def _ignore(message: Correction | DraftDirectives) -> None:

@@ -8,7 +8,7 @@ temperature that expresses how much p and q differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import truediv
 from typing import Any
@@ -142,10 +142,6 @@ class PickModels:
                 tokens, values = offers[node]
                 picks.append((pick_model, values, tokens.index(written) if written in tokens else None))
         self._picks.add(picks)
-
-    def note(self, pick_model: PickModel, picked: Iterable[tuple[Sequence[float], int]]) -> None:
-        """Learn picks: values of proposals, and the number of the picked one, negative for none."""
-        self._picks.add([(pick_model, values, number if number >= 0 else None) for values, number in picked])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted parameters of both, for the profile."""

@@ -9,12 +9,10 @@ from functools import reduce
 from operator import sub
 from typing import Any
 
-from outpace.core.carried import Carrier
 from outpace.core.drafting import DraftDirectives, Needs, TargetFeedback
 from outpace.core.theory import best_length, expected_tokens, speedup
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, PendingObservations, Request, Source
-from outpace.drafters._carrier import CopiesText, ModelCarrier, PartCarrier
 
 
 @dataclass
@@ -127,17 +125,6 @@ class SharedTree(CompositeDrafter):
                 inner.append(own)
             part.grow_by(asked, inner, trees)
         return [*map(sub, map(len, trees), before)]
-
-    def carrier(self, target: Any) -> Carrier | None:
-        """Return the carrier of the only part that runs a model, combined with the only lookup part that the kernels
-        can run."""
-        numbers = [number for number, part in enumerate(self.parts) if part.runs_model]
-        inner = self.parts[numbers[0]].carrier(target) if len(numbers) == 1 else None
-        if not isinstance(inner, ModelCarrier):
-            return None
-        copiers = [(number, part) for number, part in enumerate(self.parts) if isinstance(part, CopiesText)]
-        copier = copiers[0] if len(copiers) == 1 and copiers[0][1].can_be_copied else None
-        return PartCarrier(inner, self._observed, numbers[0], copier)
 
     def _observed(self, state: CompositeState, number: int) -> Any:
         """Return a part's own state after it has observed everything pending."""

@@ -163,11 +163,6 @@ class LookupDrafter(Drafter, Generic[State]):
         """Return the natural logarithm of the rate."""
         return math.log(self.rate(state, kind))
 
-    def log_rates(self, state: State) -> list[float]:
-        """Return the logarithms of the rates of all kinds."""
-        own, log = state.rates, math.log
-        return [log(min(max((own.get(kind) or known).value, _LEAST), _MOST)) for kind, known in enumerate(self._rates)]
-
     def observe(self, state: State, seen: Observation) -> None:
         self.learn(state, seen)
         state.tokens.extend(seen.tokens)

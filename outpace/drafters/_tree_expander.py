@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from outpace.core.carried import Growing
 from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.logits import SparseLogits, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source
 from outpace.models.base import Model, Part, Session, chain
-from outpace.rules.base import proposes_best_scores
+from outpace.rules.base import picks_best_scores
 
 
 def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, count: int) -> list[int]:
@@ -86,7 +85,7 @@ class ExpansionState(DraftState):
     ranked_by_model: bool = field(init=False)  # proposals are the highest scores, so the model can rank them itself
 
     def __post_init__(self) -> None:
-        self.ranked_by_model = proposes_best_scores(self.request)
+        self.ranked_by_model = picks_best_scores(self.request)
 
     @property
     def missing(self) -> int:
@@ -136,7 +135,6 @@ class TreeExpander:
         self.model, self.window, self._on_base, self._proposed = model, window, on_base, proposed
         self._width, self._tree_nodes = width, tree_nodes
         self._floor = _log(floor)
-        self.growing = Growing(width, proposed, tree_nodes, self._floor)  # the same limits, for whole native rounds
 
     def open(self, request: Request) -> Any:
         """Open a session of the model for this request; None if the target's session is borrowed in each round."""

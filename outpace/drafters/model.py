@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from operator import itemgetter, sub
 from typing import Any
 
-from outpace.core.carried import Carrier
 from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logits import SparseLogits
@@ -23,7 +22,6 @@ from outpace.core.multi_step import MAX_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Row, TopK
 from outpace.drafters._calibration import PickModel, PickModels
-from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander, RootMove
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
@@ -67,13 +65,12 @@ class Options:
 @dataclass
 class ModelState(ExpansionState):
     """`offers`: the proposals below a tree node, by id. `pick_model`: the fitted model of the target's picks for
-    such requests. `adjusting`: the kernels' own adjustments of this request's logits, in whole native rounds."""
+    such requests."""
 
     offers: dict[int, TopK] = field(default_factory=dict)
     multi_step: MultiStepCache = field(default_factory=MultiStepCache)
     pick_model: PickModel = field(default_factory=PickModel)
     is_drawn: bool = field(init=False)
-    adjusting: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,10 +91,6 @@ class ModelDrafter(ModelRunningDrafter):
         self._pick_models = PickModels()
         self._multi_step = MultiStepExpander(model, self._pick_models, options)
         self.shares_work = self._multi_step.takes_several
-
-    def carrier(self, target: Model) -> Carrier | None:
-        pair = None if self._multi_step.takes_several else target.pair_with(self._expander.model)
-        return None if pair is None else ModelCarrier(pair, self._expander, self._pick_models)
 
     def open(self, request: Request) -> ModelState:
         session, pick_model = self._expander.open(request), self._pick_models.of(request)

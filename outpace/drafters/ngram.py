@@ -5,21 +5,15 @@ Prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-de
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
 
-from outpace.core.carried import Copied
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
-from outpace.drafters._carrier import CopiesText
-from outpace.drafters._lookup import NEVER, Certainty, LookupDrafter, LookupState
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
 from outpace.drafters._ngram_index import NgramIndex
 
-LONGEST = 3  # longest n-grams that the kernels support
 _COUNTED = 64  # match length beyond which a copy is no more certain
 
 
@@ -48,15 +42,13 @@ class Options:
 
 @dataclass
 class NgramState(LookupState):
-    """`index`: the n-grams of the text as far as `indexed`. `made`: the kernels' own index of the same text, in whole
-    native rounds."""
+    """`index`: the n-grams of the text as far as `indexed`."""
 
     index: NgramIndex = field(default_factory=lambda: NgramIndex((1,), 1))
     indexed: int = 0  # tokens in the index
-    made: Any = None
 
 
-class NgramDrafter(LookupDrafter[NgramState], CopiesText):
+class NgramDrafter(LookupDrafter[NgramState]):
     """Proposes a branch below the root for some places where the last tokens occurred before, longest match first."""
 
     name = "ngram"
@@ -81,26 +73,6 @@ class NgramDrafter(LookupDrafter[NgramState], CopiesText):
             tokens = state.index.after(place, options.copies)
             self.attach_branch(state, tree, tokens, length, grade, options.least_chance)
             grade = Certainty.OTHER
-
-    @property
-    def can_be_copied(self) -> bool:  # type: ignore[override]
-        """Whether the kernels support n-grams of this length."""
-        return self._options.longest <= LONGEST
-
-    def copied(self, state: NgramState, text: Sequence[int], made: Callable[..., Any]) -> Copied:
-        """Return the native lookup drafter, up to date with the text."""
-        options = self._options
-        if state.made is None:
-            least = math.log(options.least_chance or NEVER)
-            limits = options.branches, self._places, options.window
-            state.made = made(options.longest, options.copies, *limits, least)
-        state.made.extend(text[state.made.size :])
-        return Copied(state.made, self.log_rates(state))
-
-    def note(self, state: NgramState, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:
-        for node, below in zip(ids, planted, strict=True):
-            if below:
-                state.proposed[node] = dict(below)
 
 
 def build(options: Options, **_: object) -> NgramDrafter:

@@ -17,7 +17,7 @@ from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 from outpace.decoders.base import Decoder
 from outpace.drafters import build_drafter, drafter_modules, drafter_names
-from outpace.engine.engine import BURST_SECONDS, Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")
@@ -98,7 +98,7 @@ class BuildOptions:
     def engine_options(self) -> EngineOptions:
         """The limits of the engine; UserError for a value out of range."""
         nodes = EngineOptions.nodes if self.nodes is None else self.nodes
-        return EngineOptions(nodes, batch=self.batch, kv_memory=self.kv_memory, reuse=self.reuse, burst=BURST_SECONDS)
+        return EngineOptions(nodes, batch=self.batch, kv_memory=self.kv_memory, reuse=self.reuse)
 
 
 def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | None = None) -> str:

@@ -23,7 +23,6 @@ from outpace.decoders.base import Decoder
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import KVMemory
-from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
@@ -33,16 +32,13 @@ from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
-BURST_SECONDS = 0.016  # several rounds may share a step while they take less than one frame at 60 Hz
-
 
 @dataclass(frozen=True)
 class EngineOptions:
     """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together;
     `chunk`: prompt tokens in a pass; `batch`: requests running at once, others wait; `kv_memory`: GiB for keys and
     values (None: half of the free memory); `reuse`: start prompts from the keys and values of a text with the same
-    prefix, and let drafters copy what followed the whole prompt there; `burst`: seconds that several rounds in one step
-    may take, plain or native ones, so that the host's work is done once for all of them."""
+    prefix, and let drafters copy what followed the whole prompt there."""
 
     nodes: int = 8
     rows: int = 64
@@ -50,14 +46,12 @@ class EngineOptions:
     batch: int = 16
     kv_memory: float | None = None
     reuse: bool = True
-    burst: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes, 1, 4096)
         check_whole("rows", self.rows, 1, 65536)
         check_whole("chunk", self.chunk, 1, 65536)
         check_whole("batch", self.batch, 1, 4096)
-        check_range("burst", self.burst, 0.0)
         if self.kv_memory is not None:
             check_range("kv_memory", self.kv_memory, 0.0)
 
@@ -74,11 +68,10 @@ class Batch(NamedTuple):
 
 
 class BatchOutput(NamedTuple):
-    """The output of a target pass, or of several plain ones: `passes` of them in `seconds`."""
+    """The output of a target pass that took `seconds`."""
 
     prefilled: list[PrefillOutput]
     verified: list[VerifyOutput]
-    passes: int
     seconds: float
     has_captured: bool  # a CUDA graph was captured, so that the time is not that of a usual pass
 
@@ -117,8 +110,6 @@ class Engine(AbstractContextManager["Engine"]):
         self.memory = KVMemory(self.target, drafts, self.options.nodes, self.options.kv_memory, kept)
         self._answers = AnswerCache() if self.options.reuse else None
         self._scheduler = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._answers)
-        burst = self.options.burst
-        self._native_rounds = NativeRounds(self.target, self._scheduler, self.drafting, self.costs, burst, clock)
         self._keys = itertools.count()
         self.costs.expect_draft_steps(self.target, named.values())
         self._is_closed = False
@@ -181,8 +172,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scheduler.sweep()
 
     def step(self) -> list[TokenSequence]:
-        """Run one step: one round of all running requests, or several in a burst or in native rounds. Return the
-        requests that wrote tokens or ended."""
+        """Run one round of all running requests. Return the requests that wrote tokens or ended."""
         start = self._clock()
         self._scheduler.sweep()
         admitted = self._scheduler.admit()
@@ -190,20 +180,17 @@ class Engine(AbstractContextManager["Engine"]):
         with self._failing(self.running):
             self._resume_decoders()
             self.drafting.run_drafters(self.running)  # grows trees until every decoder wants to verify
-        wrote = self._native_rounds.step(start)
-        if not wrote:
-            # Only the drafting before the pass: planning after it takes longer with more rows and is charged to them.
-            drafting = self.drafting.spent
-            captures = self.num_captures
-            batch = self._build_batch()
-            with self._failing(batch.sequences):
-                if batch.sequences:
-                    output = self._verify(batch)
-                    self._add_chunks(batch, output)
-                    self._commit(batch, output, start)
-                    if self.num_captures == captures:
-                        self._record_costs(batch, output.passes, drafting, self._clock() - start)
-            wrote = [sequence for sequence, _ in batch.trees]
+        # Only the drafting before the pass: planning after it takes longer with more rows and is charged to them.
+        drafting, captures = self.drafting.spent, self.num_captures
+        batch = self._build_batch()
+        with self._failing(batch.sequences):
+            if batch.sequences:
+                output = self._verify(batch)
+                self._add_chunks(batch, output)
+                self._commit(batch, output, start)
+                if self.num_captures == captures:
+                    self._record_costs(batch, drafting, self._clock() - start)
+        wrote = [sequence for sequence, _ in batch.trees]
         failed = [sequence for sequence in admitted if sequence.state is State.DONE]
         return list(dict.fromkeys([*wrote, *failed, *self._scheduler.sweep()]))
 
@@ -218,11 +205,10 @@ class Engine(AbstractContextManager["Engine"]):
     def _resume_decoders(self) -> None:
         """Give each sequence its share of the batch, then start the next round of each decoder."""
         running, batch = self._scheduler.running, BatchRows()
-        native_sources = self._native_rounds.lookup_sources(running)
         for sequence in running:
             context, most = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
             context.budget = max(1, min(most, self.options.rows // len(running)))
-            context.requests, context.batch, context.native_sources = len(running), batch, native_sources
+            context.requests, context.batch = len(running), batch
             context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
             batch.rows += context.rows
         for sequence in running:
@@ -263,36 +249,18 @@ class Engine(AbstractContextManager["Engine"]):
         return chunks
 
     def _verify(self, batch: Batch) -> BatchOutput:
-        """Run the target over the batch, and further plain passes where all requests decode plainly."""
+        """Run the target over the batch."""
         # Reading a prompt is far more work for the target than for the drafter: the target gets all cores for it.
         self.target.limit_threads(leave=0 if batch.chunks else self.drafting.cores)
         began, captures = self._clock(), self.num_captures
         prefilled, verified = self._runner.run(batch.chunks, batch.trees)
         self.drafting.check_worker()
-        passes = 1
-        if self.options.burst and (most := self._most_plain_passes(batch, self._clock() - began)):
-            passes += self._runner.run_plain(batch.trees, verified, most)
-        return BatchOutput(prefilled, verified, passes, self._clock() - began, self.num_captures > captures)
+        return BatchOutput(prefilled, verified, self._clock() - began, self.num_captures > captures)
 
     @property
     def num_captures(self) -> int:
         """Number of passes captured so far by the target and all draft models."""
         return self.target.num_captures + self.drafting.num_captures
-
-    def _most_plain_passes(self, batch: Batch, seconds: float) -> int:
-        """Return how many plain passes may follow one that took `seconds`: as many as fit into `burst`, if all requests
-        decode plainly and no request waits to be admitted, has yet to show its first token, or must be seen after each
-        token."""
-        most = int(self.options.burst / seconds) - 1 if seconds else 0
-        for sequence, _ in batch.trees:
-            if most < 1 or not isinstance(sequence.action, Verify) or not sequence.action.max_extra_passes:
-                return 0  # rounds with drafts allow no extra passes
-            if not sequence.history.first_token or not (sequence.picks_by_score and sequence.allows_several_rounds()):
-                return 0
-            session = sequence.kv.session
-            free = session.slots - session.length - session.pending
-            most = min(most, sequence.action.max_extra_passes, sequence.tokens_left - 1, free)
-        return 0 if batch.chunks or self.worker is not None or self._scheduler.may_admit else most
 
     def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
         """Hand the output for prompts to the sequences and their drafters, and learn how long reading takes."""
@@ -326,23 +294,20 @@ class Engine(AbstractContextManager["Engine"]):
         sequence.advance(verified.picks)
 
     def _commit_one(self, sequence: TokenSequence, verified: VerifyOutput, output: BatchOutput, start: float) -> None:
-        """Commit a sequence's verdict on a pass, or on several plain ones, and let its drafter follow."""
-        ask, rows, passes, seconds = sequence.action, len(verified.picks), output.passes, output.seconds
+        """Commit a sequence's verdict on a pass, and let its drafter follow."""
+        ask, rows = sequence.action, len(verified.picks)
         assert isinstance(ask, Commit)
         tree, verdict, _ = ask
-        tokens = sequence.commit(tree, verdict, len(verdict.path) - 1 if passes == 1 else 0)
         path = verdict.path
+        tokens = sequence.commit(tree, verdict, len(path) - 1)
         sequence.kv.keep = (
             path if path[-1] < rows else [node for node in path if node < rows]
         )  # a late node has no keys
-        if passes > 1:
-            sequence.record_plain_rounds(len(tokens), passes, seconds, start, self._clock())
-        else:
-            sequence.record_round(ask, rows, len(tokens), seconds, start, self._clock())
+        sequence.record_round(ask, rows, len(tokens), output.seconds, start, self._clock())
         if sequence.state is not State.DONE:
             sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
 
-    def _record_costs(self, batch: Batch, passes: int, drafting: float, seconds: float) -> None:
+    def _record_costs(self, batch: Batch, drafting: float, seconds: float) -> None:
         """Record the time of a step with trees alone or prompts alone. The first round of an answer, when caches are
         cold, counts only if no other round was timed."""
         if batch.chunks:
@@ -359,6 +324,4 @@ class Engine(AbstractContextManager["Engine"]):
             is_first = is_first or len(steps) == 1
         if is_first and self.costs.is_timed(rows, 1):
             return
-        for number in range(passes):
-            requests = len(batch.trees)
-            self.costs.record_round(requests, rows, tokens, seconds / passes, drafting / passes, is_first=number == 0)
+        self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)

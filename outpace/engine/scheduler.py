@@ -32,11 +32,6 @@ class Scheduler:
         self.waiting: deque[TokenSequence] = deque()
         self.running: list[TokenSequence] = []
 
-    @property
-    def may_admit(self) -> bool:
-        """Whether a sequence waits and the batch has a free place."""
-        return bool(self.waiting) and len(self.running) < self._batch
-
     def admit(self) -> list[TokenSequence]:
         """Start waiting sequences in order of arrival while there is memory; return those that were tried."""
         tried: list[TokenSequence] = []

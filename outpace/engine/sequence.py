@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from outpace.core.alignment import Alignment
-from outpace.core.carried import Noise
 from outpace.core.constraints import Constraint
 from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError, check_range, check_whole
@@ -35,7 +34,7 @@ from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.engine.prefix_index import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
-from outpace.rules.base import native_noise
+from outpace.rules.base import picks_best_scores
 
 StopCheck = Callable[[Sequence[int], int], int | None]
 """Called with the tokens of a round and `num_drafted`, the number of drafted ones among them. Returns how many of them
@@ -149,13 +148,11 @@ class TokenSequence:
     coroutine: DecoderGenerator | None = None
     root: TokenTree | None = None  # the tree of the next round
     alignment: Alignment = field(init=False, repr=False)  # with the caller's prediction
-    noise: Noise | None = field(init=False, repr=False)  # with which tokens are picked natively; None: they are not
     picks_by_score: bool = field(init=False, repr=False)  # each row picks its best token
 
     def __post_init__(self) -> None:
         self.alignment = Alignment(self.request.prediction)
-        self.noise = native_noise(self.request)
-        self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
+        self.picks_by_score = picks_best_scores(self.request)
         self.committed = list(self.request.prompt)
         self.context = RequestContext(request=self.request, committed=self.committed, costs=self.costs)
         self.text = HashedTokens(self.committed, self.request.cache_salt)
@@ -214,16 +211,6 @@ class TokenSequence:
         """Whether log-probabilities of prompt tokens are still missing."""
         wanted = self.request.logprobs is not None and self.request.logprobs.prompt
         return wanted and len(self.history.prompt_logprobs) < len(self.request.prompt) - 1
-
-    @property
-    def needs_only_tokens(self) -> bool:
-        """Whether nothing but picked tokens is needed from a pass."""
-        needs = self.draft.needs
-        return self.request.logprobs is None and not (needs.top or needs.layers)
-
-    def allows_several_rounds(self) -> bool:
-        """Return whether several rounds may be run before the engine sees the first."""
-        return self.needs_only_tokens and not (self.request.rounds or self.request.prediction)
 
     def lend_session(self) -> None:
         """Let the drafter use the target's session, after committing the accepted nodes and dropping all others."""
@@ -341,16 +328,6 @@ class TokenSequence:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)
             nodes = tuple(tree.tokens[:rows]), tuple(tree.parents[:rows]), tuple(sources[:rows])
             history.rounds.append(RoundRecord(*nodes, walked))
-
-    def record_plain_rounds(self, emitted: int, passes: int, target_seconds: float, start: float, now: float) -> None:
-        """Add the statistics of several rounds of plain decoding that were run as one: each emitted one token in its
-        share of the time."""
-        history = self.history
-        times = (self.draft.seconds / passes, target_seconds / passes, (now - start) / passes)
-        self.draft.seconds = 0.0
-        history.sources += [TARGET] * emitted
-        history.steps += [RoundStats(0, 0, 1, 0, None, 1, *times)] * emitted
-        history.ended = now
 
     def _predicted(
         self, tree: TokenTree, rows: int, path: Sequence[int], accepted: int, emitted: int

@@ -17,9 +17,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
 from outpace.engine.sequence import TokenSequence, isolate
 from outpace.models.base import Model, Part
-from outpace.rules.base import FailedRow, reduce_isolated
-
-_ONE = range(1)
+from outpace.rules.base import reduce_isolated
 
 
 class PrefillOutput(NamedTuple):
@@ -67,7 +65,6 @@ class TargetRunner:
 
     def __init__(self, target: Model, layers: Sequence[int]) -> None:
         self._target, self._layers = target, layers
-        self._picks_best = False  # whether the last pass returned best tokens that are the rules' picks
 
     def run(
         self, chunks: Sequence[tuple[TokenSequence, Part]], trees: Sequence[tuple[TokenSequence, TokenTree]]
@@ -87,7 +84,6 @@ class TargetRunner:
         if not inputs.num_logit_rows:
             _synchronize(self._target.device)  # no score is read: the pass would seem to take no time
         picks = [tokens[0] for tokens, _ in output.best if tokens] if by_score else []
-        self._picks_best = bool(picks)
         if len(picks) < inputs.num_logit_rows - before:
             picks = self._reduce(trees, tree_part_rows, output, before)
         prefilled, verified = [], []
@@ -101,36 +97,6 @@ class TargetRunner:
                 feedback = self._feedback(needs, tree.ids[: own.stop - own.start], tree.tokens, output, rows)
             verified.append(VerifyOutput(picks[own], logits, feedback, rows.logit_rows.start))
         return prefilled, verified
-
-    def run_plain(
-        self, trees: Sequence[tuple[TokenSequence, TokenTree]], verified: Sequence[VerifyOutput], most: int
-    ) -> int:
-        """Run up to `most` passes of plain decoding after a pass over roots alone; return how many were run.
-
-        Each pass appends every tree's last picked token as a new node and picks the token after it. The passes end
-        after a stop token, or after a row that its rule could not reduce; then a tree may end on a node without a pick.
-        """
-        for count in range(most if self._picks_best else 0):
-            for (sequence, _), output in zip(trees, verified, strict=True):
-                if output.picks[-1] in sequence.request.stop_ids:
-                    return count
-            parts = []
-            for (sequence, tree), output in zip(trees, verified, strict=True):
-                last = len(tree) - 1
-                tree.chain(last, output.picks[-1:], (0.0,))
-                parts.append(Part(sequence.kv.session, output.picks[-1:], (last,), _ONE, best=1))
-            sparse = self._target.score_held(parts)
-            for row, (sequence, tree) in enumerate(trees):
-                best = sparse.best[row][0]
-                pick = best[0] if best else self._pick(sequence, tree, sparse.wide()[row : row + 1])
-                if isinstance(pick, FailedRow):
-                    return count + 1
-                verified[row].picks.append(pick)
-        return most if self._picks_best else 0
-
-    def _pick(self, sequence: TokenSequence, tree: TokenTree, scores: Scores) -> Any:
-        """Return what the rule picks after a tree's last node. scores [1, vocab]"""
-        return reduce_isolated(scores, tree_rows(sequence.request, sequence.committed, tree)[-1:])[0]
 
     def _score(self, inputs: _PassParts) -> TargetOutput:
         if inputs.num_hidden_rows:

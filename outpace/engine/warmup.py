@@ -11,18 +11,15 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from math import inf
 from typing import Any
 
-from outpace.core.carried import Carried, PassTimes, Plan
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
-from outpace.core.types import CarryOut, Commit, Draft, Request, Verify
+from outpace.core.types import Commit, Draft, Request, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
-from outpace.planning.planner import record_forward
 
 SECONDS = 0.2  # after this time no further round begins
 _ROWS = (1, 1, 4, 4, 8, 8, 2, 2, 1, 1, 1)  # of each round; most informative first, and caches are cold in the first few
@@ -71,11 +68,6 @@ class WarmUp(Decoder):
         tree, has_read = TokenTree(context.last_token), False
         for rows in cycle(_ROWS):
             rows = min(rows, context.budget)
-            done = None if context.native_sources is None else (yield CarryOut(tree, _plan(rows, has_read)))
-            if done:
-                tree = yield from _commit(tree, done[0], context)
-                has_read = has_read or rows > 1
-                continue
             if rows > 1:
                 yield from _grow(tree, context, has_read)
                 has_read = True
@@ -83,23 +75,6 @@ class WarmUp(Decoder):
                 tree = tree.copy(range(rows))
             picks = yield Verify(tree)
             tree = yield Commit(tree, context.request.rule.walk(tree, picks))
-
-
-def _plan(rows: int, has_read: bool) -> Plan:
-    """Return the plan of a native round with `rows` rows, if the draft proposes as many: rows cost nothing."""
-    times, free = PassTimes((0.0,) * (rows + 1), rows, ()), -inf
-    layers = _LAYERS if rows > 1 else 0
-    return Plan(1, has_read, layers, 0, 0.0, 0.0, 1.0, 0.0, free, 0.0, (1.0,), (), (1.0,), times, most=rows)
-
-
-def _commit(tree: TokenTree, carried: Carried, context: RequestContext) -> Generator[Any, Any, TokenTree]:
-    """Record the draft times of a native round and commit it; return the next round's root."""
-    for source in context.sources:
-        for forward in carried.forwards if source.runs_model else ():
-            record_forward(context.costs, source, forward, 1)
-    tree = carried.onto(tree, "", "")
-    root: TokenTree = yield Commit(tree, context.request.rule.walk(tree, carried.picks))
-    return root
 
 
 def _grow(tree: TokenTree, context: RequestContext, has_read: bool) -> Generator[Any, Any, None]:

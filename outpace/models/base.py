@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from outpace.core.carried import Pairs
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
 from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
@@ -204,7 +203,7 @@ def apply_keep(forest: Sequence[Part]) -> list[Part]:
     return parts
 
 
-class Model(SupportsMultiStep, Pairs):
+class Model(SupportsMultiStep):
     """A language model that scores token trees.
 
     A subclass sets `vocab_size`, `max_positions`, `device` and `token_bytes`, and implements `open` and one of

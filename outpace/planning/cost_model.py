@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from outpace.core.carried import PassTimes
 from outpace.core.types import Drafter, Source
 from outpace.models.base import Model
 from outpace.planning.estimators import DecayedMean, RollingMedian
@@ -49,7 +48,6 @@ class CostModel:
         self.last_round_seconds = 0.0  # duration of the last round with waits and drafting
         self.last_pass_seconds = 0.0  # without them
         self._probed_at = 0  # the last round that was spent on measuring
-        self._planned_at = -1  # number of rounds when the last plan was made
         self._draft = defaultdict[str, RollingMedian](RollingMedian)  # by source; keyed by requests: a request's share
         self._catching_up: set[str] = set()  # see `note_catch_up`
         self._is_step = True  # see `record_step`
@@ -73,13 +71,9 @@ class CostModel:
         """Number of recorded rounds."""
         return self._rounds.num_rounds
 
-    def record_round(
-        self, requests: int, rows: int, tokens: int, seconds: float, drafting: float, is_first: bool = True
-    ) -> None:
-        """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the pass.
-        `is_first` is false for the later rounds of one plan."""
-        if is_first:
-            self._planned_at = self.num_rounds
+    def record_round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
+        """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the
+        pass."""
         self.last_round_seconds, self.last_pass_seconds = seconds, seconds - drafting
         self._elapsed += seconds - drafting
         known = self._prices.get(requests)
@@ -88,8 +82,8 @@ class CostModel:
         self._rates[requests].learn(tokens, seconds)
 
     def is_periodic(self, every: int) -> bool:
-        """Return whether the next plan is the one in `every` that does something special."""
-        return self.num_rounds // every > self._planned_at // every
+        """Return whether the next round is the one in `every` that does something special."""
+        return self.num_rounds % every == 0
 
     def should_probe(self, rows: int) -> bool:
         """Return whether to run a round of `rows` rows because its time is unknown or stale; once in 12 rounds at
@@ -102,12 +96,6 @@ class CostModel:
     def note_probe(self) -> None:
         """Note that the next round is spent on measuring."""
         self._probed_at = self.num_rounds
-
-    def pass_times(self, rows: int) -> PassTimes:
-        """Return what is known of rounds over up to `rows` rows, for native rounds."""
-        can_probe = self.num_rounds - self._probed_at >= _EVERY
-        untimed = self._rounds.untimed(rows // 2 + 1) if can_probe else ()  # probes verify half of the best rows
-        return PassTimes(self._rounds.table(rows), self._rounds.widest, untimed)
 
     def prices(self, requests: int) -> Prices:
         """Return the prices of the next round of this many requests: the same for each, recomputed after changes."""

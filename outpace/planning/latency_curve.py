@@ -28,8 +28,6 @@ class LatencyCurve:
         self._tail_slope: float | None = None  # cached `_slope`
         self._widest: int | None = None  # the largest bucket that has a time
         self._extra: dict[int, list[float]] = {}  # cached `extra_seconds`
-        self._table: list[float] = []  # cached `table`
-        self._untimed: list[bool] = []  # cached `untimed`
         self.num_rounds = 0
 
     def learn(self, rows: int, seconds: float) -> bool:
@@ -49,11 +47,10 @@ class LatencyCurve:
         """Record a pass that read `tokens` prompt tokens and nothing else."""
         if tokens >= _WIDE:
             self._wide.append((tokens, seconds))
-            self._tail_slope, self._extra, self._table = None, {}, []
+            self._tail_slope, self._extra = None, {}
 
     def _clear_caches(self) -> None:
-        self._curve, self._tail_slope, self._extra, self._table, self._widest = None, None, {}, [], None
-        self._untimed = []
+        self._curve, self._tail_slope, self._extra, self._widest = None, None, {}, None
 
     def _forget_old(self) -> None:
         """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
@@ -74,12 +71,6 @@ class LatencyCurve:
     def is_untimed(self, rows: int) -> bool:
         """Return whether the time of `rows` rows is unknown or stale."""
         return not self.is_timed(rows) or self.is_stale(rows)
-
-    def untimed(self, rows: int) -> Sequence[bool]:
-        """`is_untimed` of 1, 2, ... and at least `rows` rows, as of the last change of the curve."""
-        if len(self._untimed) < rows:
-            self._untimed = [*map(self.is_untimed, range(1, rows + 1))]
-        return self._untimed
 
     @property
     def has_slope(self) -> bool:
@@ -110,12 +101,6 @@ class LatencyCurve:
             base = self.seconds(rows)
             extra = self._extra[rows] = [self.seconds(rows + more) - base for more in range(1, count + 1)]
         return extra[:count]
-
-    def table(self, rows: int) -> Sequence[float]:
-        """Seconds of rounds over 1, 2, ... and at least `rows` rows."""
-        if len(self._table) < rows:
-            self._table = [*map(self.seconds, range(1, rows + 1))]
-        return self._table
 
     @property
     def widest(self) -> int:

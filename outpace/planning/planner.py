@@ -1,21 +1,15 @@
 """The planner of method auto: chooses for one request, round by round, which sources draft, how many layers are grown
 and how many rows are verified.
-
-Native rounds (core/carried.py) follow the same choices: `plan` states them in advance, for as many rounds as end within
-some milliseconds. The chances of nodes, which depend on the text, are evaluated natively in each round; prices, yields
-and trust are those of the moment in which the first of the rounds begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 
-from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Source
 from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
@@ -27,7 +21,6 @@ _PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum 
 # same passes as another request's prompt are not timed.
 _MAX_UNTIMED_ROUNDS = 24
 _CROWDED, _PROBE_EVERY = 0.35, 64  # price of a row in tokens above which a batch is crowded; rounds between its probes
-ROUNDS_UNTIL_REPLAN = 7  # rounds of plain decoding that may follow a round in which no source drafted
 _MIN_FIRST_LAYER_CHANCE = 0.4  # acceptance chance that a model's first layer needs to be tried on a new text
 _MIN_VALUE_OF_NODE = 0.25  # nodes whose chance is below this fraction of a row's price are not attached
 _UNKNOWN = 2  # most layers before the time of a draft step and the price are known
@@ -43,14 +36,6 @@ class PlannerOptions:
     def __post_init__(self) -> None:
         check_whole("deepest", self.deepest, 1, 256)
         check_range("trials", self.trials, 0.0, 1.0)
-
-
-def record_forward(costs: CostModel, source: Source, forward: Forward, requests: int) -> None:
-    """Record the time of a draft forward of a native round, while `requests` requests run."""
-    if not forward.is_step:
-        costs.note_catch_up(source)
-    costs.record_draft(forward.seconds, forward.requests, source)
-    costs.record_step(source, requests)
 
 
 class Planner:
@@ -199,19 +184,17 @@ class Planner:
         return self._costs.best_rows(chances, self._context.rows_of_others, self._price)
 
     def end_round(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """End a round, or several plain ones, after the target has accepted this path of the tree."""
+        """End a round after the target has accepted this path of the tree."""
         if self.uses_drafts:
             self.learn(tree, path)
         else:
-            self.end_plain_rounds(len(path))
+            self._end_plain_round()
 
-    def end_plain_rounds(self, rounds: int) -> None:
-        """Count rounds of plain decoding, in which no source drafted."""
-        self._seconds += self._plain * rounds
+    def _end_plain_round(self) -> None:
+        """Count a round in which no source drafted."""
+        self._seconds += self._plain
         for model in self.models:
             model.is_following = False
-        for source in self.lookups:
-            source.skip(rounds - 1)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a round with drafts, of whose tree the target accepted this path."""
@@ -257,90 +240,3 @@ class Planner:
         for chance in leaves:
             reach += max(0.0, chance - least)
         return reach
-
-    # Native rounds.
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of the source that runs a model and of the one that looks up in native rounds."""
-        return self.models[0].source.name, self.lookups[0].source.name if self.lookups else ""
-
-    def is_lookup_native(self, names: Collection[str]) -> bool:
-        """Return whether there is one lookup source and it has one of these names."""
-        return len(self.lookups) == 1 and self.lookups[0].source.name in names
-
-    def plan(self, tree: TokenTree) -> Plan | None:
-        """Return the plan of the next native rounds, or None if there is not exactly one model. Lookups that are made
-        natively are made in every round."""
-        if len(self.models) != 1:
-            return None
-        (model,), context, costs = self.models, self._context, self._costs
-        reads = model.has_read or model.is_worth_reading()
-        if not self.uses_drafts and not (reads and self._first_layer_pays(tree, model)):
-            return resting(ROUNDS_UNTIL_REPLAN + 1)
-        native_lookup = context.native_sources is not None and self.is_lookup_native(context.native_sources)
-        rounds = context.tokens_left
-        for source in self.lookups:
-            if not source.is_asked:
-                rounds = min(rounds, source.rounds_to_wait)
-            elif not native_lookup or not self._gains(source):
-                rounds = 1
-        trust = self._acceptance.trust(model.source)
-        return Plan(
-            rounds=rounds,
-            follows=model.is_following,
-            deepest=self._options.deepest if reads else 0,
-            explores=model.rounds_to_explore,
-            price=self._price,
-            cost=self._price * costs.draft_seconds(model.source, context.requests),
-            trust=trust,
-            row=self._row / YIELD,
-            least=self._min_score(trust),
-            copied=self._lookup_chance,
-            growth=model.layer_yields,
-            due=self._due_layers(model),
-            chances=self._acceptance.of(tree),
-            times=costs.pass_times(context.requests * context.budget + 1),
-            most=context.budget,
-            copies=native_lookup and self.lookups[0].is_asked,
-        )
-
-    def _first_layer_pays(self, tree: TokenTree, model: ModelSource) -> bool:
-        cost = self._price * self._costs.draft_seconds(model.source, self._context.requests)
-        return self._brings(model, self._reach(tree, model), cost) or self._is_due(model)
-
-    def _due_layers(self, model: ModelSource) -> list[bool]:
-        """Return for each layer whether it is due for a trial, as of now, before any is grown."""
-        cost, share = self._costs.draft_seconds(model.source, self._context.requests), self._options.trials
-        bound = cost * self._context.requests
-        deeper = [bound < share * (self._seconds - last) for last in model.grown_at[1:]]
-        return [self._is_due(model), *deeper]
-
-    def learn_native(self, carried: Carried) -> None:
-        """Learn from the drafting of a native round."""
-        (model,), costs = self.models, self._costs
-        if carried.planted:
-            costs.record_draft(carried.copy_seconds, self._context.requests, self.lookups[0].source)
-        for layer, forward in zip(carried.layers, carried.forwards, strict=False):
-            record_forward(costs, model.source, forward, self._context.requests)
-            if layer.counts:
-                model.gave(layer.worth, layer.at_leaves)
-            model.has_read = True
-            model.layers += 1
-        if carried.is_trial and model.layers == 1:
-            model.trial_cost = costs.last_draft_seconds
-        model.is_trial = carried.is_trial
-        if carried.is_fewer:
-            costs.note_probe()
-        self.uses_drafts = self.uses_drafts or model.layers > 0
-
-    def begin_next_native(self) -> None:
-        """Begin another native round of the same plan."""
-        self._rounds, self.uses_drafts = self._rounds + 1, False
-        for model in self.models:
-            model.layers, model.is_trial = 0, False
-        for source in self.lookups:
-            if source.is_asked:
-                self.uses_drafts = True
-            else:
-                source.skip(1)

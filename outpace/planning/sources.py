@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outpace.core.types import Source
-from outpace.planning.cost_model import LAYERS, CostModel
+from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean
 
 
@@ -31,7 +31,6 @@ class PlanningContext:
     rows: int = 1  # its own part of `batch`
     batch: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)
     tokens_left: int = 1  # that may still be written
-    native_sources: Collection[str] | None = None  # lookup sources of native rounds; None: these are not available
 
     @property
     def rows_of_others(self) -> int:
@@ -92,15 +91,6 @@ class LookupSource:
         self._skipped += 1
         return self._skipped >= self._wait or repetitions.follow() >= self._min_repetition
 
-    @property
-    def rounds_to_wait(self) -> int:
-        """Rounds until it is asked again if nothing repeats."""
-        return max(self._wait - self._skipped, 1)
-
-    def skip(self, rounds: int) -> None:
-        """Count further rounds in which it was not asked."""
-        self._skipped += rounds
-
     def asked(self, gains: bool, repetitions: RepetitionDetector) -> None:
         """Adapt the waiting time after a round in which it was asked."""
         if gains:
@@ -141,17 +131,6 @@ class ModelSource:
     def layer_yield(self) -> DecayedMean:
         """Yield of the next layer: this request's own if it runs alone, else that of all requests."""
         return self._yield_of(self.layers)
-
-    @property
-    def layer_yields(self) -> list[float]:
-        """Yields of the layers from the first; the last value holds for all deeper layers."""
-        known = max(LAYERS, max(self._yields, default=0) + 1)
-        return [self._yield_of(layer).value for layer in range(known)]
-
-    @property
-    def rounds_to_explore(self) -> int:
-        """Remaining rounds whose first layer is grown only to see what it gives for this text."""
-        return _EXPLORED - self._rounds if self.explores() else 0
 
     def _yield_of(self, layer: int) -> DecayedMean:
         if self._context.requests > 1:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.adjust import adjust_logits, adjust_sparse
-from outpace.core.carried import Noise
 from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
@@ -21,8 +20,6 @@ from outpace.rules._ranking import ranked
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_WORD = 1 << 64
 
 
 class FailedRow(NamedTuple):
@@ -61,24 +58,9 @@ def follow_picks(tree: TokenTree, picks: Sequence[int]) -> Verdict:
     return Verdict(path, None)
 
 
-def native_noise(request: Request) -> Noise | None:
-    """Return how the kernels may pick this request's tokens by themselves; None if they cannot.
-
-    They know the best score and the race, with adjustments of tokens that the request or its text names.
-    """
-    adjustments, traits, sampling = request.adjustments, request.rule.traits, request.sampling
-    is_supported = adjustments is None or (adjustments.banned is None and adjustments.allowed is None)
-    if request.constraint is not None or not is_supported:
-        return None
-    if traits.pick is Pick.BEST_SCORE:
-        return Noise()
-    if traits.pick is not Pick.RACE or sampling.is_greedy:
-        return None
-    return Noise(sampling.temperature, request.seed, request.choice % _WORD, *sampling.kernel_filters)
-
-
-def proposes_best_scores(request: Request) -> bool:
-    """Return whether proposals for this request are the draft model's best tokens, which a model may return itself."""
+def picks_best_scores(request: Request) -> bool:
+    """Return whether this request's picks, and the proposals for it, are the models' best scores, which a model may
+    return itself."""
     is_steered = request.adjustments is not None or request.constraint is not None
     return not is_steered and request.rule.traits.pick is Pick.BEST_SCORE
 

@@ -29,7 +29,6 @@ from outpace.models.llama.native.binding import (
     read_formats,
     usable_cores,
 )
-from outpace.models.llama.native.pair import NativePair
 from outpace.models.llama.native.rope_tables import NativeRopeTable
 from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
@@ -128,11 +127,6 @@ class NativeSession(Session):
         for layer, place in enumerate(out):
             self.store.read(layer, length, place)
         return out
-
-    def advance_to(self, length: int) -> None:
-        """Record that the kernels committed tokens up to `length`; nothing is pending."""
-        self.length = length
-        self._drop_pending()
 
     def _resize(self, slots: int) -> None:
         self.store.resize(slots)
@@ -298,11 +292,6 @@ class NativeLlama(Model):
         skipped[list(attention), 0] = skipped[list(mlp), 1] = True
         other._skipped = skipped
         return other
-
-    def pair_with(self, draft: Any) -> NativePair | None:
-        if type(self) is not NativeLlama or type(draft) is not NativeLlama:
-            return None
-        return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
 
     def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
         model = self.model_for_thread()
