@@ -270,28 +270,6 @@ def test_layers_keep_what_sets_them_apart_in_a_shallow_draft() -> None:
     assert (got - reference.logits(alone, renumbered, tokens)).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_reduced_output_layer_scores_its_tokens_alone(tied: bool) -> None:
-    config = replace(reference.TINY, tie_embeddings=tied)
-    tensors, ids = reference.random_tensors(config), torch.tensor([90, 3, 41, 7])
-    whole = Llama.from_tensors(config, tensors.__getitem__)
-    some = Llama.from_tensors(config, tensors.__getitem__, head_ids=ids)
-    expected = fresh(whole, [5, 6, 7])
-    for model in (some, some.select_layers([0, 1, 2])):
-        got = fresh(model, [5, 6, 7])
-        torch.testing.assert_close(got[ids], expected[ids], atol=1e-5, rtol=1e-5)
-        assert set(torch.where(got > -torch.inf)[0].tolist()) == set(ids.tolist())
-    some.vocab_size = 50  # a draft padded further than its target
-    assert fresh(some, [5, 6, 7]).shape == (50,)
-
-
-@pytest.mark.parametrize("ids", [[], [1, 1], [-1], [97], [[1, 2]], [1.0]])
-def test_a_reduced_output_layer_of_senseless_tokens(ids: list[Any]) -> None:
-    tensors = reference.random_tensors(reference.TINY)
-    with pytest.raises(UserError, match="output layer's tokens"):
-        Llama.from_tensors(reference.TINY, tensors.__getitem__, head_ids=torch.tensor(ids))
-
-
 def test_bfloat16_is_packed_where_the_machine_can() -> None:
     assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
     assert not can_pack(CPU, torch.float16)

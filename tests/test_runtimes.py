@@ -238,17 +238,14 @@ def test_doctor_makes_no_draft_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_is_done_while_weights_are_loaded_is_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is made when progress is first told, by whom waits for the weights; else behind them."""
-    done, told = list[str](), list[float]()
-    work = runtimes.ConcurrentWork(
-        lambda: done.append("made") or len(done), lambda stage, fraction: told.append(fraction)
+def test_the_tokenizer_is_made_once_while_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, make = list[Any](), outpace.models.text.tokenizer.tokenizer_of
+    monkeypatch.setattr(
+        "outpace.models.text.tokenizer.tokenizer_of", lambda source: events.append("made") or make(source)
     )
-    for fraction in (0.5, 1.0):
-        work("loading", fraction)
-    assert (work.result, done, told) == (1, ["made"], [0.5, 1.0])
-    silent = runtimes.ConcurrentWork(lambda: "late", lambda stage, fraction: None)
-    assert silent.result == "late"
+    load_model(folder, progress=lambda stage, fraction: events.append(fraction))
+    assert events.index("made") < events.index(1.0)
+    assert events.count("made") == 1
 
     def failing(source: object) -> None:
         raise UserError("no tokenizer")

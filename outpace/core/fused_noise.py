@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core import noise_constants as numbers
+from outpace.core import noise as host
 from outpace.core.arrays import device_guard
 
 BLOCK = 1024
-_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in numbers.FACTORS)
-_ROOT, _LOG_2, _UNIT = tl.constexpr(numbers.SQRT_HALF_BITS), tl.constexpr(-numbers.LOG_2), tl.constexpr(numbers.UNIT)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in host.FACTORS)
+_ROOT, _LOG_2, _UNIT = tl.constexpr(host.SQRT_HALF_BITS), tl.constexpr(-host.LOG_2), tl.constexpr(host.UNIT)
 
 
 @triton.jit

@@ -94,18 +94,11 @@ def processor() -> str:
 
 UNKNOWN = 4 << 30  # if the system does not report it
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of cgroups v2 and v1
-GIVEN_BACK = (
-    "inactive_file",
-    "active_file",
-    "total_inactive_file",
-    "total_active_file",
-)  # cached file pages, which are freed on demand
+FILE_PAGES = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")  # freed on demand
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory still available.
-
-    The least of the machine's, the container's and the process's own limits.
+    """Return the bytes of memory still available: the least of the machine's, the containers' and the process's limits.
 
     Pages that only cache files count as available, because the system frees them on demand.
     """
@@ -137,8 +130,8 @@ def _of_group(folder: Path) -> Iterator[int]:
         limit, used = _lines(folder / limit_name), _lines(folder / used_name)
         if limit and used and limit[0].isdigit():
             files = [line.split() for line in _lines(folder / "memory.stat")]
-            kept = {name: int(count) for name, count in files if name in GIVEN_BACK}
-            whole = [kept[name] for name in kept if name.startswith("total_")] or list(kept.values())
+            pages = {name: int(count) for name, count in files if name in FILE_PAGES}
+            whole = [pages[name] for name in pages if name.startswith("total_")] or pages.values()
             yield int(limit[0]) - int(used[0]) + sum(whole)
 
 

@@ -18,11 +18,15 @@ import numpy as np
 
 from outpace.core.arrays import to_device
 from outpace.core.lazy import torch
-from outpace.core.noise_constants import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
 from outpace.core.triton_support import unavailable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
+LOG_2 = 0.6931471805599453
+UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
+FACTORS = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E485565 - (1 << 32)  # of the hash's three rounds, with a sign
 
 # Purposes of a key. 0 is the noise that target and drafters share, keyed by position. The ratio rules key by node ids
 # instead, because using a key again in a later round would bias them.
@@ -66,10 +70,17 @@ def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "c
     return exponential_from_words(_words(keys, device), vocab)
 
 
+def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return g = -log E for every row key and every token: float32 [rows, vocab]."""
+    return gumbel_from_words(_words(keys, device), vocab)
+
+
 def exponential_from_words(words: Tensor, vocab: int) -> Tensor:
     """Do as `exponential`, for keys on the device: int32 [rows, 2], as `key_words` returns them."""
     if _has_kernel(words):
-        return _fused(words, vocab, False)
+        from outpace.core.fused_noise import noise
+
+        return noise(words, vocab, False)
     low, high = words[:, :1], words[:, 1:]  # [rows, 1] each
     bits = torch.arange(vocab, dtype=torch.int32, device=words.device) ^ low  # [rows, vocab]
     _mix(bits, FACTORS[0])
@@ -83,19 +94,17 @@ def exponential_from_words(words: Tensor, vocab: int) -> Tensor:
 def gumbel_from_words(words: Tensor, vocab: int) -> Tensor:
     """Do as `gumbel`, for keys on the device."""
     if _has_kernel(words):
-        return _fused(words, vocab, True)
+        from outpace.core.fused_noise import noise
+
+        return noise(words, vocab, True)
     e = exponential_from_words(words, vocab)
     return _minus_log(e, 1.0 - e)
 
 
-def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return g = -log E for every row key and every token: float32 [rows, vocab]."""
-    return gumbel_from_words(_words(keys, device), vocab)
-
-
 def key_words(key: int) -> tuple[int, int]:
     """Return a row's key as two signed 32-bit words, the low one first."""
-    return _signed(key), _signed(key >> 32)
+    low, high = ((word & 0xFFFFFFFF) - ((word & 0x80000000) << 1) for word in (key, key >> 32))
+    return low, high
 
 
 def _words(keys: Sequence[int], device: torch.device | str) -> Tensor:
@@ -103,27 +112,12 @@ def _words(keys: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def _has_kernel(words: Tensor) -> bool:
+    """Return whether the fused kernel, which gives the same bits, runs on the device."""
     return words.is_cuda and unavailable_reason(words.device) is None
 
 
-def _fused(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:
-    """Run the fused kernel, which gives the same bits."""
-    from outpace.core.fused_noise import noise
-
-    return noise(words, vocab, is_gumbel)
-
-
-def _signed(word: int) -> int:
-    """Return the low 32 bits as a two's-complement integer."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
 def _mix(bits: Tensor, factor: int) -> None:
-    """Apply one bijective round to int32, in place.
-
-    Multiply, then fold the high bits into the low by a logical shift.
-    """
+    """Multiply int32 in place and fold its high bits into the low by a logical shift, which is bijective."""
     bits.mul_(factor)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF))
 

@@ -145,7 +145,11 @@ def _weight_bytes(
         size: StoredSize = source.held(source_of(name, source.config["num_hidden_layers"]))
         return size
 
-    sizes = {INT8: native_bytes(shapes, stored, _read_by_kernels() if formats is None else formats, False)}
+    try:
+        readable = read_formats(load_kernels()) if formats is None else formats
+    except UserError:  # they are not installed
+        readable = ()
+    sizes = {INT8: native_bytes(shapes, stored, readable, False)}
     if formats is None:
         name = "float32" if options.dtype == AUTO else options.dtype
         sizes[name] = float_bytes(shapes, 4 if name == "float32" else 2)
@@ -160,11 +164,3 @@ def _weight_bytes(
     if options.dtype == FILE or (options.dtype == AUTO and keeps):
         return FILE, {FILE: kept} | (sizes if sizes[INT8] < kept else {})
     return INT8, sizes | ({FILE: kept} if kept < sizes[INT8] else {})
-
-
-def _read_by_kernels() -> tuple[str, ...]:
-    """Return the formats that the native kernels read in place; () if they are not installed."""
-    try:
-        return read_formats(load_kernels())
-    except UserError:
-        return ()

@@ -38,10 +38,9 @@ def load_model(
     if isinstance(spec, os.PathLike):
         spec = Path(spec)
     if spec is not None and not isinstance(spec, str | Path):
-        if options.inflate != 1:
-            raise UserError("inflate is for models that are loaded by name, not for one that is loaded already")
-        if options.kv_dtype != AUTO:
-            raise UserError("kv_dtype is for models that are loaded by name, not for one that is loaded already")
+        for name, default in (("inflate", 1), ("kv_dtype", AUTO)):
+            if getattr(options, name) != default:
+                raise UserError(f"{name} is for models that are loaded by name, not for one that is loaded already")
         return runtimes.wrap_loaded(spec, tokenizer)
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
@@ -69,7 +68,7 @@ def load_draft(
     if str(spec).startswith(LAYERS):
         if target.inflate != 1:
             raise UserError(f"{spec} skips layers, which inflate adds without effect: its cost would mean nothing")
-        again = partial(_layers_again, str(spec), target.again) if target.again else None
+        again = partial(_load_layers, str(spec), target.again) if target.again else None
         return Loaded(_select_layers(str(spec), target), target.tokenizer, str(spec), again=again)
     if spec == "auto":
         spec = find_draft(target.name, target.config)
@@ -93,8 +92,13 @@ def open_draft(
     options = replace(options, is_draft=True)
     if not isinstance(spec, str | os.PathLike) or not is_packed(Path(spec)):
         return load_model(spec, options, tokenizer=tokenizer, progress=progress)
-    found = _complete(Path(spec), target, files, progress)
-    return replace(load_model(found, options, tokenizer=tokenizer, progress=progress), name=str(spec))
+    if files is None:
+        raise UserError(
+            f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
+            " the draft whole with the target's files by `outpace distill --unpack`"
+        )
+    whole = complete_draft(Path(spec).expanduser(), files(), progress=progress)
+    return replace(load_model(whole, options, tokenizer=tokenizer, progress=progress), name=str(spec))
 
 
 def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
@@ -107,29 +111,10 @@ def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     return draft
 
 
-def _complete(spec: Path, target: str, files: Callable[[], Path] | None, progress: Progress) -> Path:
-    """Return the folder of a packed draft, completed with its target's embeddings."""
-    if files is None:
-        raise UserError(
-            f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
-            " the draft whole with the target's files by `outpace distill --unpack`"
-        )
-    return complete_draft(spec.expanduser(), files(), progress=progress)
-
-
 def _select_layers(spec: str, target: Loaded) -> Model:
     count = target.model.num_layers
     if not count:
         raise UserError(f"{spec} needs a target of the runtime native or llama, {target.name} runs by transformers")
-    draft: Model = target.model.select_layers(_layers(spec, count))
-    return draft
-
-
-def _layers_again(spec: str, again: Callable[[], Loaded]) -> Loaded:
-    return load_draft(spec, again())
-
-
-def _layers(spec: str, count: int) -> list[int]:
     allowed = f"write {LAYERS} and numbers from 0 to {count - 1} in rising order, as in {LAYERS}0,1,{count - 1}"
     try:
         numbers = [int(part) for part in spec.removeprefix(LAYERS).split(",")]
@@ -139,4 +124,9 @@ def _layers(spec: str, count: int) -> list[int]:
         check_range(f"a layer of {spec}", number, 0, count - 1)
     if numbers != sorted(set(numbers)):
         raise UserError(f"{spec!r} names layers twice or out of order; {allowed}")
-    return numbers
+    draft: Model = target.model.select_layers(numbers)
+    return draft
+
+
+def _load_layers(spec: str, load_target: Callable[[], Loaded]) -> Loaded:
+    return load_draft(spec, load_target())

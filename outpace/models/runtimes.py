@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +52,6 @@ class Loaded:
         return precision
 
 
-class ConcurrentWork:
-    """A progress callback that does some work at its first call, while other threads load weights.
-
-    The work does not get a thread of its own, whose arena of the C library would keep the memory that the work frees.
-    """
-
-    def __init__(self, work: Callable[[], Any], progress: Progress) -> None:
-        self._work, self._progress = work, progress
-
-    @cached_property
-    def result(self) -> Any:
-        """The work's result; the work is done now if it was not."""
-        return self._work()
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        self._progress(stage, fraction)
-        _ = self.result
-
-
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Load the model that `spec` names by a runtime of RUNTIMES.
 
@@ -88,7 +69,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
 
     model, wrapped = transformers_load.wrap_pair(module, tokenizer)
     name = getattr(module, "name_or_path", "") or type(module).__name__
-    return _of_transformers(model, wrapped, name)
+    return Loaded(model, wrapped, name, model.config.to_dict(), notice=model.notice)
 
 
 def missing_kernels() -> str | None:
@@ -136,13 +117,13 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
     if options.trust_remote_code or options.is_spread:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")} | {"dtype": options.torch_dtype}
-    build: Callable[..., Model] = partial(Llama.from_tensors, **given)
+    build: Callable[..., Model] = Llama.from_tensors
     if options.has_graphs:
         kind, slow_path_warning = _captured(options)
-        build = partial(kind.from_tensors, is_eager=options.graphs == EAGER, **given)
+        build = partial(kind.from_tensors, is_eager=options.graphs == EAGER)
         reason = slow_path_warning or reason
-    return _read(spec, options, progress, build, reason)
+    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")}
+    return _read(spec, options, progress, partial(build, dtype=options.torch_dtype, **given), reason)
 
 
 def _captured(options: LoadOptions) -> tuple[Any, str | None]:
@@ -152,12 +133,9 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     from outpace.core.triton_support import slow_path_warning, unavailable_reason
     from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 
-    if options.exact:
-        return ExactGraphLlama, None
-    if options.graphs == EAGER:
-        return SteppingLlama, None
-    why = unavailable_reason(torch.device(options.device))
-    if why is not None:
+    if options.exact or options.graphs == EAGER:
+        return (ExactGraphLlama if options.exact else SteppingLlama), None
+    if why := unavailable_reason(torch.device(options.device)):
         return SteppingLlama, slow_path_warning(why)
     from outpace.models.llama.cuda.fused_runtime import FusedLlama  # which imports Triton
 
@@ -209,17 +187,25 @@ def _read(
         config = from_dict(source.config)
         source.check_shapes(tensor_shapes(config))
         head_ids = read_draft_vocab(path, source.config)
-        tokenizer_work = ConcurrentWork(partial(tokenizer_of, source), progress)
+        tokenizer = cache(partial(tokenizer_of, source))
+
+        def work_and_progress(stage: str, fraction: float) -> None:
+            """Make the tokenizer at the first call, while other threads load weights.
+
+            A thread of its own would have its own arena of the C library, which keeps the memory that it frees.
+            """
+            progress(stage, fraction)
+            tokenizer()
+
         weights = source.tensor if formats is None else source.weight
         config, fetch = inflated(config, weights, options.inflate)
         check_memory(tensor_shapes(config), options)
         check_host(source, config, options, formats)
-        model = build(config, fetch, head_ids=head_ids, progress=tokenizer_work)
-        tokenizer = tokenizer_work.result
+        model = build(config, fetch, head_ids=head_ids, progress=work_and_progress)
     model.inflate = options.inflate
     name = _name(spec) + inflation_label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, inflation_notice(options.inflate), reason)))
-    return Loaded(model, tokenizer, name, source.config, options.inflate, notices or None)
+    return Loaded(model, tokenizer(), name, source.config, options.inflate, notices or None)
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -241,7 +227,7 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
         check_causal_lm(read_json(source / "config.json"), source)
     model, tokenizer = transformers_load.load(source, revision, options)
-    return _of_transformers(model, tokenizer, _name(spec))
+    return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice)
 
 
 def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, str | None]:
@@ -257,10 +243,6 @@ def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, st
         return resolve(None if spec is None else str(spec), progress=progress), None
     folder = hub.cached_snapshot(name)
     return (name.repository, name.revision) if folder is None else (resolve(str(folder)), None)
-
-
-def _of_transformers(model: Any, tokenizer: Any, name: str) -> Loaded:
-    return Loaded(model, tokenizer, name, model.config.to_dict(), notice=model.notice)
 
 
 def _name(spec: str | Path | None) -> str:

@@ -50,10 +50,9 @@ class Toy(Model):
         self.vocab_size, self.num_layers = vocab_size, order
         self.max_positions = 1 << 20
         self.device = torch.device("cpu")
-        own, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 7919))
         shape = (order, vocab_size + 1, vocab_size)  # the extra row is for positions before the text
-        tables = torch.randn(shape, generator=own, dtype=torch.float64)
-        noise = torch.randn(shape, generator=other, dtype=torch.float64)
+        generators = (torch.Generator().manual_seed(one) for one in (seed, seed + 7919))
+        tables, noise = (torch.randn(shape, generator=one, dtype=torch.float64) for one in generators)
         self._tables = 2.0 * (agreement * tables + (1.0 - agreement) * noise)
         self._mlp = [mlp] * order
         self._skipped: frozenset[int] = frozenset()  # attention layers
@@ -63,8 +62,7 @@ class Toy(Model):
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return float64 logits [wanted rows, vocab] and hidden states [layers, shown rows, vocab]."""
-        rows: list[Tensor] = []
-        shown: list[Tensor] = []
+        rows, shown = list[Tensor](), list[Tensor]()
         for part in forest:
             contexts = self._contexts(part)
             for node in part.wanted:
@@ -85,11 +83,6 @@ class Toy(Model):
     def project(self, hidden: Tensor) -> SparseLogits:
         return SparseLogits(hidden, None, self.vocab_size)
 
-    @property
-    def reach(self) -> int:
-        """Number of trailing tokens that the logits depend on."""
-        return self.num_layers
-
     def _contexts(self, part: Part) -> dict[int, list[int]]:
         """Store a part's tokens; return for each wanted or shown node the trailing tokens that it sees, itself last."""
         session = part.session
@@ -98,7 +91,7 @@ class Toy(Model):
         start = session.length
         session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
         end = start if part.length is None else part.length
-        committed = session.tokens[max(0, end - self.reach) : end].tolist()
+        committed = session.tokens[max(0, end - self.num_layers) : end].tolist()
         nodes = {*part.wanted, *part.shown}
         return {node: committed + session.tokens[np.flatnonzero(visible[node]) + start].tolist() for node in nodes}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Work = Callable[[], None]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -58,7 +59,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_masked = name in ("index", "index_put", "index_put_") and any(
             tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:]
         )
@@ -71,15 +72,6 @@ class _Operations(TorchDispatchMode):
         if name in HOST_OPERATIONS or is_masked or crosses:
             raise HostRead(f"{func} within a captured pass: a graph cannot wait for the host")
         return func(*args, **kwargs)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield an operation's tensor arguments, also those inside lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 class _Methods(TorchFunctionMode):
@@ -172,9 +164,6 @@ class Captures:
             self._buffers[key] = make()
         return self._buffers[key]
 
-    def has(self, key: Hashable) -> bool:
-        return key in self._made
-
     def prepare(self, key: Hashable, work: Work, *buffers: Tensor) -> None:
         """Capture `work` if it is not captured yet; the buffers must hold harmless values."""
         if key in self._made:
@@ -190,6 +179,16 @@ class Captures:
             self._is_busy = False
         self._made[key] = made
         self.count += 1
+
+    def begin(
+        self, key: Hashable, inputs: StaticInputs, work: Work, *buffers: Tensor, idle: Mapping[str, int] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the inputs to fill and send before `replay`; first capture `work` over idle inputs, unless it was."""
+        if key not in self._made:
+            inputs.begin(idle or {})
+            inputs.send()
+            self.prepare(key, work, inputs.buffer, *buffers)
+        return inputs.begin(idle or {})
 
     def replay(self, key: Hashable) -> None:
         self._is_busy = True

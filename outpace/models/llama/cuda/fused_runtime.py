@@ -16,7 +16,7 @@ from outpace.core.triton_support import slow_path_warning
 from outpace.models.base import chain
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.cuda import triton_kernels
-from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
+from outpace.models.llama.cuda.captures import Captures, StaticInputs, pass_shapes
 from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
 from outpace.models.llama.torch.linear import Linear, add_product, float_product
 
@@ -31,13 +31,9 @@ class FusedLlama(SteppingLlama):
         self._floor, self._head_floor = float(self._norm_floor), float(self._head_norm_floor)
 
     @classmethod
-    def from_tensors(cls, *args: Any, **options: Any) -> SteppingLlama:
-        """Build a model; if a kernel does not compile for it, return the same model without our kernels.
-
-        The latter has a notice.
-        """
+    def from_tensors(cls, *args: Any, **options: Any) -> SteppingLlama:  # type: ignore[override]
+        """Build a model; if a kernel does not compile, return the same model without our kernels, with a notice."""
         model = super().from_tensors(*args, **options)
-        assert isinstance(model, FusedLlama)
         try:
             model.try_kernels()
         except torch.OutOfMemoryError:
@@ -57,16 +53,15 @@ class FusedLlama(SteppingLlama):
             return
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         nodes, piece = triton_kernels.MOST_ROWS, triton_kernels.PIECE
-        shapes = {"bits": (1, nodes, WORDS), "lengths": (1,), "depths": (1, nodes), "below": (1, MOST_PENDING)}
-        inputs = {name: torch.zeros(size, dtype=torch.int64, device=self.device) for name, size in shapes.items()}
+        inputs = StaticInputs(pass_shapes(1, nodes), self.device).device
         query = torch.zeros(nodes, heads, width, dtype=self.dtype, device=self.device)
         for slots, window in product((piece, 4 * piece), self._windows):
             triton_kernels.attend(query, query.new_zeros(2, 1, groups, slots, width), inputs, slots, window)
 
     def by_torch(self, reason: str) -> SteppingLlama:
         """Return the same model without our kernels, with the reason in its notice."""
-        ends, ids = (self._embedding, self._head), self._head_ids
-        model = SteppingLlama(self.config, self._layers, *ends, self.exact, ids, self.kv_dtype)
+        weights = self._layers, self._embedding, self._head
+        model = SteppingLlama(self.config, *weights, self.exact, self._head_ids, self.kv_dtype)
         model.captures = Captures(self.captures.is_eager)
         model.notice = slow_path_warning(reason)
         return model
@@ -85,15 +80,9 @@ class FusedLlama(SteppingLlama):
         layer, config = self._layers[number], self.config
         kv = self.pool.kv[number][:, start : start + len(inputs["lengths"])]
         qkv = self._apply_normed(layer.qkv, x)
+        places, table = (inputs["positions"], inputs["slots"]), self._rope.of_layer(number)
         query = triton_kernels.rotate_and_store(
-            qkv,
-            layer.head_norm,
-            self._head_floor,
-            self._rope.of_layer(number),
-            inputs["positions"],
-            inputs["slots"],
-            kv,
-            config.attention_scale,
+            qkv, layer.head_norm, self._head_floor, table, *places, kv, config.attention_scale
         )
         attended = triton_kernels.attend(query, kv, inputs, slots, config.window(number))
         return self._add_attention(number, attended, x)

@@ -13,8 +13,8 @@ numbers are on grids in float64, where sums are exact (`ExactAttention`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.logits import SparseLogits, tensor_of
 from outpace.core.multi_step import MAX_DEPTH, ExpandedNode, MultiStepRequest
 from outpace.core.tree import PREFIX
-from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes, StaticInputs
+from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes
 from outpace.models.llama.cuda.pool import LEAST
 from outpace.models.llama.cuda.runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.cuda.step_choice import (
@@ -37,7 +37,7 @@ from outpace.models.llama.cuda.step_choice import (
     StepNodes,
     proposals,
 )
-from outpace.models.llama.torch.attention import ExactAttention, attend_batch_exactly
+from outpace.models.llama.torch.attention import attend_batch_exactly
 from outpace.models.llama.torch.linear import FIXED, Linear, pad_rows, rows_are_independent
 from outpace.models.llama.torch.weights import Normed
 
@@ -60,8 +60,7 @@ class SteppingLlama(GraphLlama):
         for one in asked:
             one.session.reserve(one.session.used + bucket.taken)
             one.session.settle()
-        self.pool.bring_to_front([one.session for one in asked])
-        self.captures.forget_if_moved(self.pool.kv, *self._rope.tables)
+        self._place([one.session for one in asked])
         found = self._run_steps(asked, tensor_of(scored.values), bucket)  # [steps, batch, width, columns]
         return [_expanded_nodes(one, found[:, one.session.place], bucket) for one in asked]
 
@@ -70,44 +69,36 @@ class SteppingLlama(GraphLlama):
         """Fill the buffers, replay the graph, and wait for its results."""
         most, noisy = max(one.session.used for one in asked) + bucket.taken, any(one.keys for one in asked)
         slots = min(next_power_of_two(most, LEAST), self.pool.slots)
-        inputs = self._inputs(("steps", bucket), lambda: StaticInputs(_shapes(bucket), self.device))
-        first, out = self._step_buffers(scores, bucket)
+        inputs = self._inputs(("steps", bucket), _shapes(bucket))
+        rows, vocab = bucket.batch * bucket.width, scores.shape[-1]
+        first: Tensor = self.captures.buffers(("step scores", rows, vocab), lambda: scores.new_zeros(rows, vocab))
+        shape = (bucket.steps, bucket.batch, bucket.width, bucket.columns)
+        out: Tensor = self.captures.buffers(
+            ("step results", bucket), lambda: torch.zeros(shape, dtype=torch.float64, device=self.device)
+        )
         self._hidden = self.captures.buffers("hidden", self._make_hidden)
-        mailbox = self._mailbox(bucket.batch) if bucket.follows_root else None
-        key = ("steps", bucket, slots, noisy, scores.shape[-1])
-        if not self.captures.has(key):
-            inputs.begin({})
-            inputs.send()
-            work = partial(self._steps_pass, bucket, inputs.device, first, out, slots, noisy, mailbox)
-            self.captures.prepare(key, work, inputs.buffer, self.pool.kv, self._hidden, first, out)
-        host = inputs.begin({})
+        mailbox: RootMailbox | None = None
+        if bucket.follows_root:
+            mailbox = self.captures.buffers(
+                ("step mail", bucket.batch), lambda: RootMailbox(bucket.batch, self.vocab_size - 1, self.device)
+            )
+            mailbox.clear()
+        key = ("steps", bucket, slots, noisy, vocab)
+        work = partial(self._steps_pass, bucket, inputs.device, first, out, slots, noisy, mailbox)
+        host = self.captures.begin(key, inputs, work, self.pool.kv, self._hidden, first, out)
         for one in asked:
             _fill(host, one.session.place, one)
         inputs.send()
         places = [one.session.place * bucket.width + node for one in asked for node in range(len(one.slots))]
         first.index_copy_(0, to_device(places, np.int64, self.device), scores)
-        with _connected(asked, mailbox):
+        with ExitStack() as stack:
+            for one in asked:
+                if mailbox is not None and one.mail is not None:  # updates sent from now on go to the steps' mailbox
+                    one.mail.begin(partial(mailbox.write, one.session.place))
+                    stack.callback(one.mail.end)
             self.captures.replay(key)
             found: np.ndarray = out.cpu().numpy()  # the only wait
         return found
-
-    def _step_buffers(self, scores: Tensor, bucket: StepBucket) -> tuple[Tensor, Tensor]:
-        """Return the buffers of the first step's logits and of the results."""
-        rows, vocab = bucket.batch * bucket.width, scores.shape[-1]
-        shape = (bucket.steps, bucket.batch, bucket.width, bucket.columns)
-        first: Tensor = self.captures.buffers(("step scores", rows, vocab), lambda: scores.new_zeros(rows, vocab))
-        out: Tensor = self.captures.buffers(
-            ("step results", bucket), lambda: torch.zeros(shape, dtype=torch.float64, device=self.device)
-        )
-        return first, out
-
-    def _mailbox(self, texts: int) -> RootMailbox:
-        """Return the empty mailbox from which the steps fetch root updates."""
-        mailbox: RootMailbox = self.captures.buffers(
-            ("step mail", texts), lambda: RootMailbox(texts, self.vocab_size - 1, self.device)
-        )
-        mailbox.clear()
-        return mailbox
 
     def _steps_pass(
         self,
@@ -183,15 +174,15 @@ def _fits(asked: Sequence[MultiStepRequest], bucket: StepBucket) -> bool:
     return True
 
 
-_INTEGERS = ("lengths", "pending", "width", "nodes", "most_nodes", "deepest")
-_COUNTS = ("has_noise", "has_shares", "first_count", "open_count")
+_SIZES = ("lengths", "pending", "width", "nodes", "most_nodes", "deepest")
+_INTEGERS = (*_SIZES, "has_noise", "has_shares", "first_count", "open_count")
 _FLOATS = ("share", "floor", "temperature", "trust", "coverage", "open")  # by the bits of a float64
 
 
 def _shapes(bucket: StepBucket) -> Shapes:
     each, opened = (bucket.batch, bucket.width), (bucket.batch, bucket.opened)
     return {
-        **dict.fromkeys((*_INTEGERS, *_COUNTS, *_FLOATS), (bucket.batch,)),
+        **dict.fromkeys((*_INTEGERS, *_FLOATS), (bucket.batch,)),
         **dict.fromkeys(("first_scores", "first_depths"), each),
         **dict.fromkeys(("open_scores", "open_tokens", "open_depths"), opened),
         "first_bits": (*each, WORDS),
@@ -206,10 +197,10 @@ def _fill(host: dict[str, np.ndarray], row: int, one: MultiStepRequest) -> None:
     """Write one text's inputs; fractions are stored by their bits."""
     session, trust = one.session, one.trust
     depths, visible = session.pending_depths, session.visible_bits()
-    integers = (session.length, session.pending, one.width, one.nodes, one.most_nodes, one.deepest)
+    sizes = (session.length, session.pending, one.width, one.nodes, one.most_nodes, one.deepest)
     counts = (bool(one.keys), trust.open is not None, len(one.slots), len(one.opened))
     floats = (one.share, one.floor, one.temperature, trust.temperature, trust.coverage, trust.open or 0.0)
-    for name, value in zip((*_INTEGERS, *_COUNTS), (*integers, *counts), strict=True):
+    for name, value in zip(_INTEGERS, (*sizes, *counts), strict=True):
         host[name][row] = value
     for name, number in zip(_FLOATS, floats, strict=True):
         host[name].view(np.float64)[row] = number
@@ -262,20 +253,6 @@ def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket
     return expanded
 
 
-@contextmanager
-def _connected(asked: Sequence[MultiStepRequest], mailbox: RootMailbox | None) -> Iterator[None]:
-    """Forward root updates that are sent to the texts meanwhile to the mailbox from which the steps fetch them."""
-    channels = [(one.mail, one.session.place) for one in asked if one.mail is not None] if mailbox is not None else []
-    try:
-        for channel, place in channels:
-            assert mailbox is not None
-            channel.begin(partial(mailbox.write, place))
-        yield
-    finally:
-        for channel, _ in channels:
-            channel.end()
-
-
 class ExactGraphLlama(SteppingLlama):
     """Captured passes in exact mode. Keys and values are float64, unless they are stored in fewer bits."""
 
@@ -285,13 +262,8 @@ class ExactGraphLlama(SteppingLlama):
         """Return True for hidden slots."""
         return super()._mask(inputs, slots, window) < 0
 
-    def _attend_batch(self, number: int, query: Tensor, stored: Tensor, mask: Tensor) -> Tensor:
-        attention = self._attention[number]
-        assert isinstance(attention, ExactAttention)
-        if not self._kv_format.is_own:
-            stored = attention.round_stored(stored)
-        attended = attend_batch_exactly(query, stored[0], stored[1], mask).to(self.dtype)
-        return pad_rows(attended, (FIXED,))
+    def _attend_batch(self, query: Tensor, stored: Tensor, mask: Tensor) -> Tensor:
+        return pad_rows(attend_batch_exactly(query, stored[0], stored[1], mask).to(self.dtype), (FIXED,))
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return torch.cat([super(ExactGraphLlama, self)._norm(piece, weight) for piece in x.split(FIXED)])
@@ -300,10 +272,10 @@ class ExactGraphLlama(SteppingLlama):
         return torch.cat([super(ExactGraphLlama, self)._norm_heads(piece, weight) for piece in qkv.split(FIXED)])
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        layer, hidden = self._layers[0], self.config.hidden_size
-        normed = [(self._with_norm(one), hidden) for one in (layer.qkv, layer.gate_up, self._head)]
+        def with_norm(normed: Normed) -> Linear:
+            return lambda x, residual=None: normed.linear(self._norm(x, normed.norm), residual)
+
+        layer = self._layers[0]
+        normed = [(with_norm(one), self.config.hidden_size) for one in (layer.qkv, layer.gate_up, self._head)]
         alike = rows_are_independent([*normed, *self._linears()[2:]], FIXED, self.dtype, self.device)
         return ((FIXED,), (FIXED,)) if alike else ((), ())
-
-    def _with_norm(self, normed: Normed) -> Linear:
-        return lambda x, residual=None: normed.linear(self._norm(x, normed.norm), residual)

@@ -7,8 +7,9 @@ captured anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -31,53 +32,42 @@ def pool_shape(slots: Sequence[int]) -> tuple[int, int]:
     return (next_power_of_two(len(used)), next_power_of_two(max(used), LEAST)) if used else (0, 0)
 
 
-def finite(values: Tensor) -> Tensor:
-    """Replace nan and infinities before values are stored.
-
-    Hidden slots are multiplied by 0, which keeps nan: a request whose numbers overflow must not spoil the request that
-    gets its row next.
-    """
-    return torch.nan_to_num(values)
-
-
 class Pool:
     """The store: `kv` [layers, keys and values, rows, kv_heads, slots + SPARE, encoded width], finite everywhere."""
 
     def __init__(self, config: LlamaConfig, kv_format: KVFormat, device: torch.device) -> None:
-        self._config, self._width = config, kv_format.width
-        self._sessions: list[ref[GraphSession] | None] = []  # by row; a dead reference or None: the row is free
+        self._shape = config.num_layers, 2, config.num_kv_heads, kv_format.width
+        self._sessions: WeakValueDictionary[int, GraphSession] = WeakValueDictionary()  # by row
         self._largest = 0  # the largest product of rows and slots so far: that much memory was allowed
         self.rows = self.slots = 0
-        self.kv = torch.zeros(self._shape(0, 0), dtype=kv_format.dtype, device=device)
+        self.kv = self._zeros(0, 0, kv_format.dtype, device)
 
     @property
     def padding(self) -> int:
         """The slot to which padding rows write."""
         return self.slots + SPARE - 1
 
-    def at(self, row: int) -> GraphSession | None:
-        """Return the session of a row."""
-        found = self._sessions[row]
-        return found() if found is not None else None
-
     @torch.inference_mode()
     def fit(self, session: GraphSession, slots: int) -> None:
         """Give a session a row with at least `slots` slots; with 0, free its row."""
-        others = [other for row in range(self.rows) if (other := self.at(row)) and other is not session]
+        others = [other for other in self._by_row() if other is not session]
         rows, width = pool_shape([slots, *(other.slots for other in others)])
         if not slots and session.row is not None:
-            self._sessions[session.row], session.row = None, None
+            del self._sessions[session.row]
+            session.row = None
         elif rows > self.rows or width > self.slots:
-            self.resize(*self._grown(rows, width))
+            # shrink in no direction, unless the pool would be larger than it ever was
+            kept = max(rows, self.rows), max(width, self.slots)
+            self.resize(*(kept if math.prod(kept) <= max(self._largest, rows * width) else (rows, width)))
         if slots and session.row is None:
-            session.row = next(row for row in range(self.rows) if self.at(row) is None)
-            self._sessions[session.row] = ref(session)
+            session.row = next(row for row in range(self.rows) if row not in self._sessions)
+            self._sessions[session.row] = session
 
     @torch.inference_mode()
     def bring_to_front(self, sessions: Sequence[GraphSession]) -> None:
         """Move these sessions to the first rows, swapping each with a row of no session among them."""
         count, chosen = len(sessions), set(map(id, sessions))
-        free = [row for row in range(count) if id(self.at(row)) not in chosen]
+        free = [row for row in range(count) if id(self._sessions.get(row)) not in chosen]
         for session in sessions:
             if session.row is not None and session.row >= count:
                 self._swap(session.row, free.pop())
@@ -91,40 +81,36 @@ class Pool:
 
     def resize(self, rows: int, slots: int) -> None:
         """Allocate a new store and copy what the sessions hold to its first rows; meanwhile both stores exist."""
-        sessions = [session for row in range(self.rows) if (session := self.at(row)) is not None]
-        kv = self.kv.new_zeros(self._shape(rows, slots))
+        sessions = self._by_row()
+        kv = self._zeros(rows, slots, self.kv.dtype, self.kv.device)
         for row, session in enumerate(sessions):
             session.settle()
-            kv[:, :, row, :, : session.used] = self.kv[:, :, session.row, :, : session.used]
-        for row, session in enumerate(sessions):
-            session.row = row
+            kv[:, :, row, :, : session.used] = session.kv[:, :, :, : session.used]
         self.kv, self.rows, self.slots = kv, rows, slots
         self._largest = max(self._largest, rows * slots)
-        self._sessions = [*map(ref, sessions), *[None] * (rows - len(sessions))]
+        self._sessions = WeakValueDictionary(enumerate(sessions))
+        for row, session in enumerate(sessions):
+            session.row = row
 
-    def _grown(self, rows: int, slots: int) -> tuple[int, int]:
-        """Return a size that shrinks in no direction, unless that would be larger than the pool ever was."""
-        most = max(rows, self.rows), max(slots, self.slots)
-        return most if most[0] * most[1] <= max(self._largest, rows * slots) else (rows, slots)
+    def _by_row(self) -> list[GraphSession]:
+        """Return the sessions in the order of their rows."""
+        return [session for row in range(self.rows) if (session := self._sessions.get(row)) is not None]
 
     def _swap(self, one: int, other: int) -> None:
-        first, second = self.at(one), self.at(other)
+        first, second = self._sessions.pop(one), self._sessions.pop(other, None)
         if second is not None:
             second.settle()
-        kept = self.kv[:, :, other, :, : second.used if second else 0].clone()
-        if first is not None:
-            first.settle()
-            self.kv[:, :, other, :, : first.used] = self.kv[:, :, one, :, : first.used]
-            first.row = other
+            kept = second.kv[:, :, :, : second.used].clone()
+        first.settle()
+        self.kv[:, :, other, :, : first.used] = first.kv[:, :, :, : first.used]
+        first.row, self._sessions[other] = other, first
         if second is not None:
             self.kv[:, :, one, :, : second.used] = kept
-            second.row = one
-        rows = self._sessions
-        rows[one], rows[other] = rows[other], rows[one]
+            second.row, self._sessions[one] = one, second
 
-    def _shape(self, rows: int, slots: int) -> tuple[int, ...]:
-        config = self._config
-        return config.num_layers, 2, rows, config.num_kv_heads, slots + SPARE, self._width
+    def _zeros(self, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        layers, kinds, heads, width = self._shape
+        return torch.zeros(layers, kinds, rows, heads, slots + SPARE, width, dtype=dtype, device=device)
 
 
 class GraphSession(Session):
@@ -142,6 +128,11 @@ class GraphSession(Session):
         return self.row
 
     @property
+    def kv(self) -> Tensor:
+        """Its row: [layers, keys and values, kv_heads, slots, encoded width]."""
+        return self.pool.kv[:, :, self.row]
+
+    @property
     def used(self) -> int:
         """Number of slots that hold a token."""
         return self.length + self.pending
@@ -152,7 +143,7 @@ class GraphSession(Session):
         if self.row is None:  # nothing was ever stored
             shape = self.pool.kv.shape
             return self.pool.kv.new_empty(shape[0], 2 * shape[3], 0, shape[5])
-        return self.pool.kv[:, :, self.row, :, :length].flatten(1, 2)
+        return self.kv[:, :, :, :length].flatten(1, 2)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -160,9 +151,8 @@ class GraphSession(Session):
         if self.moves is None:
             return
         (source, start), self.moves = self.moves, None
-        mine = self.pool.kv[:, :, self.row]
-        index = to_device(source, np.int64, mine.device)
-        mine[:, :, :, start : start + len(source)] = mine[:, :, :, index]
+        index = to_device(source, np.int64, self.kv.device)
+        self.kv[:, :, :, start : start + len(source)] = self.kv[:, :, :, index]
 
     def visible_bits(self) -> np.ndarray:
         """Return which pending nodes each pending node sees, itself included, as bits: int64 [pending, WORDS]"""
@@ -182,4 +172,4 @@ class GraphSession(Session):
     def _copy(self, other: GraphSession, length: int) -> None:
         other.settle()
         if length:
-            self.pool.kv[:, :, self.row, :, :length] = self.pool.kv[:, :, other.row, :, :length]
+            self.kv[:, :, :, :length] = other.kv[:, :, :, :length]

@@ -9,26 +9,26 @@ Graphs", 2021. Sums depend on the bucket here; in `multi_step_runtime.ExactGraph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.core.arrays import next_power_of_two, to_device
-from outpace.core.logits import TargetOutput, tensor_of
+from outpace.core.logits import TargetOutput
 from outpace.models.base import Part
-from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, StaticInputs, pass_shapes, visible_bits
-from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape
-from outpace.models.llama.torch.attention import SessionRows, attend_batch, tree_mask
+from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, Shapes, StaticInputs, pass_shapes, visible_bits
+from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, pool_shape
+from outpace.models.llama.torch.attention import attend_batch, tree_mask
 from outpace.models.llama.torch.linear import pad_rows
 from outpace.models.llama.torch.rope_tables import RopeFactors
 from outpace.models.llama.torch.runtime import Llama
-from outpace.models.llama.torch.weights import LayerWeights, Normed
-from outpace.models.options import AUTO
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST_NODES = 64  # per session in a captured pass; a prompt's chunk may have more
 MOST_SESSIONS = 32
@@ -70,26 +70,16 @@ class GraphLlama(Llama):
 
     attention = "matmul"  # or "fused", by our own kernels
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: Sequence[LayerWeights],
-        embedding: Tensor,
-        head: Normed,
-        exact: bool | None = None,
-        head_ids: Tensor | None = None,
-        kv_dtype: str = AUTO,
-    ) -> None:
-        super().__init__(config, layers, embedding, head, exact, head_ids, kv_dtype)
-        self.pool = Pool(config, self._kv_format, self.device)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pool = Pool(self.config, self._kv_format, self.device)
         self.captures = Captures(self.device.type != "cuda")
-        self._hidden = torch.zeros(0, config.hidden_size, dtype=self.dtype, device=self.device)
+        self._hidden = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
 
     @classmethod
-    def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> GraphLlama:
+    def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> Self:
         """Do the same as `Llama.from_tensors`. `is_eager`: use the stand-in; None: only if the device has no graphs."""
         model = super().from_tensors(*args, **options)
-        assert isinstance(model, GraphLlama)
         if is_eager is not None:
             model.captures = Captures(is_eager)
         return model
@@ -98,9 +88,8 @@ class GraphLlama(Llama):
     def num_captures(self) -> int:
         return self.captures.count
 
-    def select_layers(self, layers: Sequence[int]) -> GraphLlama:
+    def select_layers(self, layers: Sequence[int]) -> Self:
         model = super().select_layers(layers)
-        assert isinstance(model, GraphLlama)
         model.attention, model.captures = self.attention, Captures(self.captures.is_eager)
         return model
 
@@ -120,7 +109,7 @@ class GraphLlama(Llama):
     def _score(self, forest: Sequence[Part]) -> Tensor:
         """Run parts that have a bucket in captured passes, and every other part in a pass of its own."""
         if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
-            return tensor_of(self._score_hidden(forest, ()).logits)
+            return super()._score(forest)
         captured = [number for number, part in enumerate(forest) if self._has_bucket(part)]
         groups = split_by_length([len(forest[number].tokens) for number in captured])
         if len(captured) == len(forest) and len(groups) == 1:
@@ -132,7 +121,7 @@ class GraphLlama(Llama):
             rows.update(zip(numbers, logits.split([len(forest[number].wanted) for number in numbers]), strict=True))
         for number, part in enumerate(forest):
             if number not in rows:
-                rows[number] = tensor_of(self._score_hidden([part], ()).logits)
+                rows[number] = super()._score([part])
         return torch.cat([rows[number] for number in range(len(forest))])
 
     @torch.inference_mode()
@@ -153,36 +142,35 @@ class GraphLlama(Llama):
         for part in forest:
             before = part.session.pending
             parts.append((part.session, part, before, part.session.extend(part.parents)))
-        self.pool.bring_to_front([session for session, *_ in parts if session.row is not None])
-        self.captures.forget_if_moved(self.pool.kv, *self._rope.tables)
+        self._place([session for session, *_ in parts if session.row is not None])
         rows: list[Tensor] = [self._no_logits()] * len(forest)
         for start in range(0, len(parts), MOST_SESSIONS):
-            block = range(start, start + MOST_SESSIONS)
-            numbers = [number for number, (session, *_) in enumerate(parts) if session.row in block]
+            places = range(start, start + MOST_SESSIONS)
+            numbers = [number for number, (session, *_) in enumerate(parts) if session.row in places]
             if not numbers:
                 continue
-            self._run(start, [parts[number] for number in numbers])
-            wanted = [len(forest[number].wanted) for number in numbers]
-            logits = self._read(start, [parts[number] for number in numbers])
-            for number, some in zip(numbers, logits.split(wanted), strict=True):
+            block = [parts[number] for number in numbers]
+            self._run(start, block)
+            logits = self._read(start, block).split([len(part.wanted) for _, part, *_ in block])
+            for number, some in zip(numbers, logits, strict=True):
                 rows[number] = some
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _place(self, sessions: Sequence[GraphSession]) -> None:
+        """Move the sessions to the pool's first rows, and drop captures whose buffers have moved."""
+        self.pool.bring_to_front(sessions)
+        self.captures.forget_if_moved(self.pool.kv, *self._rope.tables)
 
     def _run(self, start: int, block: Sequence[BatchPart]) -> None:
         """Run the rows from `start` on through the layers; write hidden states [batch * nodes, hidden] to `_hidden`."""
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
         slots = min(next_power_of_two(max(session.used for session, *_ in block), LEAST), self.pool.slots)
-        inputs = self._inputs(("pass", batch, nodes), lambda: StaticInputs(pass_shapes(batch, nodes), self.device))
+        inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
         self._hidden = self.captures.buffers("hidden", self._make_hidden)
-        idle = {"slots": self.pool.padding}
-        key = ("pass", start, batch, nodes, slots)
-        if not self.captures.has(key):
-            inputs.begin(idle)
-            inputs.send()
-            work = partial(self._layers_pass, start, inputs.device, slots)
-            self.captures.prepare(key, work, inputs.buffer, self.pool.kv, self._hidden)
         self._move(start, batch, block)
-        host = inputs.begin(idle)
+        key, work = ("pass", start, batch, nodes, slots), partial(self._layers_pass, start, inputs.device, slots)
+        idle = {"slots": self.pool.padding}
+        host = self.captures.begin(key, inputs, work, self.pool.kv, self._hidden, idle=idle)
         for part in block:
             self._fill(host, part[0].place - start, part)
         inputs.send()
@@ -209,16 +197,10 @@ class GraphLlama(Llama):
             return
         most = max(len(source) for _, source, _ in moving)
         count = FEW_MOVES if most <= FEW_MOVES else MOST_MOVES
-        shapes = {"source": (batch, count), "target": (batch, count)}
-        inputs = self._inputs(("moves", batch, count), lambda: StaticInputs(shapes, self.device))
-        idle = {"source": self.pool.padding, "target": self.pool.padding}
-        key = ("moves", start, batch, count)
-        if not self.captures.has(key):
-            inputs.begin(idle)
-            inputs.send()
-            work = partial(self._moves_pass, start, inputs.device)
-            self.captures.prepare(key, work, inputs.buffer, self.pool.kv)
-        host = inputs.begin(idle)
+        inputs = self._inputs(("moves", batch, count), dict.fromkeys(("source", "target"), (batch, count)))
+        key, idle = ("moves", start, batch, count), dict.fromkeys(("source", "target"), self.pool.padding)
+        work = partial(self._moves_pass, start, inputs.device)
+        host = self.captures.begin(key, inputs, work, self.pool.kv, idle=idle)
         for session, source, first in moving:
             session.moves = None
             host["source"][session.place - start, : len(source)] = source
@@ -235,19 +217,16 @@ class GraphLlama(Llama):
         count = next_power_of_two(len(places), *self._head_counts)
         if count > MOST_HEAD_ROWS:
             return self._logits(self._hidden[to_device(places, np.int64, self.device)])
-        inputs = self._inputs(("head", count), lambda: StaticInputs({"rows": (count,)}, self.device))
-        size = count, self.vocab_size
+        inputs, key = self._inputs(("head", count), {"rows": (count,)}), ("head", count, self.vocab_size)
         logits: Tensor = self.captures.buffers(
-            ("logits", *size), lambda: self._embedding.new_zeros(size, dtype=self.score_dtype)
+            ("logits", count, self.vocab_size),
+            lambda: self._embedding.new_zeros(count, self.vocab_size, dtype=self.score_dtype),
         )
-        key = ("head", *size)
-        inputs.begin({})["rows"][: len(places)] = places
+        work = partial(self._head_pass, inputs.device["rows"], logits)
+        self.captures.begin(key, inputs, work, self._hidden, logits)["rows"][: len(places)] = places
         inputs.send()
-        self.captures.prepare(
-            key, partial(self._head_pass, inputs.device["rows"], logits), inputs.buffer, self._hidden, logits
-        )
         self.captures.replay(key)
-        return logits[: len(places), : self.vocab_size].clone()
+        return logits[: len(places)].clone()
 
     def _layers_pass(self, start: int, inputs: dict[str, Tensor], slots: int) -> None:
         """Captured: compute hidden states from tokens."""
@@ -270,12 +249,12 @@ class GraphLlama(Llama):
         qkv = self._qkv(number, x, factors)[: batch * nodes]
         new = qkv[:, heads:].unflatten(0, (batch, nodes)).unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, width]
-        new = self._kv_format.encode(finite(new))
+        new = self._encode(new)
         kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), new)
-        stored = self._kv_format.decode(kv[:, :, :, : mask.shape[-1]])
-        return self._add_attention(number, self._attend_batch(number, qkv[:, :heads], stored, mask), x)
+        stored = self._decode(number, kv[:, :, :, : mask.shape[-1]])
+        return self._add_attention(number, self._attend_batch(qkv[:, :heads], stored, mask), x)
 
-    def _attend_batch(self, number: int, query: Tensor, stored: Tensor, mask: Tensor) -> Tensor:
+    def _attend_batch(self, query: Tensor, stored: Tensor, mask: Tensor) -> Tensor:
         """Attend for the pass's rows over decoded keys and values: [rows, heads * d]"""
         return attend_batch(query, stored[0], stored[1], mask)
 
@@ -290,19 +269,16 @@ class GraphLlama(Llama):
         """Captured: compute logits from the hidden states of these rows."""
         logits.copy_(self._logits(self._hidden[rows]))
 
-    def _attend(self, number: int, rows: SessionRows, qkv: Tensor, out: Tensor) -> None:
-        """Do the same as Llama's, on a row of the pool."""
-        heads, view = self.config.num_heads, rows.views[self.config.window(number)]
-        kv = self.pool.kv[number, :, rows.session.row]  # [2, kv_heads, slots, width]
-        new = finite(qkv[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3))
-        kv[:, :, rows.slots] = self._kv_format.encode(new)
-        stored, attention = self._kv_format.decode(kv[:, :, view.first : rows.used]), self._attention[number]
-        if not self._kv_format.is_own:
-            stored = attention.round_stored(stored[:, None])[:, 0]
-        attention.attend(qkv[:, :heads], stored[0], stored[1], view.mask, out)
+    def _encode(self, new: Tensor) -> Tensor:
+        """Encode finite numbers only.
 
-    def _inputs(self, key: tuple[Any, ...], make: Callable[[], StaticInputs]) -> StaticInputs:
-        inputs: StaticInputs = self.captures.buffers(key, make)
+        Hidden slots are multiplied by 0, which keeps nan: a request whose numbers overflow must not spoil the request
+        that gets its row next.
+        """
+        return self._kv_format.encode(torch.nan_to_num(new))
+
+    def _inputs(self, key: tuple[Any, ...], shapes: Shapes) -> StaticInputs:
+        inputs: StaticInputs = self.captures.buffers(key, lambda: StaticInputs(shapes, self.device))
         return inputs
 
     def _make_hidden(self) -> Tensor:

@@ -46,27 +46,10 @@ def _gate_kernel(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["nodes"])
 def _rotate_kernel(
-    qkv,
-    norms,
-    table,
-    positions,
-    slots,
-    query,
-    kv,
-    floor,
-    scale,
-    most,
-    nodes,
-    kind_stride,
-    row_stride,
-    head_stride,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    qkv, norms, table, positions, slots, query, kv, floor, scale, most, nodes, kind_stride, row_stride, head_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
     ROTATES: tl.constexpr,
-):
+):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, HALF)
     is_there = pair < WIDTH // 2
@@ -123,15 +106,9 @@ def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
 
 
 def rotate_and_store(
-    qkv: Tensor,
-    norms: Tensor | None,
-    floor: float,
-    table: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    kv: Tensor,
+    qkv: Tensor, norms: Tensor | None, floor: float, table: Tensor | None, positions: Tensor, slots: Tensor, kv: Tensor,
     scale: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate and scale queries [batch * nodes, heads, d]; store keys and values in `kv` [2, batch, kv_heads, .., d].
 
     `qkv` [batch * nodes, (heads + 2 kv_heads) * d] has rotation pairs as neighbours; `norms` [heads + 2 kv_heads, d]:
@@ -143,27 +120,12 @@ def rotate_and_store(
     query = qkv.new_empty(len(qkv), heads, width)
     assert kv.stride(3) == width
     assert kv.stride(4) == 1
+    tensors = (qkv, qkv if norms is None else norms, qkv if table is None else torch.view_as_real(table))
+    sizes = (floor, scale, torch.finfo(kv.dtype).max, nodes, *kv.stride()[:3])
+    shape = (heads, groups, width, next_power_of_two(width // 2), norms is not None, table is not None)
     with device_guard(kv):
         _rotate_kernel[(batch * nodes, heads + 2 * groups)](
-            qkv,
-            qkv if norms is None else norms,
-            qkv if table is None else torch.view_as_real(table),
-            positions,
-            slots,
-            query,
-            kv,
-            floor,
-            scale,
-            torch.finfo(kv.dtype).max,
-            nodes,
-            *kv.stride()[:3],
-            heads,
-            groups,
-            width,
-            next_power_of_two(width // 2),
-            norms is not None,
-            table is not None,
-            num_warps=1,
+            *tensors, positions, slots, query, kv, *sizes, *shape, num_warps=1
         )
     return query
 
@@ -318,33 +280,15 @@ def attend(query: Tensor, kv: Tensor, inputs: dict[str, Tensor], slots: int, win
     piece = -(-slots // (pieces * at_once)) * at_once
     out = torch.empty_like(query)
     sums = query.new_empty(pieces, rows * heads, width + 2, dtype=torch.float32) if pieces > 1 else out
+    masks = (bits, inputs["lengths"], inputs["depths"], inputs["below"])
+    sizes = (nodes, slots, piece, *kv.stride()[:3])
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"
+    shape = (heads, groups, width, words, window or 0, pieces == 1, precision, block, at_once)
     with device_guard(query):
         _attend_kernel[(batch * groups, blocks, pieces)](
-            query,
-            kv,
-            bits,
-            inputs["lengths"],
-            inputs["depths"],
-            inputs["below"],
-            out,
-            sums,
-            nodes,
-            slots,
-            piece,
-            *kv.stride()[:3],
-            heads,
-            groups,
-            width,
-            words,
-            window or 0,
-            pieces == 1,
-            "ieee" if query.dtype == torch.float32 else "tf32",
-            block,
-            at_once,
-            next_power_of_two(width, _FEW),
-            num_warps=WARPS,
-            num_stages=STAGES,
-        )
+            query, kv, *masks, out, sums, *sizes, *shape, next_power_of_two(width, _FEW),
+            num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
         if pieces > 1:
             _join_kernel[(rows * heads,)](sums, out, pieces, width, next_power_of_two(width), num_warps=1)
     return out.view(rows, -1)

@@ -98,14 +98,11 @@ class WritingLoop:
                 keys[number, start : start + len(text.keys)] = text.keys
             self._begun[row] = start
         at = to_device([row for row, _ in texts], np.int64, device)
-        starts = [len(text.prompt) for _, text in texts]
         self._texts[at] = to_device(tokens, np.int64, device)
         self._keys[at] = to_device(keys, np.int32, device)
         self._place[at] = 0
-        self._prompt[at] = to_device(starts, np.int64, device)
-        self._end[at] = to_device(
-            [start + text.most for start, (_, text) in zip(starts, texts, strict=True)], np.int64, device
-        )
+        self._prompt[at] = to_device([len(text.prompt) for _, text in texts], np.int64, device)
+        self._end[at] = to_device([len(text.prompt) + text.most for _, text in texts], np.int64, device)
         temperatures = [max(text.temperature, _LEAST_TEMPERATURE) for _, text in texts]
         self._temperature[at] = to_device(temperatures, np.float32, device)
         self._is_greedy[at] = to_device([text.keys is None for _, text in texts], np.bool_, device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -72,13 +72,10 @@ class ExactAttention:
     def round_stored(self, stored: Tensor) -> Tensor:
         """Round keys and values that were stored in fewer bits to their grids again, in place.
 
-        `stored` float64 [2 kv_heads, slots, d] or [2, batch, kv_heads, slots, d]. Storing in fewer bits lengthens a key
-        by at most 3 %; sums of twice the bound are still exact.
+        `stored` float64 [2, kv_heads, slots, d] or [2, batch, kv_heads, slots, d]. Storing in fewer bits lengthens a
+        key by at most 3 %; sums of twice the bound are still exact.
         """
-        if stored.dim() == 5:
-            grid = self._grid[-2 * stored.shape[2] :].view(2, 1, -1, 1, 1)
-        else:
-            grid = self._grid[-len(stored) :, :, None]
+        grid = self._grid[-2 * stored.shape[-3] :].view(2, *[1] * (stored.dim() - 4), -1, 1, 1)
         return stored.add_(grid).sub_(grid)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
@@ -86,12 +83,10 @@ class ExactAttention:
 
         `mask` [nodes, last slots] is -inf for hidden slots among the last ones; None hides nothing.
         """
-        nodes, groups = len(query), len(keys)
-        scores = torch.bmm(fold_heads(query, 1, groups)[0], keys.transpose(1, 2))  # [kv_heads, shared * nodes, slots]
+        scores = _folded_scores(query, keys[None], torch.bmm)
         if mask is not None:
-            tail = scores.view(groups, -1, nodes, scores.shape[-1])[..., -mask.shape[-1] :]
-            tail.add_(mask)
-        out.copy_(unfold_heads(torch.bmm(exact_weights(scores), values)[None], nodes))
+            scores[..., -mask.shape[-1] :].add_(mask)
+        out.copy_(_weighted_sum(exact_weights(scores), values[None]))
 
 
 def fold_heads(query: Tensor, batch: int, groups: int) -> Tensor:
@@ -102,9 +97,7 @@ def fold_heads(query: Tensor, batch: int, groups: int) -> Tensor:
 
 def unfold_heads(attended: Tensor, nodes: int) -> Tensor:
     """Undo `fold_heads`: [batch, kv_heads, shared * nodes, d] to rows [batch * nodes, heads * d]"""
-    batch, groups, rows, width = attended.shape
-    parts = attended.view(batch, groups, rows // nodes, nodes, width).permute(0, 3, 1, 2, 4)
-    return parts.reshape(batch * nodes, groups * (rows // nodes) * width)
+    return attended.unflatten(2, (-1, nodes)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
 
 
 def attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
@@ -137,18 +130,20 @@ class FastAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """Do the same as `ExactAttention.attend`, in the model's dtype."""
-        nodes, heads, width = query.shape
-        wide = None
-        if mask is not None:
-            wide = F.pad(mask.to(query.dtype), (keys.shape[1] - mask.shape[1], 0))  # [nodes, slots]
+        wide = None if mask is None else F.pad(mask.to(query.dtype), (keys.shape[1] - mask.shape[1], 0))
         if query.device.type == "cuda":
             with _SDPA_SETTING, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
                 attend_folded(query, keys, values, wide, out)
             return
         attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], keys[None], values[None], wide, scale=1.0, enable_gqa=heads != len(keys)
+            query.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            wide,
+            scale=1.0,
+            enable_gqa=query.shape[1] != len(keys),
         )
-        out.view(nodes, heads, width).copy_(attended[0].transpose(0, 1))
+        out.view(query.shape).copy_(attended[0].transpose(0, 1))
 
 
 class WindowView(NamedTuple):
@@ -167,13 +162,12 @@ class SessionRows:
     def __init__(
         self, part: Part, first_row: int, last_position: int, windows: Iterable[int | None], device: torch.device
     ) -> None:
-        session = part.session
-        before = session.pending
+        session, before = part.session, part.session.pending
         visible = session.extend(part.parents)  # [nodes, pending]
         self.session, self.mlp_bias, self.inputs = session, part.mlp_bias, part.inputs
         self.rows = slice(first_row, first_row + len(part.tokens))
-        self.slots = slice(session.length + before, session.length + session.pending)
         self.used = session.length + session.pending
+        self.slots = slice(session.length + before, self.used)
         depths = np.asarray(session.pending_depths, dtype=np.int64)
         length = session.length if part.length is None else part.length
         # a tree may extend past the context; those nodes are never committed
@@ -193,13 +187,12 @@ def _view(
     new = depths[len(depths) - len(visible) :]
     unseen = np.zeros((len(visible), gap), dtype=bool)
     if window is None or not len(new) or length + new.max() < window:
-        return WindowView(0, _mask(np.concatenate([unseen, visible], axis=1) if gap else visible, device))
+        return WindowView(0, _mask(np.concatenate([unseen, visible], axis=1), device))
     first = max(0, min(length, length + int(new.min()) + 1 - window))
     positions = np.concatenate([np.arange(first, length), length + depths])
     seen = np.concatenate([np.ones((len(visible), length - first), dtype=bool), visible], axis=1)
     seen &= positions[None] > (length + new - window)[:, None]
-    if gap:
-        seen = np.concatenate([seen[:, : length - first], unseen, seen[:, length - first :]], axis=1)
+    seen = np.concatenate([seen[:, : length - first], unseen, seen[:, length - first :]], axis=1)
     return WindowView(first, _mask(seen, device))
 
 
@@ -234,12 +227,8 @@ def attend_batch(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> T
 
     `mask` is that of `tree_mask`.
     """
-    batch, groups, slots, width = keys.shape
-    nodes, folded = len(query) // batch, fold_heads(query, batch, groups)
-    scores = _float_product(folded.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
-    scores.view(batch, groups, -1, nodes, slots).add_(mask[:, None, None])
-    attended = torch.bmm(scores.softmax(-1).to(values.dtype), values.view(-1, slots, width))
-    return unfold_heads(attended.view(folded.shape), nodes)
+    scores = _folded_scores(query, keys, _float_product).add_(mask[:, None, None])
+    return _weighted_sum(scores.softmax(-1).to(values.dtype), values)
 
 
 def attend_batch_exactly(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
@@ -248,12 +237,22 @@ def attend_batch_exactly(query: Tensor, keys: Tensor, values: Tensor, hidden: Te
     Sums are exact, so a row's bits depend neither on the number of slots, nodes and sessions nor on the slots of its
     keys. `hidden` bool [batch, nodes, slots].
     """
-    batch, groups, slots, width = keys.shape
-    nodes, folded = len(query) // batch, fold_heads(query, batch, groups)
-    scores = torch.bmm(folded.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
-    scores.view(batch, groups, -1, nodes, slots).masked_fill_(hidden[:, None, None], _HIDDEN)
-    attended = torch.bmm(exact_weights(scores), values.view(-1, slots, width))
-    return unfold_heads(attended.view(folded.shape), nodes)
+    scores = _folded_scores(query, keys, torch.bmm).masked_fill_(hidden[:, None, None], _HIDDEN)
+    return _weighted_sum(exact_weights(scores), values)
+
+
+def _folded_scores(query: Tensor, keys: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Multiply queries by the keys that they share: [batch, kv_heads, shared, nodes, slots]"""
+    batch, groups, slots, _ = keys.shape
+    scores = product(fold_heads(query, batch, groups).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
+    return scores.view(batch, groups, -1, len(query) // batch, slots)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Sum values by weights [batch, kv_heads, shared, nodes, slots]: rows [batch * nodes, heads * d]"""
+    batch, groups, _, nodes, _ = weights.shape
+    attended = torch.bmm(weights.flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
+    return unfold_heads(attended.unflatten(0, (batch, groups)), nodes)
 
 
 def _float_product(query: Tensor, keys: Tensor) -> Tensor:

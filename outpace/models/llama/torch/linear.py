@@ -7,9 +7,8 @@ products of the library choose their kernel by the row count, but some agree bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -141,5 +140,6 @@ def apply_in_chunks(linear: Linear, x: Tensor, residual: Tensor | None, counts: 
     """Compute the product of padded rows, in calls of at most as many rows as were probed."""
     if not counts or len(x) <= counts[-1]:
         return linear(x, residual)
-    rests: Iterable[Tensor | None] = repeat(None) if residual is None else residual.split(counts[-1])
-    return torch.cat([linear(piece, rest) for piece, rest in zip(x.split(counts[-1]), rests, strict=False)])
+    pieces = x.split(counts[-1])
+    rests = [None] * len(pieces) if residual is None else residual.split(counts[-1])
+    return torch.cat([linear(piece, rest) for piece, rest in zip(pieces, rests, strict=True)])

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ from outpace.models.llama.torch.session import KVFormat, LlamaSession
 from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
 from outpace.models.llama.weight_sources import split_fused
 from outpace.models.options import AUTO
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Llama(Model):
@@ -107,7 +111,7 @@ class Llama(Model):
         head_ids: np.ndarray | Tensor | None = None,
         kv_dtype: str = AUTO,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
-    ) -> Llama:
+    ) -> Self:
         """Build a model layer by layer from `tensor(name)`, which takes Hugging Face weight names.
 
         `head_ids` int64 [rows]: keep only these tokens' rows of the output layer; all other tokens score -inf.
@@ -126,7 +130,7 @@ class Llama(Model):
         head = load_head(config, embedding, kept, fetch)
         return cls(config, layers, embedding, head, exact, kept, kv_dtype)
 
-    def select_layers(self, layers: Sequence[int]) -> Llama:
+    def select_layers(self, layers: Sequence[int]) -> Self:
         chosen, config = [self._layers[number] for number in layers], self.config.of_layers(layers)
         return type(self)(config, chosen, self._embedding, self._head, self.exact, self._head_ids, self.kv_dtype)
 
@@ -135,7 +139,7 @@ class Llama(Model):
         self._rope.reach(min(capacity + max_pending, self.max_positions))
         return LlamaSession(capacity, max_pending, self.config, self._kv_format, self.device)
 
-    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Llama:
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Self:
         other = copy(self)
         other._skipped = (self._skipped[0].union(attention), self._skipped[1].union(mlp))
         return other
@@ -209,13 +213,19 @@ class Llama(Model):
 
     def _attend(self, number: int, rows: SessionRows, qkv: Tensor, out: Tensor) -> None:
         """Store one session's new keys and values, and write the attention of its nodes to `out`."""
-        heads, groups = self.config.num_heads, self.config.num_kv_heads
-        kv, view, attention = rows.session.kv[number], rows.views[self.config.window(number)], self._attention[number]
-        kv[:, rows.slots] = self._kv_format.encode(qkv[:, heads:]).transpose(0, 1)
-        stored = kv[:, view.first : rows.used]
-        if not self._kv_format.is_own:
-            stored = attention.round_stored(self._kv_format.decode(stored))
-        attention.attend(qkv[:, :heads], stored[:groups], stored[groups:], view.mask, out)
+        heads, view = self.config.num_heads, rows.views[self.config.window(number)]
+        kv = rows.session.kv[number]  # [2, kv_heads, slots, width]
+        kv[:, :, rows.slots] = self._encode(qkv[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3))
+        keys, values = self._decode(number, kv[:, :, view.first : rows.used])
+        self._attention[number].attend(qkv[:, :heads], keys, values, view.mask, out)
+
+    def _encode(self, new: Tensor) -> Tensor:
+        return self._kv_format.encode(new)
+
+    def _decode(self, number: int, stored: Tensor) -> Tensor:
+        """Decode a layer's keys and values [2, .., kv_heads, slots, width]; in exact mode they are on their grids."""
+        decoded = self._kv_format.decode(stored)
+        return decoded if self._kv_format.is_own else self._attention[number].round_stored(decoded)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Compute logits from the last layer's rows: [rows, vocab]"""

@@ -57,7 +57,7 @@ class KVFormat:
 
 
 class LlamaSession(Session):
-    """Stores keys and values in one tensor per layer: [keys then values of the kv_heads, slots, encoded width].
+    """Stores keys and values in one tensor per layer: [keys and values, kv_heads, slots, encoded width].
 
     Attention needs contiguous tensors, so growing copies one layer after the other: only one layer exists twice.
     """
@@ -66,28 +66,27 @@ class LlamaSession(Session):
         self, capacity: int, max_pending: int, config: LlamaConfig, kv_format: KVFormat, device: torch.device
     ) -> None:
         super().__init__(capacity, max_pending)
-        shape = (2 * config.num_kv_heads, 0, kv_format.width)
+        shape = (2, config.num_kv_heads, 0, kv_format.width)
         self.kv = [torch.empty(shape, dtype=kv_format.dtype, device=device) for _ in range(config.num_layers)]
 
     def read(self, length: int) -> Tensor:
         """Return the first `length` slots: [layers, keys then values of the kv_heads, length, width]"""
-        return torch.stack([layer[:, :length] for layer in self.kv])
+        return torch.stack([layer[:, :, :length].flatten(0, 1) for layer in self.kv])
 
     @torch.inference_mode()
     def _resize(self, slots: int) -> None:
         used = min(slots, self.length + self.pending)
         for number, layer in enumerate(self.kv):
-            grown = layer.new_empty(layer.shape[0], slots, layer.shape[2])
-            grown[:, :used] = layer[:, :used]
-            self.kv[number] = grown
+            self.kv[number] = grown = layer.new_empty(*layer.shape[:2], slots, layer.shape[3])
+            grown[:, :, :used] = layer[:, :, :used]
 
     @torch.inference_mode()
     def _move(self, source: Sequence[int], start: int) -> None:
         index = to_device(source, np.int64, self.kv[0].device)
         for layer in self.kv:
-            layer[:, start : start + len(source)] = layer[:, index]
+            layer[:, :, start : start + len(source)] = layer[:, :, index]
 
     @torch.inference_mode()
     def _copy(self, other: LlamaSession, length: int) -> None:
         for mine, others in zip(self.kv, other.kv, strict=True):
-            mine[:, :length] = others[:, :length]
+            mine[:, :, :length] = others[:, :, :length]

@@ -69,7 +69,7 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
         gate_up=_normed(torch.cat([fetch(f"{name}.weight") for name in names]), gate_up_bias, mlp_norm),
         down=linear("mlp.down_proj", config.mlp_bias),
         head_norm=head_norm,
-        bounds=_bounds(config, number, _folded(weight, input_norm), bias, head_norm) * _slack(weight.dtype),
+        bounds=_bounds(config, number, weight, input_norm, bias, head_norm),
         output_norm=norm_after(gemma.ATTENTION_NORM),
         down_norm=norm_after(gemma.MLP_OUTPUT_NORM),
     )
@@ -125,12 +125,14 @@ def _head_norm(config: LlamaConfig, prefix: str, fetch: FetchTensor) -> Tensor:
     return torch.cat([*rows, torch.ones_like(rows[1])])
 
 
-def _bounds(config: LlamaConfig, number: int, weight: Tensor, bias: Tensor | None, head_norm: Tensor | None) -> Tensor:
-    """Bound each head's output: the input has norm 1 at most, so |w x + b| <= |w| + |b| for every output row.
+def _bounds(
+    config: LlamaConfig, number: int, weight: Tensor, norm: Tensor, bias: Tensor | None, head_norm: Tensor | None
+) -> Tensor:
+    """Bound each head's output: the normed input has norm 1 at most, so |w x + b| <= |w| + |b| for every output row.
 
     A normed head has norm 1 at most before its weights.
     """
-    rows = weight.double().norm(dim=1)  # [outputs]
+    rows = _folded(weight, norm).double().norm(dim=1)  # [outputs]
     if bias is not None:
         rows = rows + bias.double().abs()
     heads = rows.unflatten(0, (-1, config.head_dim)).cpu()  # [heads + 2 kv_heads, head_dim]
@@ -138,9 +140,5 @@ def _bounds(config: LlamaConfig, number: int, weight: Tensor, bias: Tensor | Non
     lengths *= config.gain(number)
     lengths[: config.num_heads] *= config.attention_scale  # the queries' factors include it
     is_value = torch.arange(len(heads)) >= config.num_heads + config.num_kv_heads
-    return torch.stack([torch.where(is_value, heads.amax(dim=1), lengths), is_value.double()], dim=1)
-
-
-def _slack(dtype: torch.dtype) -> Tensor:
-    """Return the factors, for the two columns of a bound, that cover the rounding of inputs and products: [2]"""
-    return torch.tensor([1.001 + 8 * torch.finfo(dtype).eps, 1.0], dtype=torch.float64)
+    slack = 1.001 + 8 * torch.finfo(weight.dtype).eps  # covers the rounding of inputs and products
+    return torch.stack([torch.where(is_value, heads.amax(dim=1), lengths) * slack, is_value.double()], dim=1)
