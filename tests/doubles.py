@@ -121,8 +121,7 @@ def make_drafter(name: str, target: Toy, *, width: int = 4, tree_nodes: int = 64
 @lru_cache
 def make_rule(name: str) -> Any:
     """A rule by its file's name, the same for all requests, so that equal requests are equal."""
-    module = registry.find("rules", name)
-    return module.build(module.Options())
+    return registry.find("rules", name)()
 
 
 def make_request(prompt: Sequence[int], rule: Any = "greedy", max_tokens: int = 40, **options: Any) -> Request:

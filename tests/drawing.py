@@ -60,8 +60,8 @@ class Shaped(ModelDrafter):
 
 def rule_of(name: str, chance: RandomSource | None = None, **options: Any) -> Rule:
     """A rule by name, with something else to decide for it."""
-    module = registry.find("rules", name)
-    rule: Rule = module.build(module.Options(**options))
+    kind: type[Rule] = registry.find("rules", name)
+    rule = kind(kind.Options(**options))
     if chance is not None:
         rule.random_source = chance
     return rule

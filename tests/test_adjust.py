@@ -19,7 +19,7 @@ from outpace.core.types import Adjustments, Request, Row
 from outpace.rules import gumbel
 
 VOCAB = 300
-GUMBEL = gumbel.build(gumbel.Options())
+GUMBEL = gumbel.Gumbel()
 
 
 def ban(*tokens: int) -> BannedText:

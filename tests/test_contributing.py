@@ -68,7 +68,7 @@ def test_the_words_on_a_paper_may_take_several_lines() -> None:
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_rule_writes_the_same_text_whatever_is_drafted(drafter: str) -> None:
-    rule = found("rules").build(found("rules").Options())
+    rule = found("rules")()
     request = make_request(PROMPT, rule, **SAMPLED)
     for method in ("speculative", "auto"):
         outcome = decode([request], method, make_drafter(drafter, TARGET), target=TARGET)
@@ -78,7 +78,7 @@ def test_the_rule_writes_the_same_text_whatever_is_drafted(drafter: str) -> None
 
 @pytest.mark.usefixtures("package")
 def test_the_rule_draws_from_p() -> None:
-    rule = found("rules").build(found("rules").Options())
+    rule = found("rules")()
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]], dtype=torch.float64)
     request = [make_request(PROMPT, rule, temperature=1.0, seed=seed) for seed in range(4000)]
     picks = rule.reduce(logits.expand(len(request), -1), [Row(one, PROMPT) for one in request])

@@ -29,7 +29,7 @@ from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, Steppi
 from outpace.models.llama.cuda.step_choice import own_bit
 from outpace.rules import base, greedy, gumbel, match
 
-RULES = {"greedy": greedy, "gumbel": gumbel, "match": match}
+RULES = {"greedy": greedy.Greedy, "gumbel": gumbel.Gumbel, "match": match.Match}
 SAMPLED = Sampling(0.8)
 
 
@@ -49,7 +49,7 @@ def exact(config: LlamaConfig = reference.TINY, dtype: torch.dtype = torch.float
 
 def request_of(rule: str, prompt: Sequence[int], seed: int = 3, sampling: Sampling | None = None) -> Request:
     own = GREEDY if rule == "greedy" else SAMPLED
-    return Request(tuple(prompt), RULES[rule].build(RULES[rule].Options()), 200, sampling or own, seed)
+    return Request(tuple(prompt), RULES[rule](), 200, sampling or own, seed)
 
 
 def drafter_of(model: SteppingLlama, steps: int | None, **options: Any) -> Any:

@@ -439,17 +439,13 @@ No paper.
 """
 
 from outpace.core.types import Verdict
-from outpace.rules.greedy import Greedy, Options
+from outpace.rules.greedy import Greedy
 
 
 class AnyChild(Greedy):
     def walk(self, tree, picks):
         path = [0, 1] if len(tree) > 1 else [0]
         return Verdict(path, picks[path[-1]])
-
-
-def build(options: Options):
-    return AnyChild()
 '''
 
 

@@ -22,7 +22,7 @@ from outpace.rules import _ranking, greedy, gumbel, match
 from outpace.rules._ranking import clear_winner
 from outpace.rules.base import top_k_rows
 
-GREEDY, GUMBEL, MATCH = (module.build(module.Options()) for module in (greedy, gumbel, match))
+GREEDY, GUMBEL, MATCH = greedy.Greedy(), gumbel.Gumbel(), match.Match()
 SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 2048, 10007)
 needs_kernels = pytest.mark.skipif(_ranking.native_rank() is None, reason="the kernels are not installed")
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from outpace.api.llm import LLM
 from outpace.cli.main import app
 from outpace.core import registry
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions, whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import Row
 from outpace.engine.build import find_rule
@@ -24,34 +25,28 @@ from outpace.rules.greedy import Greedy
 NAME = "second_best"
 
 
-@dataclass(frozen=True)
-class Options:
-    """`every`: distance of the positions at which the target's second best token is written."""
-
-    every: int = 3
-
-    def __post_init__(self) -> None:
-        check_range("every", self.every, 1, 100)
-
-
 class SecondBest(Greedy):
     """Lossy on purpose, at any temperature."""
 
     traits = replace(Greedy.traits, lossless=False, sampled=True)
 
-    def __init__(self, options: Options) -> None:
-        self.every = options.every
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`every`: distance of the positions at which the target's second best token is written."""
+
+        every: int = whole(3, 1, 100)
 
     def reduce(self, logits, rows: list[Row]) -> list[int]:  # type: ignore[no-untyped-def]
         best = logits.topk(2).indices.tolist()
         pairs = zip(best, rows, strict=True)
-        return [second if row.position % self.every == 0 else first for (first, second), row in pairs]
+        return [second if row.position % self.options.every == 0 else first for (first, second), row in pairs]
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("a_package_of_rules", "Writes the second best token now and then.\n\nNo paper.")
-    vars(module).update(Options=Options, LOSSLESS=False, build=SecondBest)
+    vars(module).update(SecondBest=SecondBest)
+    monkeypatch.setattr(SecondBest, "__module__", module.__name__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = registry.entry_points
     point = SimpleNamespace(name=NAME, module=module.__name__)

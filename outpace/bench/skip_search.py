@@ -24,7 +24,7 @@ from outpace.core.types import Request
 from outpace.drafters.layer_skip import Sublayers, check_target, evenly_spaced, find_agreements, searchable_layers
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
-from outpace.rules import greedy
+from outpace.rules.greedy import Greedy
 
 INSTALL = f"`{install_command('search')}`"
 WINDOW = 50  # answer tokens that a draft predicts in one forward
@@ -157,7 +157,7 @@ def _answers(
     target: Loaded, prompts: Sequence[Sequence[int]], options: SearchOptions, progress: Progress
 ) -> list[_Answer]:
     """Return the target's greedy answers with their KV caches."""
-    rule, found = greedy.build(greedy.Options()), []
+    rule, found = Greedy(), []
     with closing(LLM(target, method="autoregressive", profile=False)) as llm:
         for place, prompt in enumerate(prompts):
             result = llm.generate([list(prompt)], max_tokens=options.max_tokens)[0]

@@ -1,9 +1,9 @@
 """Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`, and there is no other list.
 
-A method's file holds `build` (or a class with `decode`), an `Options` dataclass, and a docstring whose first line is
-its help and whose second paragraph cites its paper. Files that begin with an underscore, and `base`, are not methods.
-Other packages register modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and
-`outpace.decoders`.
+The file of a rule or a decoder holds a subclass of `Rule` or `Decoder`; that of a drafter a subclass of `Drafter`, an
+`Options` dataclass and `build`. The first line of its docstring is its help, the second paragraph cites its paper.
+Files that begin with an underscore, and `base`, are not methods. Other packages register modules of the same shape
+under the entry-point groups `outpace.rules`, `outpace.drafters` and `outpace.decoders`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType, NoneType
@@ -20,7 +20,6 @@ from typing import Any, get_args, get_type_hints
 
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import Siblings
-from outpace.core.types import Drafter
 
 DRAFT_MODEL = "a draft model"  # needed by drafters that run one
 ON_TARGET = "no other model"  # needed by drafters that run the target's own layers
@@ -33,6 +32,7 @@ _DRAFTS = {  # by a rule's traits siblings and several_draws
     (Siblings.WITHOUT_REPLACEMENT, True): "children drawn from q without replacement, or picked drafts",
 }
 _CALLED = {"decoders": "method", "drafters": "drafter", "rules": "rule"}
+_DEFINES = {"decoders": "decode", "drafters": "grow", "rules": "walk"}  # the method by which a file's class is found
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the module of a drafter or rule, or the class of a decoder; raise UserError if there is none."""
+    """Return the module of a drafter, or the class of a decoder or rule; raise UserError if there is none."""
     module = _module(kind, name)
-    return _decoder(module) if kind == "decoders" else module
+    return module if kind == "drafters" else _own_class(kind, module)
 
 
-def _decoder(module: ModuleType) -> Any:
-    """Return the class with `decode` that a module defines."""
+def _own_class(kind: str, module: ModuleType) -> Any:
+    """Return the class of a method that its module defines."""
     own = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
-    return next(value for value in own if isinstance(value, type) and hasattr(value, "decode"))
+    return next(value for value in own if isinstance(value, type) and hasattr(value, _DEFINES[kind]))
 
 
 def _module(kind: str, name: str) -> ModuleType:
@@ -99,42 +99,40 @@ def describe(kind: str, name: str) -> Method:
     module, method = _module(kind, name), find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
-    if kind == "decoders":
-        lossless, cost = method.lossless, method.cost
-    else:
-        lossless, cost = getattr(module, "LOSSLESS", None), getattr(module, "COST", "")
-    about = " ".join((method.Options.__doc__ or "").split())
+    cls, options = _own_class(kind, module), option_names(method)
+    lossless, cost = None, getattr(module, "COST", "")
+    if kind != "drafters":
+        lossless, cost = cls.lossless if kind == "decoders" else cls.traits.lossless, cls.cost
     return Method(
         kind=kind,
         name=name,
         help=lines[0].rstrip("."),
         paper=paper,
         lossless=lossless,
-        options=option_names(method),
-        needs=_needs(kind, module),
+        options=options,
+        needs=_needs(kind, cls),
         cost=cost,
-        about=about if option_names(method) else "",
+        about=" ".join((method.Options.__doc__ or "").split()) if options else "",
     )
 
 
-def _needs(kind: str, module: ModuleType) -> str:
-    """Describe what a method needs."""
+def _needs(kind: str, method: Any) -> str:
+    """Describe what a method needs, given its class."""
     if kind == "decoders":
-        return _DRAFTING[_decoder(module).drafting]
-    if kind == "rules":
-        traits = module.build(build_options(module, {})).traits
-        kind = _DRAFTS[traits.siblings, traits.several_draws]
-        return "q after every token, from a draft model" if traits.q_at_leaves else kind
-    found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Drafter))
-    own = next((value for value in found if value.__module__ == module.__name__), None)
-    if own is None:
-        return ""
-    return ON_TARGET if own.needs.session else DRAFT_MODEL if own.runs_model else "no model"
+        return _DRAFTING[method.drafting]
+    if kind == "drafters":
+        return ON_TARGET if method.needs.session else DRAFT_MODEL if method.runs_model else "no model"
+    traits = method.traits
+    return (
+        "q after every token, from a draft model"
+        if traits.q_at_leaves
+        else _DRAFTS[traits.siblings, traits.several_draws]
+    )
 
 
 def option_names(module: Any) -> tuple[str, ...]:
     """Return the names of a method's options, as `name=default`."""
-    return tuple(f"{f.name}={_default(f)}" for f in fields(module.Options))
+    return tuple(f"{f.name}={'?' if f.default is MISSING else f.default}" for f in fields(module.Options))
 
 
 def build_options(module: Any, values: Mapping[str, Any]) -> Any:
@@ -172,10 +170,6 @@ def _unknown_option(name: str, allowed: Iterable[str], chosen: str) -> UserError
         return unknown("option", name, allowed, of=chosen)
     flag = f"--{name.replace('_', '-')}"
     return UserError(f"unknown option {name!r} ({flag}) of {chosen}; it belongs to {' and '.join(has)}")
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default is not MISSING else "?"
 
 
 def _read(name: str, kind: Any, value: Any) -> Any:

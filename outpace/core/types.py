@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource, TokenDistribution
@@ -20,6 +20,7 @@ from outpace.core.drafting import NO_NEEDS, DraftDirectives, Needs, TargetFeedba
 from outpace.core.errors import check_range, check_whole
 from outpace.core.logits import SparseLogits
 from outpace.core.logits import TopK as TopK
+from outpace.core.options import MethodOptions
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 
@@ -70,11 +71,17 @@ class RuleTraits:
 class Rule:
     """Verifies a tree by the target's logits: `reduce` runs where the logits are, `walk` on the host with integers.
 
-    A subclass of a rule with a `pick` loses it if it overrides a method, and `takes_arrays` if it overrides `reduce`.
+    A subclass is a rule: the name of its file is the name of the rule, and the docstring of that file is its help. A
+    subclass of a rule with a `pick` loses it if it overrides a method, and `takes_arrays` if it overrides `reduce`.
     """
 
     traits: RuleTraits
+    cost: ClassVar[str] = ""  # what it computes for each pass, for the table of methods
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
     random_source: RandomSource = RandomSource()  # shared with drafters that draw for the rule
+
+    def __init__(self, options: Any = None) -> None:
+        self.options: Any = self.Options() if options is None else options
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

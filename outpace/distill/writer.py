@@ -24,7 +24,8 @@ from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.cuda.writing_loop import QueuedText, WritingLoop
-from outpace.rules import greedy, gumbel
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
 
 _SEEDS = 2**63
 STEPS = 16  # of the captured loop, after which finished answers are replaced by new ones
@@ -121,7 +122,7 @@ class EngineWriter:
 
     def __init__(self, model: Model, stop_ids: frozenset[int], options: WriterOptions) -> None:
         self._model, self._stop_ids, self._options = model, stop_ids, options
-        self._greedy, self._gumbel = greedy.build(greedy.Options()), gumbel.build(gumbel.Options())
+        self._greedy, self._gumbel = Greedy(), Gumbel()
 
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
         """Yield an answer per job, in the order in which they finish."""

@@ -152,9 +152,8 @@ def check_prediction(drafter: str | None) -> None:
 
 def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:
     """Build the rule with this name, given those of the options that are its own."""
-    module = registry.find("rules", name)
-    rule: Rule = module.build(registry.build_options(module, values or {}))
-    return rule
+    rule: type[Rule] = registry.find("rules", name)
+    return rule(registry.build_options(rule, values or {}))
 
 
 def find_rule(name: str, sampling: Sampling, values: Mapping[str, Any] | None = None) -> Rule:

@@ -7,8 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from outpace.core.lazy import torch
-from outpace.core.sampling import Sampling, filter_logits
+from outpace.core.sampling import Sampling
 from outpace.core.types import TopK
 
 
@@ -44,16 +43,6 @@ def ranked(
     temperatures = [sampling.temperature or 1.0 for sampling in samplings]
     filters = [[sampling.kernel_filters for sampling in samplings]] if any(s.filters for s in samplings) else []
     return rank(scores, count, temperatures, keys, ids, whole, *filters)
-
-
-def prepared(scores: np.ndarray, samplings: Sequence[Sampling]) -> tuple[np.ndarray, list[float]]:
-    """Return the rows [rows, held] with -inf where filtered out, and the temperatures still to divide them by."""
-    if any(sampling.filters for sampling in samplings):
-        rows = [
-            filter_logits(torch.from_numpy(row)[None], [s]).numpy() for row, s in zip(scores, samplings, strict=True)
-        ]
-        return np.concatenate(rows), [1.0] * len(rows)
-    return scores, [sampling.temperature or 1.0 for sampling in samplings]
 
 
 def clear_winner(tokens: Sequence[int], values: Sequence[float]) -> int | None:

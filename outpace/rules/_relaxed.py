@@ -22,14 +22,13 @@ from outpace.rules.gumbel import Gumbel
 if TYPE_CHECKING:
     from torch import Tensor
 
+_PLAIN: dict[bool, Greedy | Gumbel] = {True: Greedy(), False: Gumbel()}  # the rules of plain decoding, by `is_greedy`
+
 
 class Relaxed(LogProbRule):
     """Accepts tokens by `acceptable`, however they were drafted."""
 
     traits = RuleTraits(lossless=False, siblings=Siblings.PICKED, takes_arrays=True)
-
-    def __init__(self) -> None:
-        self._greedy, self._sampled = Greedy(), Gumbel()
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         """Return a function that says whether a token is good enough after this node."""
@@ -55,5 +54,4 @@ class Relaxed(LogProbRule):
         return Verdict(path, own[-1] if len(own) == len(path) else None, relaxed)
 
     def _own(self, scores: NodeScores) -> int:
-        rule: Greedy | Gumbel = self._greedy if scores.row.request.sampling.is_greedy else self._sampled
-        return rule.reduce(scores.logits[None], [scores.row])[0]
+        return _PLAIN[scores.row.request.sampling.is_greedy].reduce(scores.logits[None], [scores.row])[0]

@@ -13,40 +13,26 @@ import math
 from dataclasses import dataclass, replace
 
 from outpace.core.distribution import TokenDistribution
-from outpace.core.errors import check_range
+from outpace.core.options import MethodOptions, number
 from outpace.rules._ratio import TopDown
-
-LOSSLESS = False
-COST = "as rejection, and an entropy and a distance for each verified token"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`most_lenience`: the lenience for a token that does not matter at all (l_max); 0 is exact."""
-
-    most_lenience: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_range("most_lenience", self.most_lenience, 0.0, 0.999)
 
 
 class Adaptive(TopDown):
     """The ratio rule with each ratio raised according to the importance of its position."""
 
-    traits = replace(TopDown.traits, lossless=LOSSLESS)
+    cost = "as rejection, and an entropy and a distance for each verified token"
+    traits = replace(TopDown.traits, lossless=False)
 
-    def __init__(self, options: Options) -> None:
-        self._most = options.most_lenience
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`most_lenience`: the lenience for a token that does not matter at all (l_max); 0 is exact."""
+
+        most_lenience: float = number(0.3, 0.0, 0.999)
 
     def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
-        return super().acceptance(p, q, token) / (1.0 - self._most * (1.0 - importance(p, q)))
+        return super().acceptance(p, q, token) / (1.0 - self.options.most_lenience * (1.0 - importance(p, q)))
 
 
 def importance(p: TokenDistribution, q: TokenDistribution) -> float:
     """Return sqrt(exp(-H(p)) TV(p, q)), in [0, 1]."""
     return math.sqrt(math.exp(-p.entropy) * p.above(q).total)
-
-
-def build(options: Options) -> Adaptive:
-    """Build the rule."""
-    return Adaptive(options)

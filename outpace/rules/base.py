@@ -38,22 +38,22 @@ class LogProbRule(Rule):
         return ranked(scores, [row.request.sampling for row in rows], count, ids=held.ids)
 
 
-def follow_picks(tree: TokenTree, picks: Sequence[int]) -> Verdict:
+def follow_picks(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] = int) -> Verdict:
     """Walk from the root along the picks. This is exact for picked siblings only.
 
-    `picks[i]` is the token that the target writes after node i; nodes from len(picks) on have no pick. If the path ends
-    on one of these, the verdict has no next token.
+    `read(picks[i])` is the token that the target writes after node i; nodes from len(picks) on have no pick. If the
+    path ends on one of these, the verdict has no next token.
     """
     path = [0]
     while path[-1] < len(picks):
         node = path[-1]
-        if tree.siblings.get(node, Siblings.PICKED) is not Siblings.PICKED:
-            raise ValueError(
-                f"this rule is exact for picked siblings only, node {node} has {tree.siblings[node].value}"
-            )
-        child = tree.child(node, picks[node])
+        siblings = tree.siblings.get(node, Siblings.PICKED)
+        if siblings is not Siblings.PICKED:
+            raise ValueError(f"this rule is exact for picked siblings only, node {node} has {siblings.value}")
+        token = read(picks[node])
+        child = tree.child(node, token)
         if child is None:
-            return Verdict(path, picks[node])
+            return Verdict(path, token)
         path.append(child)
     return Verdict(path, None)
 

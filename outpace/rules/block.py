@@ -8,23 +8,10 @@ because the scan runs from the end. No rule for a drawn chain accepts more token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outpace.rules._ratio import BottomUp
-
-LOSSLESS = True
-COST = "p and a residual of every node of the chain"
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
 
 
 class Block(BottomUp):
     """The bottom-up walk for chains."""
 
-
-def build(options: Options) -> Block:
-    """Build the rule."""
-    return Block()
+    cost = "p and a residual of every node of the chain"

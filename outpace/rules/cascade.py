@@ -22,12 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace.core.distribution import TokenDistribution
-from outpace.core.errors import UserError, check_range, unknown
+from outpace.core.errors import UserError, unknown
+from outpace.core.options import MethodOptions, number
 from outpace.core.tree import TokenTree
 from outpace.rules._ratio import NodeScores, TopDown
-
-LOSSLESS = False
-COST = "as rejection, with p and q at temperature 1 too; one more draft step a round"
 
 
 class DistributionPair(NamedTuple):
@@ -67,27 +65,24 @@ MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """`defer`: how pi is computed: chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: higher values follow the
-    draft more; -2 is the target alone."""
-
-    defer: str = "opt"
-    alpha: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.defer not in MIXTURES:
-            raise unknown("defer", self.defer, list(MIXTURES))
-        check_range("alpha", self.alpha, -2.0, 1.0)
-
-
 class Cascade(TopDown):
     """The ratio rule with pi in place of p."""
 
-    traits = replace(TopDown.traits, lossless=LOSSLESS, unscaled_q=True, q_at_leaves=True)
+    cost = "as rejection, with p and q at temperature 1 too; one more draft step a round"
+    traits = replace(TopDown.traits, lossless=False, unscaled_q=True, q_at_leaves=True)
 
-    def __init__(self, options: Options) -> None:
-        self._mix, self._alpha = MIXTURES[options.defer], options.alpha
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`defer`: how pi is computed: chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: higher values follow
+        the draft more; -2 is the target alone."""
+
+        defer: str = "opt"
+        alpha: float = number(0.2, -2.0, 1.0)
+
+        def __post_init__(self) -> None:
+            if self.defer not in MIXTURES:
+                raise unknown("defer", self.defer, MIXTURES)
+            super().__post_init__()
 
     def goal(self, tree: TokenTree, node: int, scores: NodeScores, p: TokenDistribution) -> TokenDistribution:
         drawn = tree.drawn.get(node)
@@ -97,12 +92,8 @@ class Cascade(TopDown):
             )
         vocab = scores.logits.shape[-1]
         q = drawn.q if drawn.q.size <= vocab else TokenDistribution(drawn.q.wide(vocab))
-        return self._mix(DistributionPair(p, q, scores.raw_p, drawn.raw()), self._alpha)
+        pair = DistributionPair(p, q, scores.raw_p, drawn.raw())
+        return MIXTURES[self.options.defer](pair, self.options.alpha)
 
     def strict(self, goal: TokenDistribution, p: TokenDistribution) -> TokenDistribution:
         return p
-
-
-def build(options: Options) -> Cascade:
-    """Build the rule."""
-    return Cascade(options)

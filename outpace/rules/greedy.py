@@ -6,37 +6,26 @@ No paper: this is the definition of greedy decoding, a rule of its own rather th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outpace.core.adjust import adjust_logits
-from outpace.core.lazy import torch
-from outpace.core.logits import SparseLogits, host_rows
-from outpace.core.sampling import GREEDY
+from outpace.core.logits import host_rows
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Pick, Row, Rule, RuleTraits, TopK, Verdict
-from outpace.rules._ranking import ranked
-from outpace.rules.base import follow_picks
+from outpace.core.types import Pick, Row, RuleTraits, Verdict
+from outpace.rules.base import LogProbRule, follow_picks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOSSLESS = True
-COST = "an argmax for each row"
 
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
-
-
-class Greedy(Rule):
+class Greedy(LogProbRule):
     """Picks argmax p; of equal logits the lowest id."""
 
+    cost = "an argmax for each row"
     traits = RuleTraits(
-        lossless=LOSSLESS,
+        lossless=True,
         siblings=Siblings.PICKED,
         same_text=True,
         greedy=True,
@@ -53,14 +42,3 @@ class Greedy(Rule):
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
         return follow_picks(tree, picks)
-
-    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        return torch.log_softmax(adjust_logits(logits, rows).float(), dim=-1)
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
-        return ranked(scores, [GREEDY] * len(rows), count, ids=held.ids)
-
-
-def build(options: Options) -> Greedy:
-    """Build the rule."""
-    return Greedy()

@@ -6,7 +6,6 @@ Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Spe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,26 +16,19 @@ from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.noise import exponential, gumbel, row_key
 from outpace.core.sampling import log_probs
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Pick, Row, Rule, RuleTraits, TopK, Verdict
+from outpace.core.types import Pick, Row, RuleTraits, TopK, Verdict
 from outpace.rules._ranking import clear_winner, ranked
-from outpace.rules.base import follow_picks
+from outpace.rules.base import LogProbRule, follow_picks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOSSLESS = True
-COST = "noise for the tokens of each row that can be the maximum"
 
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
-
-
-class Gumbel(Rule):
+class Gumbel(LogProbRule):
     """Picks the winner of the exponential race argmax(p / E), with the same E for target and drafter."""
 
-    traits = RuleTraits(lossless=LOSSLESS, siblings=Siblings.PICKED, same_text=True, pick=Pick.RACE, takes_arrays=True)
+    cost = "noise for the tokens of each row that can be the maximum"
+    traits = RuleTraits(lossless=True, siblings=Siblings.PICKED, same_text=True, pick=Pick.RACE, takes_arrays=True)
 
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjust_logits(logits, rows)
@@ -62,8 +54,7 @@ class Gumbel(Rule):
         return follow_picks(tree, picks)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        log_q = log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
-        return log_q + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
+        return super().rank(logits, rows) + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
 
     def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
         samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
@@ -72,8 +63,3 @@ class Gumbel(Rule):
 
 def _key(row: Row) -> int:
     return row_key(row.request.seed, row.request.choice, row.position)
-
-
-def build(options: Options) -> Gumbel:
-    """Build the rule."""
-    return Gumbel()

@@ -11,35 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outpace.core.distribution import TokenDistribution
-from outpace.core.errors import check_range
+from outpace.core.options import MethodOptions, number
 from outpace.rules._ratio import TopDown
-
-LOSSLESS = False
-COST = "as rejection"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`lenience`: l, from 0, the exact ratio rule, to nearly 1, which accepts almost every drafted token."""
-
-    lenience: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_range("lenience", self.lenience, 0.0, 0.999)
 
 
 class Lenience(TopDown):
     """The ratio rule with all ratios raised by a constant factor."""
 
-    traits = replace(TopDown.traits, lossless=LOSSLESS)
+    cost = "as rejection"
+    traits = replace(TopDown.traits, lossless=False)
 
-    def __init__(self, options: Options) -> None:
-        self._kept = 1.0 - options.lenience
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`lenience`: l, from 0, the exact ratio rule, to nearly 1, which accepts almost every drafted token."""
+
+        lenience: float = number(0.2, 0.0, 0.999)
 
     def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
-        return super().acceptance(p, q, token) / self._kept
-
-
-def build(options: Options) -> Lenience:
-    """Build the rule."""
-    return Lenience(options)
+        return super().acceptance(p, q, token) / (1.0 - self.options.lenience)

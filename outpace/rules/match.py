@@ -8,7 +8,6 @@ The draw inverts p's distribution function at one uniform number keyed by positi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,31 +18,24 @@ from outpace.core.distribution import UNFILTERED, distribution_of
 from outpace.core.lazy import torch
 from outpace.core.logits import host_array, host_rows, tensor_of
 from outpace.core.noise import uniform
-from outpace.core.sampling import log_probs
+from outpace.core.sampling import filter_logits, log_probs
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
-from outpace.rules._ranking import prepared
 from outpace.rules._ratio import NodeScores
 from outpace.rules.base import LogProbRule, follow_picks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOSSLESS = True
-COST = "p and its cumulative sum for each node that the walk reaches"
 _DOUBT = 1e-5  # bound on the error of a cumulative sum, relative to the total
 _BELOW_ONE = 1.0 - 2.0**-53
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
 
 
 class Match(LogProbRule):
     """Picks the lowest x whose cumulative p exceeds u."""
 
-    traits = RuleTraits(lossless=LOSSLESS, siblings=Siblings.PICKED, same_text=True, takes_arrays=True)
+    cost = "p and its cumulative sum for each node that the walk reaches"
+    traits = RuleTraits(lossless=True, siblings=Siblings.PICKED, same_text=True, takes_arrays=True)
 
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
         """Return the rows themselves on the host, to be drawn when the walk reaches them; else each row's token."""
@@ -65,38 +57,22 @@ class Match(LogProbRule):
         return uniform(row.request.seed, row.request.choice, row.position)
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        return follow_picks(tree, LazyPicks(self, picks))
+        return follow_picks(tree, picks, self.pick)
 
-    def pick(self, node: NodeScores) -> int:
-        """Draw one row's token in float32, if rounding cannot change it, else by `run`."""
+    def pick(self, node: NodeScores | int) -> int:
+        """Return a row's token: draw it in float32, if rounding cannot change it, else by `run`."""
+        if not isinstance(node, NodeScores):
+            return node
         logits, sampling = adjust_logits(node.logits[None], [node.row]), node.row.request.sampling
-        (scores,), (temperature,) = prepared(host_array(logits), [sampling])
-        if temperature != 1.0:
-            scores = scores / np.float32(temperature)  # rounded as `run` rounds it
+        if sampling.filters:
+            scores = filter_logits(tensor_of(logits), [sampling]).cpu().numpy()[0]
+        else:
+            scores = host_array(logits)[0]
+            if sampling.temperature not in (0.0, 1.0):
+                scores = scores / np.float32(sampling.temperature)  # rounded as `run` rounds it
         p, u = distribution_of(scores, UNFILTERED), self.draw(node.row)
         if p.total > 0:
             token = p.at(max(u - _DOUBT, 0.0))
             if token == p.at(min(u + _DOUBT, _BELOW_ONE)):
                 return token
         return self.run(tensor_of(logits), [node.row])[0]
-
-
-class LazyPicks(Sequence[int]):
-    """The tokens of a tree's rows, each drawn when it is read."""
-
-    def __init__(self, rule: Match, picks: Sequence[Any]) -> None:
-        self._rule, self._picks, self._drawn = rule, picks, dict[int, int]()
-
-    def __len__(self) -> int:
-        return len(self._picks)
-
-    def __getitem__(self, node: Any) -> Any:
-        if node not in self._drawn:
-            pick = self._picks[node]
-            self._drawn[node] = self._rule.pick(pick) if isinstance(pick, NodeScores) else pick
-        return self._drawn[node]
-
-
-def build(options: Options) -> Match:
-    """Build the rule."""
-    return Match()

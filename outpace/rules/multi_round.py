@@ -8,25 +8,13 @@ token is drawn from the last P. Children are drawn independently: a token drawn 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outpace.rules._ratio import TopDown
-
-LOSSLESS = True
-COST = "as rejection; a residual for each child that is rejected"
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
 
 
 class MultiRound(TopDown):
     """The ratio rule for several independently drawn children."""
 
+    cost = "as rejection; a residual for each child that is rejected"
     traits = replace(TopDown.traits, several_draws=True)
-
-
-def build(options: Options) -> MultiRound:
-    """Build the rule."""
-    return MultiRound()

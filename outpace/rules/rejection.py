@@ -7,23 +7,10 @@ For chains that were drawn, and for picked trees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outpace.rules._ratio import TopDown
-
-LOSSLESS = True
-COST = "p of every node that the walk visits, and a residual after each rejection"
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
 
 
 class Rejection(TopDown):
     """The ratio rule."""
 
-
-def build(options: Options) -> Rejection:
-    """Build the rule."""
-    return Rejection()
+    cost = "p of every node that the walk visits, and a residual after each rejection"

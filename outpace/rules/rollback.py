@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outpace.core.distribution import TokenDistribution, one_hot
-from outpace.core.errors import check_range
 from outpace.core.lazy import torch
+from outpace.core.options import MethodOptions, number
 from outpace.core.tree import Siblings
 from outpace.core.types import Row
 from outpace.rules._ratio import NodeScores
@@ -24,32 +24,22 @@ from outpace.rules._relaxed import Relaxed
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOSSLESS = False
-COST = "p of every node with accepted ancestors"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`rollback`: the highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5."""
-
-    rollback: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_range("rollback", self.rollback, 0.0, 1e9)
-
 
 class Rollback(Relaxed):
     """Judges the draft model's own text: its likeliest token at temperature 0, else a drawn one."""
 
+    cost = "p of every node with accepted ancestors"
     traits = replace(Relaxed.traits, siblings=Siblings.DRAWN, unscaled_q=True, greedy=True)
 
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self._rollback = options.rollback
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`rollback`: the highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5."""
+
+        rollback: float = number(5.0, 0.0, 1e9)
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         p = scores.raw_p
-        best, floor = p.likeliest, math.exp(-self._rollback)
+        best, floor = p.likeliest, math.exp(-self.options.rollback)
         return lambda token: token == best or p.of(token) >= floor
 
     def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
@@ -59,14 +49,9 @@ class Rollback(Relaxed):
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return log q, at temperature 0 with all mass on the likeliest token."""
         log_q = super().rank(logits, rows)
-        for number, row in enumerate(rows):
+        for place, row in enumerate(rows):
             if row.request.sampling.is_greedy:
-                best = log_q[number].argmax()
-                log_q[number] = -torch.inf
-                log_q[number, best] = 0.0
+                best = log_q[place].argmax()
+                log_q[place] = -torch.inf
+                log_q[place, best] = 0.0
         return log_q
-
-
-def build(options: Options) -> Rollback:
-    """Build the rule."""
-    return Rollback(options)

@@ -10,26 +10,20 @@ token is drawn from norm(p - min(p / rho, q) a / beta).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from outpace.core.distribution import TokenDistribution
 from outpace.rules._ratio import SiblingGroup, TopDown
 
-LOSSLESS = True
-COST = "as rejection, and forty sums over the tokens of both models for each node with several drafts"
 _HALVINGS = 40
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
 
 
 class SpecTr(TopDown):
     """K-SEQ: of the drafts, those that have the accepted token continue below it."""
 
+    cost = "as rejection, and forty sums over the tokens of both models for each node with several drafts"
     traits = replace(TopDown.traits, several_draws=True)
 
     def judge(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
@@ -79,8 +73,3 @@ def least_rho(p: np.ndarray, q: np.ndarray, count: int) -> float:
 
 def _sum(values: np.ndarray) -> float:
     return float(values.sum(dtype=np.float64))
-
-
-def build(options: Options) -> SpecTr:
-    """Build the rule."""
-    return SpecTr()

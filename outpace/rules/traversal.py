@@ -7,26 +7,14 @@ For children drawn without replacement. On a chain it is block verification.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outpace.core.tree import Siblings
 from outpace.rules._ratio import BottomUp
-
-LOSSLESS = True
-COST = "p and a residual of every node that the walk visits, at worst of all nodes"
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
 
 
 class Traversal(BottomUp):
     """The bottom-up walk for trees."""
 
+    cost = "p and a residual of every node that the walk visits, at worst of all nodes"
     traits = replace(BottomUp.traits, siblings=Siblings.WITHOUT_REPLACEMENT, several_draws=True)
-
-
-def build(options: Options) -> Traversal:
-    """Build the rule."""
-    return Traversal()

@@ -13,39 +13,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outpace.core.errors import check_range
+from outpace.core.options import MethodOptions, number
 from outpace.rules._ratio import NodeScores
 from outpace.rules._relaxed import Relaxed
-
-LOSSLESS = False
-COST = "p and its entropy for every node with accepted ancestors"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`epsilon`: a token with a higher p is always accepted; `delta`: factor of the threshold where p is flat."""
-
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_range("epsilon", self.epsilon, 0.0, 1.0)
-        check_range("delta", self.delta, 0.0, 1e9)
 
 
 class Typical(Relaxed):
     """Accepts tokens whose p exceeds a threshold that falls with the entropy."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self._options = options
+    cost = "p and its entropy for every node with accepted ancestors"
+
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`epsilon`: a token with a higher p is always accepted; `delta`: factor of the threshold where p is flat."""
+
+        epsilon: float = number(0.09, 0.0, 1.0)
+        delta: float = number(0.3, 0.0, 1e9)
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         p = scores.p
-        floor = min(self._options.epsilon, self._options.delta * math.exp(-p.entropy))
+        floor = min(self.options.epsilon, self.options.delta * math.exp(-p.entropy))
         return lambda token: p.of(token) > floor
-
-
-def build(options: Options) -> Typical:
-    """Build the rule."""
-    return Typical(options)

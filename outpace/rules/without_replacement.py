@@ -8,30 +8,18 @@ No token is tried twice, so the acceptance rate is higher than with independent 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outpace.core.distribution import TokenDistribution
 from outpace.core.tree import Siblings
 from outpace.rules._ratio import TopDown
 
-LOSSLESS = True
-COST = "as multi_round, and q is renormalised after each rejection"
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options."""
-
 
 class WithoutReplacement(TopDown):
     """The ratio rule for distinct children."""
 
+    cost = "as multi_round, and q is renormalised after each rejection"
     traits = replace(TopDown.traits, siblings=Siblings.WITHOUT_REPLACEMENT, several_draws=True)
 
     def after(self, q: TokenDistribution, token: int) -> TokenDistribution:
         return q.without(token)
-
-
-def build(options: Options) -> WithoutReplacement:
-    """Build the rule."""
-    return WithoutReplacement()

@@ -20,7 +20,7 @@ from outpace.core.types import Drafter, Request
 from outpace.drafters import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
-from outpace.rules import greedy
+from outpace.rules.greedy import Greedy
 from outpace.simulate.costs import Cost, PassCosts
 from outpace.simulate.indexed_trace import IndexedAnswer, IndexedTrace, index_trace
 from outpace.simulate.models import RecordedGreedy, ReplayDraft, ReplayTarget
@@ -287,7 +287,7 @@ class LiveModels:
             for answer in answers:
                 counts = found.setdefault(answer.task, PassCounts())
                 draft.forwards = counts.forwards
-                request = Request(answer.prompt, greedy.build(greedy.Options()), len(answer.tokens), GREEDY)
+                request = Request(answer.prompt, Greedy(), len(answer.tokens), GREEDY)
                 run = engine.submit(request, setup.decoder, options)
                 while run.finish_reason is None:
                     engine.step()

@@ -26,7 +26,8 @@ from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded
-from outpace.rules import greedy, gumbel
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
 
 FORMAT, VERSION = "outpace-trace", "1"
 _TYPES = {
@@ -156,7 +157,7 @@ def record(
 
 def _request(prompt: Sequence[int], options: RecordOptions, stops: frozenset[int]) -> Request:
     """Build a request that is greedy, or sampled with the noise shared by target and draft."""
-    rule = greedy.build(greedy.Options()) if options.sampling.is_greedy else gumbel.build(gumbel.Options())
+    rule = Greedy() if options.sampling.is_greedy else Gumbel()
     arguments = (tuple(prompt), rule, options.max_tokens, options.sampling, options.seed)
     return Request(*arguments, stop_ids=stops, logprobs=LogprobsOptions())
 
