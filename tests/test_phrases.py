@@ -15,7 +15,7 @@ from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.drafters import build_drafter, cacheback, lookahead, ouroboros
-from outpace.drafters._phrases import PhraseTable, open_phrase_file
+from outpace.drafters._phrases import PhraseTable, PhraseTables
 from outpace.engine.engine import Engine, EngineOptions
 
 TARGET = QuickToy(16, 3, 0)
@@ -40,11 +40,10 @@ def test_a_table_comes_back_as_it_was() -> None:
 
 
 def test_an_empty_table_comes_back(tmp_path: Path) -> None:
-    kept = open_phrase_file(str(tmp_path / "phrases"), GIVEN, PhraseTable(4, 4))
-    assert kept is not None
-    kept.write(PhraseTable(4, 4))
-    kept.read(table := PhraseTable(4, 4))
-    assert len(table) == 0
+    for _ in range(2):
+        kept = PhraseTables(4, 4, str(tmp_path / "phrases"), GIVEN)
+        assert len(kept.shared) == 0
+        kept.save()
 
 
 @pytest.mark.parametrize("name", KEEPERS)

@@ -17,7 +17,7 @@ class PerSalt(Generic[Table]):
 
     def __init__(self, make: Callable[[], Table]) -> None:
         self.shared = make()
-        self._make = make
+        self.make = make
         self._own: OrderedDict[str, Table] = OrderedDict()
 
     def of(self, key: str | None) -> Table:
@@ -25,7 +25,7 @@ class PerSalt(Generic[Table]):
         if key is None:
             return self.shared
         if key not in self._own:
-            self._own[key] = self._make()
+            self._own[key] = self.make()
         self._own.move_to_end(key)
         if len(self._own) > MOST:
             self._own.popitem(last=False)

@@ -80,20 +80,15 @@ def summarize(steps: Iterable[RoundStats]) -> RunStats:
     """Return the statistics of a sequence of rounds."""
     rounds = list(steps)
     kinds = Counter(step.hit for step in rounds if step.hit)
+    shared = {field.name for field in fields(RunStats)} & {*RoundStats._fields}
+    sums: dict[str, Any] = {name: sum(getattr(step, name) for step in rounds) for name in shared}
     return RunStats(
+        **sums,
         passes=len(rounds),
-        emitted=sum(step.emitted for step in rounds),
-        drafted=sum(step.drafted for step in rounds),
-        accepted=sum(step.accepted for step in rounds),
         hits=sum(kinds[kind] for kind in HITS),
         misses=kinds["miss"],
         by_kind=dict(kinds),
         positions=positions((step.depth_offered, step.accepted) for step in rounds),
-        draft_seconds=sum(step.draft_seconds for step in rounds),
-        target_seconds=sum(step.target_seconds for step in rounds),
-        predicted=sum(step.predicted for step in rounds),
-        predicted_accepted=sum(step.predicted_accepted for step in rounds),
-        relaxed=sum(step.relaxed for step in rounds),
     )
 
 

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request
 from outpace.drafters._calibration import AcceptanceRate
@@ -108,6 +108,28 @@ class LookupDrafter(Drafter, Generic[State]):
             child = tree.add(node, token, tree.scores[node] + math.log(self.rate(state, kind)))
             assert child is not None
         return child
+
+    def attach_phrase(
+        self,
+        state: State,
+        tree: TokenTree,
+        node: int,
+        phrase: Sequence[int],
+        grade: Certainty,
+        origin: int = 0,
+        least: float = -math.inf,
+        most_nodes: float = math.inf,
+    ) -> int:
+        """Attach a phrase that follows a node's token, as far as the log probability of reaching a token is at least
+        `least` and the tree has fewer than `most_nodes` nodes; return its last node."""
+        for place, token in enumerate(phrase):
+            kind = kind_of(1 + place, grade, origin)
+            if len(tree) >= most_nodes or tree.scores[node] + self.log_rate(state, kind) < least:
+                break
+            is_new = token not in state.proposed.get(tree.ids[node], ())
+            node = self.attach(state, tree, node, token, kind)
+            grade = Certainty.SURE if is_new else grade
+        return node
 
     def attach_branch(
         self, state: State, tree: TokenTree, tokens: Sequence[int], length: int, grade: Certainty, least: float = 0.0
@@ -211,18 +233,6 @@ class TreeLimits(NamedTuple):
     offered: int
     branches: int
     least_chance: float
-
-
-def limits_of(options: Any) -> TreeLimits:
-    """Read the limits from a drafter's options of the same names."""
-    return TreeLimits(options.offered, options.branches, options.least_chance)
-
-
-def check_limits(options: Any) -> None:
-    """Raise UserError for a limit out of range."""
-    check_whole("offered", options.offered, 1, 4096)
-    check_whole("branches", options.branches, 1, 64)
-    check_range("least_chance", options.least_chance, 0.0, 1.0)
 
 
 def grow_continuations(

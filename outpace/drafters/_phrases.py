@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.models.files import token_tables
@@ -69,33 +71,30 @@ class PhraseTable:
             self.learn(leader, tuple(token for token in row if token != _END))
 
 
-class PhraseFile:
-    """The file in which a table is saved from run to run, for one tokenizer."""
+class PhraseTables(PerSalt[PhraseTable]):
+    """A table for each cache salt; that of requests without a salt is kept in the file that an option names.
 
-    def __init__(self, path: str, given: BuildContext | None) -> None:
-        """UserError if the target's tokenizer is unknown or the folder does not exist."""
+    The file is for one tokenizer.
+    """
+
+    def __init__(self, leaders: int, followers: int, path: str, given: BuildContext | None) -> None:
+        """Read the file, if there is one already; no file with path "". UserError if the target's tokenizer is unknown,
+        the folder does not exist, or the file is damaged, of another kind or of another tokenizer."""
+        super().__init__(partial(PhraseTable, leaders, followers))
+        self._path = Path(path).expanduser() if path else None
+        if self._path is None:
+            return
         tokenizer = token_tables.tokenizer_of(given)
         if tokenizer is None:
             raise UserError(f"phrases are kept in {path} for one tokenizer, and the target's is not known here")
-        self._path, self._tokenizer = Path(path).expanduser(), tokenizer
         if not self._path.parent.is_dir():
             raise UserError(f"phrases cannot be kept in {path}, there is no folder {self._path.parent}")
-
-    def read(self, table: PhraseTable) -> None:
-        """Load the file into a table; a missing file is empty. UserError for a file that is damaged, of another kind,
-        or of another tokenizer."""
+        self._tokenizer = tokenizer
         if self._path.exists():
             again = "delete it, and the phrases are learnt again"
-            table.load_arrays(token_tables.read(self._path, _KIND, self._tokenizer, again))
+            self.shared.load_arrays(token_tables.read(self._path, _KIND, tokenizer, again))
 
-    def write(self, table: PhraseTable) -> None:
-        """Replace the file atomically."""
-        token_tables.write(self._path, _KIND, self._tokenizer, table.arrays())
-
-
-def open_phrase_file(path: str, given: BuildContext | None, table: PhraseTable) -> PhraseFile | None:
-    """Open the file that an option names ("" for none) and load it into the table."""
-    kept = PhraseFile(path, given) if path else None
-    if kept is not None:
-        kept.read(table)
-    return kept
+    def save(self) -> None:
+        """Replace the file atomically, if there is one."""
+        if self._path is not None:
+            token_tables.write(self._path, _KIND, self._tokenizer, self.shared.arrays())

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, check_limits, kind_of
-from outpace.drafters._phrases import Phrase, PhraseTable, open_phrase_file
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._phrases import Phrase, PhraseTable, PhraseTables
 from outpace.models.files import token_tables
 
 STORE = "table"  # name of the option for the file
@@ -32,24 +32,19 @@ LEARNT, FROZEN = 0, 1  # origins of followers
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`leaders`: tokens in the table; `followers`: phrases kept for each; `branches`: phrases proposed after a token;
     `offered`: tokens proposed in all; `least_chance`: nodes that are less likely to be reached are not proposed;
     `table`: a file made by outpace tune, or none; the default is the one made for this tokenizer, your own before the
     shipped one; `phrases`: a file that keeps the table between runs; the default is no file."""
 
-    leaders: int = 32768
-    followers: int = 8
-    branches: int = 8
-    offered: int = 64
-    least_chance: float = 0.02
+    leaders: int = whole(32768, 1)
+    followers: int = whole(8, 1, 256)
+    branches: int = whole(8, 1, 64)
+    offered: int = whole(64, 1, 4096)
+    least_chance: float = number(0.02, 0.0, 1.0)
     table: str = ""
     phrases: str = ""
-
-    def __post_init__(self) -> None:
-        check_whole("leaders", self.leaders, 1)
-        check_whole("followers", self.followers, 1, 256)
-        check_limits(self)
 
 
 @dataclass
@@ -82,8 +77,7 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
     def __init__(self, options: Options, frozen: Frozen | None, given: BuildContext | None = None) -> None:
         super().__init__(origins=2)
         self._options, self._frozen = options, frozen
-        self._tables = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
-        self._kept = open_phrase_file(options.phrases, given, self._tables.shared)
+        self._tables = PhraseTables(options.leaders, options.followers, options.phrases, given)
 
     def open(self, request: Request) -> CachebackState:
         state = CachebackState(request, list(request.prompt), table=self._tables.of(request.cache_salt))
@@ -98,7 +92,7 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
         while waiting and len(tree) < size:
             node = heappop(waiting)[1]
             for phrase, origin, grade in islice(self._phrases(state.table, tree.tokens[node]), self._options.branches):
-                end = self._attach_phrase(state, tree, node, phrase, (origin, grade, least))
+                end = self.attach_phrase(state, tree, node, phrase, grade, origin, least)
                 if end not in known:
                     known.add(end)
                     heappush(waiting, (-tree.scores[end], end))
@@ -108,8 +102,7 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
         state.last = state.table.read(state.last, seen.tokens, PHRASE)
 
     def end(self) -> None:
-        if self._kept is not None:
-            self._kept.write(self._tables.shared)
+        self._tables.save()
 
     def _phrases(self, learnt: PhraseTable, leader: int) -> Iterator[tuple[Phrase, int, Certainty]]:
         """Yield the phrases known to follow a token, with their origin and certainty."""
@@ -119,20 +112,6 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
             for phrase in phrases:
                 yield phrase, origin, grade
                 grade = Certainty.OTHER
-
-    def _attach_phrase(
-        self, state: CachebackState, tree: TokenTree, node: int, phrase: Phrase, how: tuple[int, Certainty, float]
-    ) -> int:
-        """Attach a phrase below a node as far as its tokens are likely enough; return its last node."""
-        origin, grade, least = how
-        for place, token in enumerate(phrase):
-            kind = kind_of(1 + place, grade, origin)
-            if tree.scores[node] + math.log(self.rate(state, kind)) < least:
-                break
-            is_new = token not in state.proposed.get(tree.ids[node], ())
-            node = self.attach(state, tree, node, token, kind)
-            grade = Certainty.SURE if is_new else grade
-        return node
 
 
 def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:

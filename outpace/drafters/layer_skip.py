@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
@@ -217,7 +218,7 @@ _SPARE = 4  # extra proposals that are scored, so that their share of the probab
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`skip_attention`, `skip_mlp`: layers whose attention or MLP is skipped, as in 3,5-8. If neither is given, sets
     are tried on the last `skip_window` tokens of answers, in one of `skip_every` drafted rounds: first `skip_ratio` of
     the layers spread evenly, then others of the same size, until one agrees with the target at a rate of `skip_enough`,
@@ -226,25 +227,18 @@ class Options:
 
     skip_attention: str | None = None
     skip_mlp: str | None = None
-    skip_ratio: float = 0.45
-    skip_window: int = 50
-    skip_every: int = 4
-    skip_enough: float = 0.93
-    skip_trials: int = 1000
-    confidence: float = 0.8
-    width: int = 1
-    tree_nodes: int = 256
+    skip_ratio: float = number(0.45, 0.01, 0.99)
+    skip_window: int = whole(50, 4, 1024)
+    skip_every: int = whole(4, 1)
+    skip_enough: float = number(0.93, 0.0, 1.0)
+    skip_trials: int = whole(1000, 1)
+    confidence: float = number(0.8, 0.0, 1.0)
+    width: int = whole(1, 1, 512)
+    tree_nodes: int = whole(256, 2, 16384)
 
     def __post_init__(self) -> None:
         self.named()
-        check_range("skip_ratio", self.skip_ratio, 0.01, 0.99)
-        check_whole("skip_window", self.skip_window, 4, 1024)
-        check_whole("skip_every", self.skip_every, 1)
-        check_range("skip_enough", self.skip_enough, 0.0, 1.0)
-        check_whole("skip_trials", self.skip_trials, 1)
-        check_range("confidence", self.confidence, 0.0, 1.0)
-        check_whole("width", self.width, 1, 512)
-        check_whole("tree_nodes", self.tree_nodes, 2, 16384)
+        super().__post_init__()
 
     def named(self) -> Sublayers | None:
         """Return the given sublayers; None if neither option is set."""

@@ -14,13 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.errors import check_whole
+from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
-from outpace.drafters._phrases import PhraseTable, open_phrase_file
+from outpace.drafters._phrases import PhraseTable, PhraseTables
 
 _WORTH, _TRIED = 0.05, 200.0  # prior: tokens gained per probe, and its weight in probes
 _FADE = 0.99  # decay per round
@@ -28,22 +27,17 @@ _LEADERS = 32768  # leaders in a pool
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`window`: columns of the window (W); `ngram`: tokens of an n-gram (N); `guesses`: most n-grams proposed after a
     token (G). A pass needs --nodes W (N-1) + G (N-1) + 1, which pays off if rows are nearly free. `from_text`: the pool
     also takes the n-grams of the prompt and the answer; `phrases`: a file that keeps the pool between runs; the default
     is an empty pool for each answer, as in the paper."""
 
-    window: int = 7
-    ngram: int = 5
-    guesses: int = 7
+    window: int = whole(7, 1, 256)
+    ngram: int = whole(5, 2, 32)
+    guesses: int = whole(7, 1, 256)
     from_text: bool = True
     phrases: str = ""
-
-    def __post_init__(self) -> None:
-        check_whole("window", self.window, 1, 256)
-        check_whole("ngram", self.ngram, 2, 32)
-        check_whole("guesses", self.guesses, 1, 256)
 
 
 @dataclass
@@ -67,11 +61,10 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         super().__init__()
         self._options = options
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # accepted tokens of the pool; scored probes
-        self._pools = PerSalt(self._pool)
-        self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
+        self._pools = PhraseTables(_LEADERS, options.guesses, options.phrases, given)
 
     def open(self, request: Request) -> LookaheadState:
-        pool = self._pools.of(request.cache_salt) if self._kept is not None else self._pool()
+        pool = self._pools.of(request.cache_salt) if self._options.phrases else self._pools.make()
         state = LookaheadState(request, list(request.prompt), pool=pool)
         self._fill(state)
         self._read(state, request.prompt)
@@ -101,11 +94,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         self._fill(state)
 
     def end(self) -> None:
-        if self._kept is not None:
-            self._kept.write(self._pools.shared)
-
-    def _pool(self) -> PhraseTable:
-        return PhraseTable(_LEADERS, self._options.guesses)
+        self._pools.save()
 
     def _read(self, state: LookaheadState, tokens: Sequence[int]) -> None:
         if self._options.from_text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from outpace.core.errors import check_range, check_whole
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
@@ -18,26 +18,18 @@ _COUNTED = 64  # match length beyond which a copy is no more certain
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`longest`: most trailing tokens to match, fewer if there is no match; `copies`: tokens copied of each match;
     `branches`: most different copies; `places`: number of places examined, at least `branches`; those with the
     longest matches are copied; `least_chance`: tokens that are less likely to be reached are not proposed, 0: all are,
     whatever came true in other answers; `window`: number of trailing tokens of the text in which matches are sought."""
 
-    longest: int = 3
-    copies: int = 10
-    branches: int = 2
-    places: int = 8
-    least_chance: float = 0.0
-    window: int = 65536
-
-    def __post_init__(self) -> None:
-        check_whole("longest", self.longest, 1, 16)
-        check_whole("copies", self.copies, 1, 256)
-        check_whole("branches", self.branches, 1, 64)
-        check_whole("places", self.places, 1, 1024)
-        check_range("least_chance", self.least_chance, 0.0, 1.0)
-        check_whole("window", self.window, 16)
+    longest: int = whole(3, 1, 16)
+    copies: int = whole(10, 1, 256)
+    branches: int = whole(2, 1, 64)
+    places: int = whole(8, 1, 1024)
+    least_chance: float = number(0.0, 0.0, 1.0)
+    window: int = whole(65536, 16)
 
 
 @dataclass

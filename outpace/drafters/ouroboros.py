@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, TopK
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of
-from outpace.drafters._phrases import PhraseTable, open_phrase_file
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._phrases import PhraseTable, PhraseTables
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
@@ -32,32 +32,21 @@ _SCORED = 5  # proposals that are scored, so that the share of the best one is k
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`suffixes`: phrases proposed after a token; `phrase`: most tokens of a phrase; `width`: nodes in a forward of the
     draft; `tree_nodes`: maximum size of the tree; `floor`: nodes that the target reaches with a lower probability are
     not expanded; `leaders`: tokens in the table of phrases; `followers`: phrases kept for each; `phrases`: a file that
     keeps the table between runs; the default is no file; `draft_window`: as for drafter model."""
 
-    suffixes: int = 3
-    phrase: int = 4
-    width: int = 16
-    tree_nodes: int = 256
-    floor: float = 0.005
-    leaders: int = 32768
-    followers: int = 8
+    suffixes: int = whole(3, 0, 64)
+    phrase: int = whole(4, 1, 64)
+    width: int = whole(16, 1, 512)
+    tree_nodes: int = whole(256, 2, 16384)
+    floor: float = number(0.005, 0.0, 1.0)
+    leaders: int = whole(32768, 1)
+    followers: int = whole(8, 1, 256)
     phrases: str = ""
-    draft_window: int | None = None
-
-    def __post_init__(self) -> None:
-        check_whole("suffixes", self.suffixes, 0, 64)
-        check_whole("phrase", self.phrase, 1, 64)
-        check_whole("width", self.width, 1, 512)
-        check_whole("tree_nodes", self.tree_nodes, 2, 16384)
-        check_range("floor", self.floor, 0.0, 1.0)
-        check_whole("leaders", self.leaders, 1)
-        check_whole("followers", self.followers, 1, 256)
-        if self.draft_window is not None:
-            check_whole("draft_window", self.draft_window, 0)
+    draft_window: int | None = whole(None, 0)
 
 
 @dataclass
@@ -87,8 +76,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
         self._pick_models = PickModels()
-        self._pools = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
-        self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
+        self._pools = PhraseTables(options.leaders, options.followers, options.phrases, given)
 
     def open(self, request: Request) -> OuroborosState:
         pool = self._pools.of(request.cache_salt)
@@ -117,13 +105,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         """Attach phrases after the draft's end."""
         end, grade = tree.ids.index(state.end), Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[end])[: self._options.suffixes]:
-            node = end
-            for place, token in enumerate(phrase):
-                if len(tree) >= self._options.tree_nodes:
-                    return
-                is_new = token not in state.proposed.get(tree.ids[node], ())
-                node = self.attach(state, tree, node, token, kind_of(1 + place, grade))
-                grade = Certainty.SURE if is_new else grade
+            self.attach_phrase(state, tree, end, phrase, grade, most_nodes=self._options.tree_nodes)
             grade = Certainty.OTHER
 
     def observe(self, state: OuroborosState, seen: Observation) -> None:
@@ -136,8 +118,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         state.tree, state.end = None, -1
 
     def end(self) -> None:
-        if self._kept is not None:
-            self._kept.write(self._pools.shared)
+        self._pools.save()
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the draft's proposals and the phrases came true, for the profile."""
@@ -169,9 +150,8 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
             if child is None:
                 child = tree.add(node, token, score)
                 assert child is not None
-            tree.scores[child] = max(
-                tree.scores[child], min(score, tree.scores[node])
-            )  # the draft agrees with the phrase
+            agreed = min(score, tree.scores[node])  # the draft agrees with the phrase
+            tree.scores[child] = max(tree.scores[child], agreed)
             node = child
         state.end = tree.ids[node]
         state.open, state.seen = [], 0  # scores have changed

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outpace.core.alignment import Alignment
-from outpace.core.errors import check_whole
+from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Source
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
@@ -18,15 +18,11 @@ _VOUCHED = 4  # matching tokens that the caller's prediction counts as at the be
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`ahead`: tokens copied from the prediction; `branches`: most places in it from which they are copied."""
 
-    ahead: int = 32
-    branches: int = 2
-
-    def __post_init__(self) -> None:
-        check_whole("ahead", self.ahead, 1, 1024)
-        check_whole("branches", self.branches, 1, 64)
+    ahead: int = whole(32, 1, 1024)
+    branches: int = whole(2, 1, 64)
 
 
 @dataclass

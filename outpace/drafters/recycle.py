@@ -15,22 +15,20 @@ from heapq import heappop, heappush
 
 from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import Needs
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import LookupDrafter, LookupState, check_limits, kind_of
+from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`branches`: likeliest tokens kept for each token; `offered`: nodes proposed in all; `least_chance`: nodes that
     are less likely to be reached are not proposed."""
 
-    branches: int = 8
-    offered: int = 80
-    least_chance: float = 0.02
-
-    def __post_init__(self) -> None:
-        check_limits(self)
+    branches: int = whole(8, 1, 64)
+    offered: int = whole(80, 1, 4096)
+    least_chance: float = number(0.02, 0.0, 1.0)
 
 
 Successors = dict[int, Sequence[int]]

@@ -8,23 +8,25 @@ in them sorted by the tokens before each, read backwards. One binary search find
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, check_whole
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._lookup import (
     LookupDrafter,
     LookupMatch,
     LookupState,
-    check_limits,
+    TreeLimits,
     grow_continuations,
-    limits_of,
 )
 from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
@@ -35,27 +37,24 @@ LARGEST = 1 << 30  # most tokens of a datastore
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`shortest`, `longest`: tokens to match; `places`: places examined; `copies`: tokens copied of each; `offered`:
     tokens proposed in all; `branches`: tokens proposed after the same token; `least_chance`: nodes that are less
     likely to be reached are not proposed; `datastore`: a file made by outpace tune; the default is the one for this
     tokenizer."""
 
-    shortest: int = 2
-    longest: int = 16
-    places: int = 16
-    copies: int = 16
-    offered: int = 64
-    branches: int = 4
-    least_chance: float = 0.1
+    shortest: int = whole(2, 1)
+    longest: int = whole(16, 1, DEPTH)
+    places: int = whole(16, 1, 1024)
+    copies: int = whole(16, 1, 256)
+    offered: int = whole(64, 1, 4096)
+    branches: int = whole(4, 1, 64)
+    least_chance: float = number(0.1, 0.0, 1.0)
     datastore: str = ""
 
     def __post_init__(self) -> None:
-        check_whole("longest", self.longest, 1, DEPTH)
+        super().__post_init__()
         check_whole("shortest", self.shortest, 1, self.longest)
-        check_whole("places", self.places, 1, 1024)
-        check_whole("copies", self.copies, 1, 256)
-        check_limits(self)
 
 
 class Datastore:
@@ -67,7 +66,8 @@ class Datastore:
     def matches(self, text: Sequence[int], count: int, shortest: int, longest: int) -> Iterator[tuple[int, int]]:
         """Yield (length, place) of the places with the longest matches, the longest first."""
         last = list(text[-longest:])[::-1]
-        above = self._insertion(last)
+        # the first place whose preceding tokens, read backwards, do not sort before the text's
+        above = bisect_left(range(len(self._order)), last, key=partial(self._before, count=len(last)))
         below = above - 1
         lengths = [self._length(below, last), self._length(above, last)]
         for _ in range(count):
@@ -83,17 +83,6 @@ class Datastore:
         """Return up to `count` tokens from a place on, within its text."""
         tokens: list[int] = self._tokens[place : place + count].tolist()
         return tokens[: tokens.index(BREAK)] if BREAK in tokens else tokens
-
-    def _insertion(self, last: list[int]) -> int:
-        """Return the first rank whose preceding tokens, read backwards, do not sort before the text's."""
-        low, high = 0, len(self._order)
-        while low < high:
-            middle = (low + high) // 2
-            if self._before(middle, len(last)) < last:
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def _length(self, rank: int, last: list[int]) -> int:
         """Return how many tokens before this rank's place match the text's last ones; -1 if the rank does not exist."""
@@ -130,7 +119,8 @@ class RetrievalDrafter(LookupDrafter[LookupState]):
         options, store = self._options, self._datastore
         found = store.matches(state.tokens, options.places, options.shortest, options.longest)
         copies = [LookupMatch(length, store.after(place, options.copies)) for length, place in found]
-        grow_continuations(self, state, tree, copies, limits_of(options))
+        limits = TreeLimits(options.offered, options.branches, options.least_chance)
+        grow_continuations(self, state, tree, copies, limits)
 
 
 def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
@@ -142,9 +132,8 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
     places = np.flatnonzero((tokens[1:] != BREAK) & (tokens[:-1] != BREAK)) + 1
     if not len(places):
         raise UserError("the corpus has no text of more than one token")
-    ranks = np.unique(np.append(BREAK, tokens[:-1]), return_inverse=True)[1].astype(
-        np.int64
-    )  # ranks by the token before
+    before = np.append(BREAK, tokens[:-1])
+    ranks = np.unique(before, return_inverse=True)[1].astype(np.int64)
     width = 1
     while width < DEPTH:  # prefix doubling: each iteration ranks by twice as many tokens
         further = np.zeros_like(ranks)

@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outpace.core.cache_salt import PerSalt
-from outpace.core.errors import check_whole
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import (
     LookupDrafter,
     LookupMatch,
     LookupState,
-    check_limits,
+    TreeLimits,
     grow_continuations,
-    limits_of,
 )
 from outpace.drafters._ngram_index import BREAK, NgramIndex
 
@@ -29,28 +28,20 @@ _LENGTHS = (1, 2, 4)  # indexed n-grams; longer matches are compared token by to
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`depth`: most tokens to match; `places`: places examined in the text, and as many in past answers; `copies`:
     tokens copied of each; `offered`: tokens proposed in all; `branches`: tokens proposed after the same token;
     `least_chance`: nodes that are less likely to be reached are not proposed; `window`: tokens of the text that are
     kept; `past`: tokens of past answers that are kept, separately for each cache salt; 0: none."""
 
-    depth: int = 64
-    places: int = 16
-    copies: int = 32
-    offered: int = 24
-    branches: int = 4
-    least_chance: float = 0.05
-    window: int = 65536
-    past: int = 65536
-
-    def __post_init__(self) -> None:
-        check_whole("depth", self.depth, 1, 1024)
-        check_whole("places", self.places, 1, 1024)
-        check_whole("copies", self.copies, 1, 256)
-        check_limits(self)
-        check_whole("window", self.window, 16)
-        check_whole("past", self.past, 0)
+    depth: int = whole(64, 1, 1024)
+    places: int = whole(16, 1, 1024)
+    copies: int = whole(32, 1, 256)
+    offered: int = whole(24, 1, 4096)
+    branches: int = whole(4, 1, 64)
+    least_chance: float = number(0.05, 0.0, 1.0)
+    window: int = whole(65536, 16)
+    past: int = whole(65536, 0)
 
 
 @dataclass
@@ -80,7 +71,8 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
 
     def propose(self, state: SuffixState, tree: TokenTree) -> None:
         """Attach the continuations of the best places of the text and of past answers."""
-        grow_continuations(self, state, tree, list(self._copies(state)), limits_of(self._options))
+        limits = TreeLimits(self._options.offered, self._options.branches, self._options.least_chance)
+        grow_continuations(self, state, tree, list(self._copies(state)), limits)
 
     def observe(self, state: SuffixState, seen: Observation) -> None:
         super().observe(state, seen)
