@@ -24,7 +24,7 @@ from outpace.models.load import load_model
 
 
 def use(path: Path, number: int) -> None:
-    """Loads the model and lets it work: text in and out, a pass, and now and then a chat."""
+    """Load the model; encode and decode text, run a pass, and in some cases render a chat."""
     loaded = load_model(path, exact=None if number % 10 == 0 else False, runtime="llama")
     tokenizer, model = loaded.tokenizer, loaded.model
     ids = tokenizer.encode("hello world 12")[:8] or [0]
@@ -42,7 +42,7 @@ def use(path: Path, number: int) -> None:
 
 
 def outcome(work: Callable[[], None]) -> str:
-    """What became of it: "loaded", "refused: ..." or "failed: ..."."""
+    """Return "loaded", "refused: ..." or "failed: ..."."""
     try:
         work()
     except UserError as error:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from files import CONFIG, folder_of, weights, write_gguf
+from files import model_folder, weights, write_gguf
 from safetensors.torch import save_file
 
-from outpace.models.files.checkpoint import INDEX, SINGLE, write_checkpoint
+from outpace.models.files.checkpoint import INDEX, SINGLE
 
 NUMBERS = [0, 1, 2, 7, 127, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**60, 2**63, 2**64 - 1]
 DEEP: Any = []
@@ -58,12 +58,8 @@ class Damage:
     def __init__(self, folder: Path) -> None:
         self.folder, self.canary = folder, folder / "executed"
         self.gguf = write_gguf(folder / "tiny.gguf", kind="Q8_0").read_bytes()
-        self.plain = folder_of(folder / "tiny.gguf", folder / "plain")
         tensors = {name: torch.from_numpy(value) for name, value in weights().items()}
-        write_checkpoint(folder / "weights", CONFIG, tensors)
-        for file in (folder / "weights").iterdir():
-            shutil.copy(file, self.plain)
-        self.sharded = folder / "sharded"
+        self.plain, self.sharded = model_folder(folder, "plain"), folder / "sharded"
         shutil.copytree(self.plain, self.sharded)
         (self.sharded / SINGLE).unlink()
         names = sorted(tensors)
@@ -83,17 +79,10 @@ class Damage:
         path = self.folder / "case" / "model"
         shutil.copytree(self.sharded if number % 5 == 2 else self.plain, path)
         often = (".safetensors", "tokenizer.json", "/config.json", INDEX)
-        file = chance.choice(
-            [file for file in sorted(path.iterdir()) for _ in range(3 if str(file).endswith(often) else 1)]
-        )
-        damage = chance.choice(
-            [
-                self._bytes,
-                self._bytes,
-                self._node,
-                *([self._json] * 5 if file.suffix == ".json" else [self._header] * 4),
-            ]
-        )
+        files = sorted(path.iterdir())
+        file = chance.choice([file for file in files for _ in range(3 if str(file).endswith(often) else 1)])
+        own = [self._json] * 5 if file.suffix == ".json" else [self._header] * 4
+        damage = chance.choice([self._bytes, self._bytes, self._node, *own])
         return path, f"{file.name}: {damage(file, chance)}"
 
     def _gguf(self, path: Path, chance: random.Random) -> str:
@@ -142,33 +131,25 @@ class Damage:
         elif kind == "pickle":
             data[:] = pickle.dumps(Touch(str(self.canary)))
         elif kind == "zip":
-            data[:] = self._zip()
+            with zipfile.ZipFile(stream := io.BytesIO(), "w") as archive:  # as torch.save writes it
+                archive.writestr("archive/data.pkl", pickle.dumps(Touch(str(self.canary))))
+            data[:] = stream.getvalue()
         else:
             data.clear()
         file.write_bytes(data)
         return f"{kind} at {place}"
 
-    def _zip(self) -> bytes:
-        """What torch.save writes: a zip archive with a pickle in it."""
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w") as archive:
-            archive.writestr("archive/data.pkl", pickle.dumps(Touch(str(self.canary))))
-        return stream.getvalue()
-
     def _node(self, file: Path, chance: random.Random) -> str:
         """Replace the file by something else of the same name."""
         kind = chance.choice(["nothing", "folder", "loop", "dangling", "pipe", "device", "large"])
+        links = {"loop": file.name, "dangling": "none", "device": "/dev/zero"}
         file.unlink()
-        if kind == "folder":
+        if kind in links:
+            file.symlink_to(links[kind])
+        elif kind == "folder":
             file.mkdir()
-        elif kind == "loop":
-            file.symlink_to(file.name)
-        elif kind == "dangling":
-            file.symlink_to("none")
         elif kind == "pipe":
             os.mkfifo(file)
-        elif kind == "device":
-            file.symlink_to("/dev/zero")
         elif kind == "large":
             with file.open("wb") as stream:
                 stream.truncate(2**40)  # a sparse file takes no space

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from mutation_checks import Mutation, Original
 from part_mutations import mutation
 
@@ -12,12 +13,16 @@ from outpace.models.files import four_bits
 BLOCKS = "test_four_bits.py::test_blocks_hold_what_the_folder_means"
 
 
-def single_group(pack_blocks_numpy: Original) -> Original:
-    return lambda kind, matrix: pack_blocks_numpy(kind, matrix._replace(groups=0 * matrix.groups))
+def single_group(pack_blocks: Original) -> Original:
+    def mutated(kind: str, scheme: Any, parts: dict[str, Any], where: str) -> Any:
+        scales = np.broadcast_to(parts["scales"][:1], parts["scales"].shape)
+        return pack_blocks(kind, scheme, parts | {"scales": scales}, where)
+
+    return mutated
 
 
-def no_zeros(pack_blocks_numpy: Original) -> Original:
-    return lambda kind, matrix: pack_blocks_numpy(kind, matrix._replace(zeros=0 * matrix.zeros))
+def no_zeros(pack_blocks: Original) -> Original:
+    return lambda kind, scheme, parts, where: pack_blocks(kind, scheme, parts | {"qzeros": 0 * parts["qzeros"]}, where)
 
 
 def unpermuted_groups(read_groups: Original) -> Original:
@@ -28,8 +33,8 @@ def unpermuted_groups(read_groups: Original) -> Original:
 
 
 FILE_MUTATIONS: list[Mutation] = [
-    mutation("four bits: a row has one scale", four_bits, "pack_blocks_numpy", single_group, BLOCKS),
-    mutation("four bits: zeros are left out", four_bits, "pack_blocks_numpy", no_zeros, BLOCKS),
+    mutation("four bits: a row has one scale", four_bits, "pack_blocks", single_group, BLOCKS),
+    mutation("four bits: zeros are left out", four_bits, "pack_blocks", no_zeros, BLOCKS),
     mutation("four bits: 64 share a scale of 32", four_bits, "block_format", lambda f: lambda *_: "U4_64", BLOCKS),
     mutation(
         "four bits: act-order is ignored",

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    TokenType,
+    get_tensor_name_map,
+    quants,
+)
+from safetensors.torch import save_file
 
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.header import open_gguf
@@ -66,26 +76,7 @@ PHI_METADATA = {
     "phi3.rope.scaling.original_context_length": 96,
     "phi3.attention.sliding_window": 0,
 }
-PHI_PARTS = {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
 GEMMA_METADATA = {"gemma3.attention.sliding_window": 32, "gemma3.attention.key_length": 16}
-GEMMA_PARTS = {
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-PARTS = {
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
 
 
 def smollm2_file() -> Path:
@@ -113,6 +104,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     """A tiny model as GGUF. `metadata` overrides fields (None leaves one out); options: `tensors`, `architecture`, and
     `split`, the most tensors of a file: the first of several is returned."""
     tensors, architecture = options.get("tensors", weights()), options.get("architecture", "llama")
+    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}.get(architecture, MODEL_ARCH.LLAMA)
+    names = get_tensor_name_map(known, 10)  # for up to ten layers
     writer = GGUFWriter(path, architecture, split_max_tensors=options.get("split", 0))
     for key, value in (_metadata(architecture) | dict(metadata or {})).items():
         if value is not None:
@@ -122,7 +115,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
         stored = interleaved(name, values) if architecture in ("llama", "smollm3") else values
         if architecture == "gemma3" and "norm" in name:
             stored = stored + np.float32(1)
-        writer.add_tensor(_gguf_name(name, architecture), stored_as(quantisation, stored), raw_dtype=quantisation)
+        named = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        writer.add_tensor(named, stored_as(quantisation, stored), raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -147,12 +141,15 @@ def stored_as(kind: GGMLQuantizationType, values: np.ndarray) -> np.ndarray:
 def folder_of(gguf: Path, folder: Path) -> Path:
     """The tokenizer files of a GGUF file, without its weights."""
     folder.mkdir()
-    with open_gguf(gguf) as header:
-        built = gguf_tokenizer.build(gguf, header.metadata)
+    built = gguf_tokenizer.build(gguf, open_gguf(gguf).metadata)
     built.tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(built.settings))
     (folder / "generation_config.json").write_text(json.dumps(built.special_ids))
     return folder
+
+
+def subfolders(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.is_dir()] if cache.exists() else []
 
 
 def set_fields(folder: Path, **changes: Any) -> Tokenizer:
@@ -163,7 +160,7 @@ def set_fields(folder: Path, **changes: Any) -> Tokenizer:
 
 
 def _metadata(architecture: str) -> dict[str, Any]:
-    kinds = [TokenType.CONTROL if token in SPECIAL else TokenType.NORMAL for token in tokens()]
+    kinds = [int(TokenType.CONTROL if token in SPECIAL else TokenType.NORMAL) for token in tokens()]
     fields = {
         "llama.block_count": 2,
         "llama.context_length": 128,
@@ -177,7 +174,7 @@ def _metadata(architecture: str) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens(),
-        "tokenizer.ggml.token_type": [int(kind) for kind in kinds],
+        "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": list(MERGES),
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -188,26 +185,8 @@ def _metadata(architecture: str) -> dict[str, Any]:
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
-
-
-def _gguf_name(name: str, architecture: str) -> str:
-    names = PARTS | {"gemma3": GEMMA_PARTS, "phi3": PHI_PARTS}.get(architecture, {})
-    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    stem, _, end = name.rpartition(".")
-    if stem in outer:
-        return f"{outer[stem]}.{end}"
-    parts = stem.split(".")
-    return f"blk.{parts[2]}.{names[parts[-1]]}.{end}" if parts[-1] in names else name
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders.get(type(value), writer.add_array)(key, value)
 
 
 def interleaved(name: str, values: np.ndarray) -> np.ndarray:
@@ -220,11 +199,16 @@ def interleaved(name: str, values: np.ndarray) -> np.ndarray:
     return values[rows]
 
 
+def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """A new folder with a config and weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path / "model.safetensors")
+
+
 def model_folder(where: Path, name: str = "model", seed: int = 0, **changes: object) -> Path:
     """A folder with a tiny random model and its tokenizer, as outpace and transformers load it; `changes` of its
     config."""
-    from outpace.models.files.checkpoint import write_checkpoint
-
     where.mkdir(parents=True, exist_ok=True)
     tensors = {key: torch.from_numpy(value) for key, value in weights(seed, **changes).items()}
     write_checkpoint(where / name, CONFIG | changes, tensors)

@@ -12,33 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lock import HOLD, python
+from test_lock import holder
 
 from outpace.cli.main import main
 from outpace.models.files import cache
-from outpace.models.files.cache import (
-    DRAFT,
-    HASHES,
-    LEFTOVER,
-    LLAMA_CPP,
-    MODEL,
-    PROFILE,
-    TABLES,
-    UNUSED_SECONDS,
-    list_entries,
-    list_foreign,
-)
+from outpace.models.files.cache import LEFTOVER, MODEL, UNUSED_SECONDS, list_entries, list_foreign
 from outpace.models.files.cache_folder import exclusive_lock, lock_path
 
 HASH = "0123456789abcdef"
 OURS = {
     f"Model.Q4_1-{HASH}-v2/model.safetensors": MODEL,
-    f"drafts/{HASH}-v2/model.safetensors": DRAFT,
-    f"gguf/model-{HASH}-Q4_1.gguf": LLAMA_CPP,
-    f"profiles/{HASH}{HASH[:8]}.json": PROFILE,
-    f"tables/retrieval-{HASH}.tables": TABLES,
+    f"drafts/{HASH}-v2/model.safetensors": cache.DRAFT,
+    f"gguf/model-{HASH}-Q4_1.gguf": cache.LLAMA_CPP,
+    f"profiles/{HASH}{HASH[:8]}.json": cache.PROFILE,
+    f"tables/retrieval-{HASH}.tables": cache.TABLES,
     f"tables/.retrieval-{HASH}.tables.x_8abcde.part": LEFTOVER,
-    "drafts/digests.json": HASHES,
     f".Model.Q4_1-{HASH}-v2.lock": LEFTOVER,
     f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFTOVER,
     f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFTOVER,
@@ -113,14 +101,13 @@ def test_links_are_not_ours(folder: Path, tmp_path: Path) -> None:
     assert len(list_foreign(folder)) == 2
 
 
-@pytest.mark.parametrize("place", ["none", "file"])
-def test_a_cache_that_is_no_folder(tmp_path: Path, place: str) -> None:
+def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert list_entries(tmp_path / place) == []
-    assert list_foreign(tmp_path / place) == []
+    for place in (tmp_path / "none", tmp_path / "file"):
+        assert list_entries(place) == list_foreign(place) == []
 
 
-def test_clean_removes_what_is_ours_and_says_so(folder: Path, run: Callable[..., str]) -> None:
+def test_clean_removes_what_is_ours_and_lists_it(folder: Path, run: Callable[..., str]) -> None:
     shown = run("--clean")
     assert files(folder) == set(NOT_OURS)
     for name in map(first, OURS):
@@ -146,15 +133,12 @@ def test_clean_empties_our_folders_and_leaves_the_cache_itself(
 
 def test_clean_leaves_what_another_process_is_making(folder: Path, run: Callable[..., str]) -> None:
     name = f"Model.Q4_1-{HASH}-v2"
-    other = python(HOLD, folder / name)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
+    other = holder(folder / name)
     found = json.loads(run("--clean", "--json"))
     other.communicate(timeout=60)
     kept = {each["name"]: each["reason"] for each in found["kept"]}
-    assert kept == dict.fromkeys((name, f".{name}.lock", f".{name}.part-x_8abcde"), "another process is making it"), (
-        "its lock and what it has written so far, too"
-    )
+    names = (name, f".{name}.lock", f".{name}.part-x_8abcde")
+    assert kept == dict.fromkeys(names, "another process is making it")
     assert (folder / name / "model.safetensors").exists()
 
 
@@ -221,7 +205,7 @@ def test_what_killed_makers_left_is_cleared_away(tmp_path: Path) -> None:
     assert not cache.make_once(made, lambda folder: (folder / "whole").exists(), lambda: pytest.fail("made again"))
 
 
-def test_it_is_looked_at_again_when_the_lock_is_there(tmp_path: Path) -> None:
+def test_the_folder_is_checked_again_under_the_lock(tmp_path: Path) -> None:
     looks = iter([False, True])
     assert not cache.make_once(tmp_path / "made", lambda folder: next(looks), lambda: pytest.fail("made again"))
     assert not lock_path(tmp_path / "made").exists()

@@ -1,4 +1,4 @@
-"""Gemma 3 and Phi-3 as users meet them: a file that scores as transformers does, and the texts of every method."""
+"""Qwen 3, Gemma 3 and Phi-3 as users meet them: a file scores as transformers does, and all methods write one text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,25 @@ import outpace
 from outpace.models.base import chain
 from outpace.models.load import load_model
 
+QWEN3 = ARCHITECTURES["qwen3"] | {"head_dim": 32}  # twice the hidden state's share
+# The lines of Qwen3's own template that separate a thought from an answer.
+QWEN3_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+QWEN3_METADATA = {
+    "qwen3.attention.key_length": 32,
+    "qwen3.attention.value_length": 32,
+    "qwen3.rope.dimension_count": None,
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.chat_template": QWEN3_TEMPLATE,
+}
+CHANGES = ARCHITECTURES | {"qwen3": QWEN3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", QWEN3_METADATA),
     "gemma3": ("Gemma3TextConfig", GEMMA_METADATA | {"gemma3.block_count": 7}),
     "phi3": ("Phi3Config", PHI_METADATA),
 }
@@ -25,7 +43,7 @@ WORDS = [5, 90, 17, 200, 33, 61, 120, 7, 44, 250, 19, 70, 3, 8, 155, 21] * 3  # 
 
 def gentle(family: str) -> dict[str, np.ndarray]:
     """Weights of a model whose texts are not one token for ever."""
-    drawn = weights(**ARCHITECTURES[family])
+    drawn = weights(**CHANGES[family])
     return {name: values * (0.15 if values.ndim > 1 else 0.3) for name, values in drawn.items()}
 
 
@@ -53,7 +71,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def theirs(family: str) -> Any:
     """The same model of transformers."""
-    fields = CONFIG | ARCHITECTURES[family]
+    fields = CONFIG | CHANGES[family]
     config = getattr(transformers, FAMILIES[family][0])(
         **{name: value for name, value in fields.items() if name not in ("architectures", "model_type")},
         pad_token_id=0,
@@ -99,3 +117,14 @@ def test_every_method_writes_plain_texts(file: Path, runtime: dict[str, Any]) ->
     assert len({token for text in texts["autoregressive"] for token in text}) > 20, "texts of one token prove little"
     assert all(tokens == texts["autoregressive"] for tokens in texts.values())
     assert drafted > 20
+
+
+def test_conversations_of_qwen3(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", QWEN3_METADATA, tensors=gentle("qwen3"), architecture="qwen3")
+    tokenizer = load_model(path, runtime="llama").tokenizer
+    messages = [{"role": "user", "content": "hello 12"}]
+    assert tokenizer.decode(tokenizer.chat(messages), skip_special=False) == (
+        "<|im_start|>user\nhello 12<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.render(messages, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.id_of("<|im_end|>") in tokenizer.stop_ids

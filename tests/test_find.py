@@ -27,6 +27,9 @@ def test_a_folder(elsewhere: Path) -> None:
     folder.mkdir(parents=True)
     with pytest.raises(UserError, match=r"no config\.json"):
         find.resolve("models/mine")
+    (folder / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"name its GGUF file itself, models/mine/a\.gguf"):
+        find.resolve("models/mine")
     (folder / "config.json").write_text("{}")
     assert find.resolve("models/mine") == Path("models/mine")
     assert find.resolve(str(folder)) == folder
@@ -42,36 +45,25 @@ def test_a_gguf_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find.resolve(str(path)).parent == elsewhere / "named"
 
 
-@pytest.mark.parametrize("spec", ["none.gguf", "./none", "/none/at/all", "a/b/c", "none", "", "owner/name.gguf"])
-def test_nothing_there(elsewhere: Path, spec: str) -> None:
-    (elsewhere / "config.json").write_text("{}")  # "" is not the folder that one happens to be in
-    with pytest.raises(UserError, match=FORMS):
-        find.resolve(spec)
-
-
-def test_another_file(elsewhere: Path) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("none.gguf", "./none", "/none/at/all", "a/b/c", "none", "", "owner/name.gguf", "model.bin"),
+        *("a" * 5000, "a\0b", "~nobody-of-this-name/model", "\ud800"),  # names that no file can have
+    ],
+    ids=range(12),
+)
+def test_errors_list_the_allowed_forms(elsewhere: Path, spec: str) -> None:
+    (elsewhere / "config.json").write_text("{}")  # "" is not the current folder
     (elsewhere / "model.bin").write_bytes(b"junk")
     with pytest.raises(UserError, match=FORMS):
-        find.resolve("model.bin")
+        find.resolve(spec)
 
 
 def test_without_the_hub_package(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=re.escape(install_command("hub"))):
         find.resolve("owner/name")
-
-
-def test_names_that_no_file_can_have(elsewhere: Path) -> None:
-    for spec in ("a" * 5000, "a\0b", "~nobody-of-this-name/model", "\ud800"):
-        with pytest.raises(UserError, match=FORMS):
-            find.resolve(spec)
-
-
-def test_a_folder_with_a_gguf_file(elsewhere: Path) -> None:
-    (elsewhere / "models").mkdir()
-    (elsewhere / "models" / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"name its GGUF file itself, models/a\.gguf"):
-        find.resolve("models")
 
 
 def test_the_shipped_model_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,30 +92,21 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OUTPACE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder.cache_folder() == tmp_path / "outpace"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("relative", "~no_such_user/x", ""):  # as the specification of XDG_CACHE_HOME demands
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
 
 
-def test_a_relative_xdg_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the specification of XDG_CACHE_HOME wants it."""
-    monkeypatch.delenv("OUTPACE_CACHE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for odd in ("relative", "~no_such_user/x", ""):
-        monkeypatch.setenv("XDG_CACHE_HOME", odd)
-        assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
-
-
-def test_a_home_folder_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTPACE_CACHE", "~no_such_user/x")
-    with pytest.raises(UserError, match=r"OUTPACE_CACHE is .~no_such_user/x., whose home folder is not known: name"):
-        cache_folder.cache_folder()
-
-
-def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.setenv("OUTPACE_CACHE", "~no_such_user/x")
+    with pytest.raises(UserError, match=r"OUTPACE_CACHE is .~no_such_user/x., whose home folder is not known: name"):
+        cache_folder.cache_folder()
     for name in ("OUTPACE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)

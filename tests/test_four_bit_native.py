@@ -15,7 +15,6 @@ from test_runtimes import PROMPT
 
 import outpace
 from outpace.models.base import Part
-from outpace.models.files import four_bits
 from outpace.models.files.find import open_source
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
@@ -63,19 +62,6 @@ def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int,
                 matrix.read(held.order, out)
                 assert np.array_equal(out.view(np.uint32), expected.array(name).view(np.uint32))
                 assert np.array_equal(out, held.values())
-
-
-@pytest.mark.parametrize(("way", "group", "changes"), IN_BLOCKS, ids=str)
-def test_the_kernels_convert_words_as_their_definition_does(
-    tmp_path: Path, way: str, group: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, _ = folders(tmp_path, way, group, **changes)
-    with open_source(folder) as four:
-        names = [name for name in four.names() if "proj.weight" in name]
-        found = [four.weight(name).data for name in names]
-        monkeypatch.setattr(four_bits, "_converter", lambda: None)
-        for name, data in zip(names, found, strict=True):
-            assert np.array_equal(four.weight(name).data, data)
 
 
 @pytest.mark.parametrize(("way", "group", "changes"), [("gptq", 128, CUT), ("awq", 32, {})], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, model_folder, weights, 
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
+from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.config.rope import LinearScaling
 
@@ -81,12 +84,9 @@ def test_senseless_fields_are_named(changes: dict[str, Any], words: str) -> None
 
 
 def config_of(path: Path, **metadata: Any) -> Any:
-    from outpace.models.files.gguf.config import read_model
-
     given = METADATA | {f"gemma3.{name}": value for name, value in metadata.items()}
     changes = GEMMA | {"num_hidden_layers": given["gemma3.block_count"]}
-    with open_gguf(write_gguf(path, given, tensors=weights(**changes), architecture="gemma3")) as header:
-        return read_model(header).config
+    return read_model(open_gguf(write_gguf(path, given, tensors=weights(**changes), architecture="gemma3"))).config
 
 
 def test_what_a_file_does_not_say(tmp_path: Path) -> None:
@@ -111,8 +111,7 @@ def test_the_largest_model_has_a_scale_of_its_own(tmp_path: Path, monkeypatch: p
     changes = GEMMA | {"head_dim": 32}
     given = METADATA | {f"gemma3.{name}": 32 for name in ("attention.key_length", "rope.dimension_count")}
     path = write_gguf(tmp_path / "a.gguf", given, tensors=weights(**changes), architecture="gemma3")
-    with open_gguf(path) as header:
-        assert config.read_model(header).config.query_scale == (64 // 4) ** -0.5
+    assert config.read_model(open_gguf(path)).config.query_scale == (64 // 4) ** -0.5
 
 
 @pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
@@ -123,13 +122,9 @@ def test_a_file_that_caps_its_scores_is_refused(tmp_path: Path, name: str) -> No
 
 def test_norms_in_fewer_bits_are_refused(tmp_path: Path) -> None:
     """What is taken off them would be rounded."""
-    from outpace.models.files.gguf.config import read_model
-    from outpace.models.files.gguf.source import read_values
-
     path = write_gguf(tmp_path / "a.gguf", METADATA, tensors=weights(**GEMMA), architecture="gemma3")
-    with open_gguf(path) as header:
-        model = read_model(header)
-        entry = header.tensors["output_norm.weight"]
-        header.tensors["output_norm.weight"] = type(entry)(entry.shape, 1, entry.start, entry.num_bytes // 2)
-        with pytest.raises(UserError, match=r"the norm 'output_norm.weight' has the type F16, norms of this architec"):
-            read_values(header, model, "output_norm.weight")
+    with GgufSource(path) as source:
+        tensors, norm = source._header.tensors, "output_norm.weight"
+        tensors[norm] = replace(tensors[norm], kind=1, num_bytes=tensors[norm].num_bytes // 2)
+        with pytest.raises(UserError, match=rf"the norm '{norm}' has the type F16, norms of this architecture"):
+            source.array("model.norm.weight")

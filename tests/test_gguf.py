@@ -1,10 +1,8 @@
-"""GGUF files become Hugging Face folders, once, whole or not at all; damaged files are refused in one sentence."""
+"""GGUF files become Hugging Face folders, once, whole or not at all."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from files import CONFIG, smollm2_file, weights, write_gguf
+from files import CONFIG, smollm2_file, subfolders, weights, write_gguf
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import Checkpoint
@@ -21,25 +19,10 @@ from outpace.models.files.gguf.source import GgufSource, convert
 from outpace.models.llama.config import llama_config as llama
 from outpace.models.text.tokenizer import Tokenizer
 
-CONVERT = """
-import os, sys
-from pathlib import Path
-from outpace.models.files.gguf.source import convert
-die_at = float(sys.argv[3])
-def progress(stage, fraction):
-    if stage == "converting" and fraction > die_at:
-        os._exit(7)
-print(convert(Path(sys.argv[1]), Path(sys.argv[2]), progress))
-"""
 
-
-def folders(cache: Path) -> list[str]:
-    return [path.name for path in cache.iterdir() if path.is_dir()] if cache.exists() else []
-
-
-def converter(path: Path, cache: Path, die_at: float = 2.0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CONVERT, str(path), str(cache), str(die_at)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize(
@@ -73,29 +56,19 @@ def test_round_trip(tmp_path: Path, kind: str, error: float, tied: bool) -> None
 
 def test_biases_are_reordered(tmp_path: Path) -> None:
     original = weights(attention_bias=True)
-    folder = convert(write_gguf(tmp_path / "tiny.gguf", tensors=original), tmp_path)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint.open(convert(write_gguf(tmp_path / "tiny.gguf", tensors=original), tmp_path)) as checkpoint:
         assert llama.from_dict(checkpoint.config).attention_bias
         assert all(np.array_equal(checkpoint.tensor(name).numpy(), values) for name, values in original.items())
 
 
-def test_second_start_finds_the_folder(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf")
+def test_a_second_start_finds_the_folder(path: Path, tmp_path: Path) -> None:
     folder = convert(path, tmp_path / "cache")
-    written = (folder / "model.safetensors").stat().st_mtime_ns
     assert convert(path, tmp_path / "cache", lambda *_: pytest.fail("converted again")) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written
-
-
-def test_a_changed_file_is_converted_anew(tmp_path: Path) -> None:
-    first = convert(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache")
-    second = convert(write_gguf(tmp_path / "tiny.gguf", tensors=weights(seed=1)), tmp_path / "cache")
-    assert first != second
+    assert convert(write_gguf(path, tensors=weights(seed=1)), tmp_path / "cache") != folder, "of a changed file"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_damaged_folder_is_converted_anew(tmp_path: Path, name: str) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf")
+def test_a_damaged_folder_is_converted_again(path: Path, tmp_path: Path, name: str) -> None:
     folder = convert(path, tmp_path / "cache")
     whole = (folder / name).read_bytes()
     if name == "tokenizer.json":
@@ -106,40 +79,18 @@ def test_a_damaged_folder_is_converted_anew(tmp_path: Path, name: str) -> None:
     assert (folder / name).read_bytes() == whole
 
 
-def test_two_at_once(tmp_path: Path) -> None:
-    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
-    both = [converter(path, cache) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0].strip() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert outputs[0] == outputs[1]
-    assert folders(cache) == [Path(outputs[0]).name]
-    with Checkpoint.open(outputs[0]) as checkpoint:
-        checkpoint.check_shapes(llama.tensor_shapes(llama.from_dict(checkpoint.config)))
-
-
-def test_a_killed_conversion_leaves_nothing_that_counts(tmp_path: Path) -> None:
-    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
-    process = converter(path, cache, die_at=0.3)
-    process.communicate(timeout=120)
-    assert process.returncode == 7
-    assert len(folders(cache)) == 1  # the temporary folder of the dead process
-    folder = convert(path, cache)
-    assert folders(cache) == [folder.name]
-
-
-def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_conversion_leaves_nothing(path: Path, tmp_path: Path) -> None:
     def interrupt(stage: str, fraction: float) -> None:
         if fraction > 0.3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache", interrupt)
-    assert folders(tmp_path / "cache") == []
+        convert(path, tmp_path / "cache", interrupt)
+    assert subfolders(tmp_path / "cache") == []
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(path: Path, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    path = write_gguf(tmp_path / "tiny.gguf")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -147,26 +98,23 @@ def test_a_full_disk(tmp_path: Path) -> None:
             convert(path, tmp_path / "cache")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert folders(tmp_path / "cache") == []
+    assert subfolders(tmp_path / "cache") == []
     assert convert(path, tmp_path / "cache").is_dir()
 
 
-def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
+def test_a_cache_that_is_no_folder(path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
-        convert(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache")
+        convert(path, path)
 
 
 def test_header_equals_the_gguf_package(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
-    reader = gguf.GGUFReader(path)
-    with open_gguf(path) as header:
-        for key, field in reader.fields.items():
-            if not key.startswith("GGUF."):
-                assert header.metadata[key] == field.contents()
-        for tensor in reader.tensors:
-            assert header.tensors[tensor.name].shape == tuple(int(size) for size in tensor.shape[::-1])
-            assert np.array_equal(header.raw(tensor.name), tensor.data.view(np.uint8).ravel())
+    reader, header = gguf.GGUFReader(path), open_gguf(path)
+    for key, field in reader.fields.items():
+        assert key.startswith("GGUF.") or header.metadata[key] == field.contents()
+    for tensor in reader.tensors:
+        assert header.tensors[tensor.name].shape == tuple(int(size) for size in tensor.shape[::-1])
+        assert np.array_equal(header.tensors[tensor.name].raw(), tensor.data.view(np.uint8).ravel())
 
 
 @pytest.mark.smollm2
@@ -186,8 +134,7 @@ def test_smollm2(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def test_a_tokenizer_that_is_built_leaves_no_texts(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "a.gguf")
+def test_metadata_are_released_with_the_built_tokenizer(path: Path, tmp_path: Path) -> None:
     with GgufSource(path) as source:
         built = source.tokenizer
         assert not source._header.metadata

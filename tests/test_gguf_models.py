@@ -11,9 +11,9 @@ from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, interleav
 
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import source as gguf_weights
-from outpace.models.files.gguf.header import GgufHeader, TensorEntry
-from outpace.models.files.gguf.source import can_read, convert
+from outpace.models.files.gguf.source import GgufSource, can_read, convert, dequantise
 from outpace.models.llama.config import llama_config as llama
+from outpace.models.llama.config.rope import Llama3Scaling
 
 KINDS = [kind.name for kind in gguf.GGMLQuantizationType if can_read(int(kind))]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -73,13 +73,7 @@ def block(kind: str, *fields: tuple[int, int] | float) -> np.ndarray:
     ],
 )
 def test_blocks_made_by_hand(kind: str, made: list[tuple[int, int] | float], value: float) -> None:
-    data = block(kind, *made)[None]
-    entry = TensorEntry(
-        (1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]), gguf.GGMLQuantizationType[kind], 0, 0
-    )
-    header = GgufHeader(Path("a.gguf"), {}, {"a": entry}, b"")
-    values = gguf_weights._read(header, "a", data).view(np.float32)
-    assert np.all(values == value)
+    assert np.all(dequantise(gguf.GGMLQuantizationType[kind], block(kind, *made)[None]).values == value)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -97,31 +91,23 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
     more = {}
     if architecture == "phi3":
         metadata |= PHI_METADATA
-        factors = changes["rope_scaling"]
-        more = {
-            "rope_factors_short.weight": np.array(factors["short_factor"], np.float32),
-            "rope_factors_long.weight": np.array(factors["long_factor"], np.float32),
-        }
+        factors = {name: np.array(changes["rope_scaling"][f"{name}_factor"], np.float32) for name in ("short", "long")}
+        more = {f"rope_factors_{name}.weight": values for name, values in factors.items()}
     path = write_gguf(tmp_path / "tiny.gguf", metadata, tensors=original | more, architecture=named)
     with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
         assert llama.from_dict(checkpoint.config) == llama.from_dict(config)
         assert checkpoint.config["architectures"] == config["architectures"]
         assert checkpoint.names() == sorted(original)
         assert all(np.array_equal(checkpoint.tensor(name).numpy(), values) for name, values in original.items())
-
-
-def test_layers_without_rotary_embedding(tmp_path: Path) -> None:
-    original = weights(**ARCHITECTURES["smollm3"])
-    path = write_gguf(tmp_path / "a.gguf", {"smollm3.block_count": 5}, tensors=original, architecture="smollm3")
-    with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
-        assert checkpoint.config["no_rope_layers"] == [1, 1, 1, 0, 1]
+        if architecture == "smollm3":
+            assert checkpoint.config["no_rope_layers"] == [1, 1, 1, 0, 1]
 
 
 def llama3_divisors(factor: float, context: int, theta: float = 50000.0, head_dim: int = 16) -> np.ndarray:
-    """What llama.cpp's converter writes for Llama 3's rope scaling, frequency by frequency."""
+    """The divisors that llama.cpp's converter writes for Llama 3's rope scaling."""
     found = []
     for pair in range(head_dim // 2):
-        length = 2 * np.pi * theta ** (2 * pair / head_dim)  # tokens a turn
+        length = 2 * np.pi * theta ** (2 * pair / head_dim)  # tokens per rotation
         share = (context / length - 1) / 3
         found.append(
             1.0 if length < context / 4 else factor if length > context else 1 / ((1 - share) / factor + share)
@@ -130,25 +116,24 @@ def llama3_divisors(factor: float, context: int, theta: float = 50000.0, head_di
 
 
 @pytest.mark.parametrize(("factor", "context"), [(8.0, 8192), (32.0, 8192), (8.0, 64), (4.0, 3000)])
-def test_llama3_rope_scaling_is_found_again(tmp_path: Path, factor: float, context: int) -> None:
+def test_llama3_rope_scaling(tmp_path: Path, factor: float, context: int) -> None:
+    """The file's divisors give the frequencies of the original config.json, and texts are as long."""
     original = weights()
     divisors = {"rope_freqs.weight": llama3_divisors(factor, context)}
     path = write_gguf(tmp_path / "tiny.gguf", tensors=original | divisors)
     with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
-        found = checkpoint.config["rope_scaling"]
-        numbers = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        said = {"rope_type": "llama3", **numbers, "original_max_position_embeddings": context}
-        assert {**found, "original_max_position_embeddings": context} == said
-        mine = llama3_divisors(factor, found["original_max_position_embeddings"])
-        assert np.allclose(mine, divisors["rope_freqs.weight"], rtol=1e-3)
-        assert llama.from_dict(checkpoint.config).rope_scaling is not None
+        config = llama.from_dict(checkpoint.config)
         assert checkpoint.names() == sorted(original)
+    frequencies = (50000.0 ** (-np.arange(8) / 8)).astype(np.float32)
+    expected = Llama3Scaling(factor, 1.0, 4.0, context).stretched(frequencies, 50000.0)
+    assert config.rope_scaling is not None
+    assert np.allclose(config.rope_scaling.stretched(frequencies, 50000.0), expected, rtol=1e-6, atol=0)
+    assert (config.rope_scaling.gain, config.max_positions) == (1.0, CONFIG["max_position_embeddings"])
 
 
 def test_rope_divisors_of_one_mean_nothing(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", tensors=weights() | {"rope_freqs.weight": np.ones(8, np.float32)})
-    with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
-        assert "rope_scaling" not in checkpoint.config
+    assert "rope_scaling" not in GgufSource(path).config
 
 
 @pytest.mark.parametrize(
@@ -163,5 +148,4 @@ def test_rope_divisors_of_one_mean_nothing(tmp_path: Path) -> None:
 )
 def test_other_rope_scalings(tmp_path: Path, metadata: dict[str, object], scaling: dict[str, object]) -> None:
     fields = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
-    with Checkpoint.open(convert(write_gguf(tmp_path / "a.gguf", fields), tmp_path)) as checkpoint:
-        assert checkpoint.config["rope_scaling"] == scaling
+    assert GgufSource(write_gguf(tmp_path / "a.gguf", fields)).config["rope_scaling"] == scaling

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from files import CONFIG, folder_of, weights, write_gguf
+from files import model_folder, write_gguf
 
 from outpace.core.errors import UserError
 from outpace.models.files import find, hub
-from outpace.models.files.checkpoint import write_checkpoint
 from outpace.models.files.hub import HubName, choose_files
 from outpace.models.load import load_model
 
 errors = pytest.importorskip("huggingface_hub.errors")
+constants = pytest.importorskip("huggingface_hub.constants")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = HubName("owner/name")
 SHARDED = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -59,7 +59,6 @@ class Hub:
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
     monkeypatch.chdir(tmp_path)
-    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def make(*files: str) -> Hub:
@@ -146,19 +145,14 @@ def test_repositories_that_cannot_be_read(file: str | None, listed: list[str], w
         choose_files(HubName("owner/name", None, file), listed)
 
 
-def test_download(stand_in: Callable[..., Hub]) -> None:
+def test_download(stand_in: Callable[..., Hub], capfd: pytest.CaptureFixture[str]) -> None:
     made, stages = stand_in("model.safetensors", *TEXTS, "a [1].json", "pytorch_model.bin"), []
     path = find.resolve("owner/name@v2", progress=lambda stage, fraction: stages.append((stage, fraction)))
     assert path == made.folder
     assert (made.asked["repository"], made.asked["revision"]) == ("owner/name", "v2")
     assert set(made.asked["allow_patterns"]) == {"model.safetensors", *TEXTS, "a [[]1].json"}
     assert stages == [("downloading", fraction) for fraction in (0.25, 0.5, 0.75, 1.0, 1.0)]
-
-
-def test_nothing_is_shown_by_the_bars(stand_in: Callable[..., Hub], capfd: pytest.CaptureFixture[str]) -> None:
-    stand_in("model.safetensors", *TEXTS)
-    find.resolve("owner/name")
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", ""), "the bars themselves are not shown"
 
 
 def test_a_gguf_file_of_the_hub(stand_in: Callable[..., Hub], tmp_path: Path) -> None:
@@ -202,7 +196,6 @@ def test_the_hub_refuses(
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The repository's folder in a cache as the library lays it out, and no network."""
-    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "own"))
@@ -224,18 +217,8 @@ def put(repository: Path, files: Path) -> Path:
     return snapshot
 
 
-def model_files(tmp_path: Path) -> Path:
-    import torch
-
-    files = folder_of(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "files")
-    write_checkpoint(tmp_path / "model", CONFIG, {name: torch.from_numpy(value) for name, value in weights().items()})
-    for file in (tmp_path / "model").iterdir():
-        shutil.copy(file, files)
-    return files
-
-
 def test_out_of_the_cache(offline: Path, tmp_path: Path) -> None:
-    snapshot = put(offline, model_files(tmp_path))
+    snapshot = put(offline, model_folder(tmp_path))
     assert find.resolve("owner/name") == snapshot
     assert find.resolve(f"owner/name@{COMMIT}") == snapshot
     loaded = load_model("owner/name", exact=False)
@@ -254,36 +237,40 @@ def test_a_gguf_file_out_of_the_cache(offline: Path, tmp_path: Path) -> None:
         find.resolve("owner/name")
 
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
-def test_a_part_in_the_cache(offline: Path, tmp_path: Path, missing: str) -> None:
-    files = model_files(tmp_path)
-    (files / missing).unlink()
-    put(offline, files)
-    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*copy in the cache cannot be used.*neither config\.json"):
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("model.safetensors", r"HF_HUB_OFFLINE.*copy in the cache cannot be used.*neither config\.json"),
+        ("config.json", r"HF_HUB_OFFLINE.*copy in the cache cannot be used.*neither config\.json"),
+        (SHARDED[1], f"cannot be used.*{SHARDED[1]}"),
+        (None, "no folder or file here, HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_an_incomplete_copy_in_the_cache(offline: Path, tmp_path: Path, missing: str | None, words: str) -> None:
+    if missing is not None:
+        files = model_folder(tmp_path)
+        if missing == SHARDED[1]:
+            (files / "model.safetensors").rename(files / SHARDED[0])
+            (files / SHARDED[2]).write_text(json.dumps({"weight_map": {"a": SHARDED[0], "b": SHARDED[1]}}))
+        else:
+            (files / missing).unlink()
+        put(offline, files)
+    with pytest.raises(UserError, match=words):
         find.resolve("owner/name")
 
 
-def test_a_shard_missing_in_the_cache(offline: Path, tmp_path: Path) -> None:
-    files = model_files(tmp_path)
-    (files / "model.safetensors").rename(files / SHARDED[0])
-    (files / SHARDED[2]).write_text(json.dumps({"weight_map": {"a": SHARDED[0], "b": SHARDED[1]}}))
-    put(offline, files)
-    with pytest.raises(UserError, match=f"cannot be used.*{SHARDED[1]}"):
-        find.resolve("owner/name")
+def test_a_hub_that_cannot_be_reached(offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectError(Exception):
+        """What the library's HTTP client raises; its package differs from version to version."""
 
+    def refuse(*args: Any, **options: Any) -> list[str]:
+        raise ConnectError("[Errno 111] Connection refused")
 
-def test_nothing_in_the_cache(offline: Path) -> None:
-    with pytest.raises(UserError, match="no folder or file here, HF_HUB_OFFLINE is set"):
-        find.resolve("owner/name")
-
-
-def test_a_hub_that_is_not_there(offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.model_info", refused_connection)
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.model_info", refuse)
     with pytest.raises(UserError, match="cannot be reached and no copy was downloaded before"):
         find.resolve("owner/name")
-    snapshot = put(offline, model_files(tmp_path))
+    snapshot = put(offline, model_folder(tmp_path))
     assert find.resolve("owner/name") == snapshot
 
 
@@ -292,7 +279,6 @@ def test_no_network_is_one_quick_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], runtime: str
 ) -> None:
     pytest.importorskip("transformers")
-    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -314,7 +300,7 @@ def test_transformers_is_given_the_copy_where_there_is_no_network(
     offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    snapshot = put(offline, model_files(tmp_path))
+    snapshot = put(offline, model_folder(tmp_path))
     loaded = load_model("owner/name", runtime="transformers")
     assert (loaded.name, loaded.model.module.name_or_path) == ("owner/name", str(snapshot))
 
@@ -329,10 +315,3 @@ def test_another_kind_of_model_is_not_downloaded(
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: pytest.fail("it is downloaded"))
     with pytest.raises(UserError, match=r"owner/name is a sequence-to-sequence model \(T5ForConditionalGeneration\)"):
         load_model("owner/name", runtime=runtime)
-
-
-def refused_connection(*args: Any, **options: Any) -> list[str]:
-    class ConnectError(Exception):
-        """What the library's HTTP client raises; its package differs from version to version."""
-
-    raise ConnectError("[Errno 111] Connection refused")

@@ -37,10 +37,16 @@ for _ in range(25):
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdin=pipe, stdout=pipe, text=True, cwd=ROOT
-    )
+    command, pipe = [sys.executable, "-c", code, *map(str, arguments)], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock until its input ends."""
+    process = python(HOLD, path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
 
 
 def test_processes_take_turns(tmp_path: Path) -> None:
@@ -55,27 +61,20 @@ def test_processes_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_other_is_waited_for(tmp_path: Path, is_killed: bool) -> None:
-    other = python(HOLD, tmp_path / "made")
-    assert other.stdout is not None
-    assert other.stdin is not None
-    assert other.stdout.readline() == "held\n"
-    said = []
+    other, said = holder(tmp_path / "made"), []
 
     def waiting() -> None:
         said.append(other.poll())
-        other.kill() if is_killed else other.stdin.close()
+        other.kill() if is_killed else other.stdin.close()  # type: ignore[union-attr]
 
     with exclusive_lock(tmp_path / "made", waiting) as is_held:
         assert is_held
-        assert said == [None], "it was asked while the other held the lock"
+        assert said == [None], "it was called while the other held the lock"
         other.wait(60)
-    other.stdout.close()
 
 
-def test_who_does_not_want_to_wait_may_raise(tmp_path: Path) -> None:
-    other = python(HOLD, tmp_path / "made")
-    assert other.stdout is not None
-    other.stdout.readline()
+def test_waiting_may_raise(tmp_path: Path) -> None:
+    other = holder(tmp_path / "made")
 
     def waiting() -> None:
         raise RuntimeError("no time")
@@ -104,19 +103,14 @@ def test_a_file_system_without_locks(
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match=r"file/below/made cannot be written \(Not a directory\)"),
-        exclusive_lock(tmp_path / "file" / "below" / "made"),
-    ):
-        pytest.fail("there is no such folder")
-
     def read_only(*arguments: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
+    def refused(path: Path, words: str) -> None:
+        with pytest.raises(UserError, match=rf"made cannot be written \({words}\)"), exclusive_lock(path / "made"):
+            pytest.fail("nothing can be written there")
+
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file" / "below", "Not a directory")
     monkeypatch.setattr(cache_folder.Path, "open", read_only)
-    with (
-        pytest.raises(UserError, match=r"made cannot be written \(Read-only file system\)"),
-        exclusive_lock(tmp_path / "made"),
-    ):
-        pytest.fail("nothing can be written there")
+    refused(tmp_path, "Read-only file system")

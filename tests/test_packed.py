@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from distill_files import target_folder
 from files import write_gguf
@@ -18,6 +19,7 @@ from outpace.core.errors import UserError
 from outpace.distill.export import VOCAB_FILE, write_draft
 from outpace.distill.start import DraftShape, draft_config, new_student
 from outpace.engine.build import BuildOptions
+from outpace.models.base import chain
 from outpace.models.files import packed, pairs
 from outpace.models.files.find import resolve
 from outpace.models.files.packed import complete_draft, is_packed, pack, unpack
@@ -35,6 +37,14 @@ def draft_of(target: Path, out: Path, **changes: Any) -> Path:
     write_draft(out, new_student(target, shape, ids, 0), config, target)
     (out / "README.md").write_text("a card\n")
     return out
+
+
+def packed_draft(folder: Path) -> tuple[Path, Path]:
+    """A target and a draft, which is also packed."""
+    target = target_folder(folder / "target")
+    draft = draft_of(target, folder / "draft")
+    pack(draft, target, folder / "packed")
+    return target, draft
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -72,8 +82,6 @@ def test_both_ways_give_the_same_bits(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", ["llama", "transformers"])
 def test_a_packed_draft_scores_as_the_whole_one(target: Path, tmp_path: Path, cache: Path, runtime: str) -> None:
-    from outpace.models.base import chain
-
     draft = draft_of(target, tmp_path / "draft")
     pack(draft, target, tmp_path / "packed")
     loaded = load_model(str(target), runtime=runtime)
@@ -103,16 +111,14 @@ def test_the_embedding_of_a_gguf_target(tmp_path: Path, cache: Path) -> None:
 
 
 def test_another_process_drafts_with_it(tmp_path: Path, cache: Path) -> None:
-    target = target_folder(tmp_path / "target")
-    pack(draft_of(target, tmp_path / "draft"), target, tmp_path / "packed")
+    target, _ = packed_draft(tmp_path)
     with outpace.load(target, tmp_path / "packed", method="card", drafter="model", worker="process") as llm:
         fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).finish() for plain in (False, True))
     assert fast.tokens == plain.tokens
 
 
-def test_a_cut_copy_in_the_cache_is_made_anew(tmp_path: Path, cache: Path) -> None:
-    target = target_folder(tmp_path / "target")
-    pack(draft_of(target, tmp_path / "draft"), target, tmp_path / "packed")
+def test_a_truncated_copy_in_the_cache_is_replaced(tmp_path: Path, cache: Path) -> None:
+    target, _ = packed_draft(tmp_path)
     made = complete_draft(tmp_path / "packed", target)
     sound = files_of(made)
     (made / "model.safetensors").write_bytes(b"torn")
@@ -121,9 +127,7 @@ def test_a_cut_copy_in_the_cache_is_made_anew(tmp_path: Path, cache: Path) -> No
 
 
 def test_what_does_not_fit_names_both(tmp_path: Path) -> None:
-    target = target_folder(tmp_path / "target")
-    draft = draft_of(target, tmp_path / "draft")
-    pack(draft, target, tmp_path / "packed")
+    target, _ = packed_draft(tmp_path)
     for name, value in (("hidden_size", 32), ("vocab_size", 300)):
         other = tmp_path / name
         other.mkdir()
@@ -144,12 +148,8 @@ def test_other_embeddings_are_not_left_out(tmp_path: Path) -> None:
         pack(draft, target, tmp_path / "packed")
 
 
-def test_wrong_ways_are_said(tmp_path: Path, cache: Path) -> None:
-    import tiny
-
-    target = target_folder(tmp_path / "target")
-    draft = draft_of(target, tmp_path / "draft")
-    pack(draft, target, tmp_path / "packed")
+def test_errors_of_packing(tmp_path: Path, cache: Path) -> None:
+    target, draft = packed_draft(tmp_path)
     with pytest.raises(UserError, match="already exists"):
         pack(draft, target, tmp_path / "packed")
     with pytest.raises(UserError, match="is packed already"):

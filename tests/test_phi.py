@@ -94,8 +94,7 @@ def test_what_is_left_to_transformers(field: str) -> None:
 def config_of(path: Path, factors: dict[str, Any], **metadata: Any) -> Any:
     given = PHI_METADATA | {f"phi3.{name}": value for name, value in metadata.items()}
     tensors = weights(**PHI) | {name: np.array(value, np.float32) for name, value in factors.items()}
-    with open_gguf(write_gguf(path, given, tensors=tensors, architecture="phi3")) as header:
-        return read_model(header).config
+    return read_model(open_gguf(write_gguf(path, given, tensors=tensors, architecture="phi3"))).config
 
 
 def test_what_a_file_says(tmp_path: Path) -> None:

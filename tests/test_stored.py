@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from files import CONFIG, smollm2_file, weights, write_gguf
+from files import ARCHITECTURES, CONFIG, smollm2_file, weights, write_checkpoint, write_gguf
 from gguf import GGMLQuantizationType
 from passes import fresh, prefilled, random_parents, text
 from turns import in_turn
@@ -20,7 +21,7 @@ from turns import in_turn
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part
-from outpace.models.files.checkpoint import Checkpoint, write_checkpoint
+from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.four_bits import BLOCK_BYTES, BLOCK_INPUTS
 from outpace.models.files.gguf.header import COMMON_TYPES
 from outpace.models.files.gguf.source import GgufSource, convert
@@ -60,26 +61,28 @@ def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
 
 def file_of(folder: Path, kind: str, **changes: Any) -> Path:
     """A tiny model with matrices of one format."""
-    heads = changes.get("num_attention_heads", CONFIG["num_attention_heads"])
-    shape = {**changes, "head_dim": changes.get("hidden_size", CONFIG["hidden_size"]) // heads}
+    config = CONFIG | changes
+    shape = {**changes, "head_dim": config["hidden_size"] // config["num_attention_heads"]}
     metadata = {
-        f"llama.{ours}": shape[theirs]
-        for ours, theirs in (
-            ("embedding_length", "hidden_size"),
-            ("feed_forward_length", "intermediate_size"),
-            ("attention.head_count", "num_attention_heads"),
-        )
-        if theirs in shape
-    } | {"llama.rope.dimension_count": shape["head_dim"]}
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.rope.dimension_count": shape["head_dim"],
+    }
     tensors = {name: 0.1 * values if values.ndim == 2 else values for name, values in weights(**shape).items()}
     return write_gguf(folder / f"{kind}.gguf", metadata, kind, tensors=tensors)
 
 
 def model_of(path: Path, held: str = "file", **options: Any) -> NativeLlama:
-    with GgufSource(path) as source:
-        return NativeLlama.from_tensors(
-            from_dict(source.config), source.weight, options=NativeOptions(weights=held, **options)
-        )
+    source, given = GgufSource(path), NativeOptions(weights=held, **options)
+    return NativeLlama.from_tensors(from_dict(source.config), source.weight, options=given)
+
+
+def values_of(matrix: Any, rows: int, inputs: int) -> np.ndarray:
+    """What a matrix of the kernels holds, float32."""
+    out = np.empty((rows, inputs), np.float32)
+    matrix.read(np.arange(rows, dtype=np.int32), out)
+    return out
 
 
 def tree_scores(model: NativeLlama) -> torch.Tensor:
@@ -94,15 +97,10 @@ def test_a_format_means_what_the_gguf_package_says(name: str) -> None:
     expected = gguf.quants.dequantize(data, GGMLQuantizationType[name])[order]
     for package in (kernels, emulation):
         matrix = package.Matrix.stored([(name, data)], order, 768)
-        out = np.empty((70, 768), np.float32)
-        matrix.read(np.arange(70, dtype=np.int32), out)
-        assert np.array_equal(out, expected)
+        assert np.array_equal(values_of(matrix, 70, 768), expected)
         rounded = package.Matrix.stored([(name, data)], order, 768, rounded=True)
         direct = matrix if name == "Q8_0" else package.Matrix(expected)  # which is int8 as it is
-        both = [np.empty((70, 768), np.float32) for _ in range(2)]
-        for held, place in zip((rounded, direct), both, strict=True):
-            held.read(np.arange(70, dtype=np.int32), place)
-        assert np.array_equal(*both)
+        assert np.array_equal(values_of(rounded, 70, 768), values_of(direct, 70, 768))
 
 
 @pytest.mark.parametrize("chunk", [0, 48, 64])
@@ -115,17 +113,14 @@ def test_floats_of_a_file_are_rounded_as_floats_in_memory(name: str, chunk: int)
     data = data.view(np.uint8)
     order = random.permutation(70).astype(np.int32)
     order[::9] = -1
-    inputs = 192 // chunk * -(-chunk // 64) * 64 if chunk else 192
-    expected = np.zeros((70, 192 // (chunk or 192), inputs // (192 // (chunk or 192))), np.float32)
     each = chunk or 192
-    expected[order >= 0, :, :each] = values[order[order >= 0]].reshape(-1, 192 // each, each)
+    count, padded = 192 // each, -(-each // 64) * 64
+    inputs, expected = count * padded, np.zeros((70, count, padded), np.float32)
+    expected[order >= 0, :, :each] = values[order[order >= 0]].reshape(-1, count, each)
     direct = kernels.Matrix(np.ascontiguousarray(expected.reshape(70, inputs)))
     for package in (kernels, emulation):
         matrix = package.Matrix.stored([(name, data[:30]), (name, data[30:])], order, inputs, chunk)
-        both = [np.empty((70, inputs), np.float32) for _ in range(2)]
-        for held, place in zip((matrix, direct), both, strict=True):
-            held.read(np.arange(70, dtype=np.int32), place)
-        assert np.array_equal(*both)
+        assert np.array_equal(values_of(matrix, 70, inputs), values_of(direct, 70, inputs))
         damaged = data.copy()
         damaged[33, -2:] = 0xFF
         with pytest.raises(ValueError, match="not finite"):
@@ -158,19 +153,16 @@ def test_a_folder_in_floats_is_rounded_where_it_lies(
     assert seen == {name for name, shape in shapes.items() if len(shape) == 2}
 
 
-def test_the_common_types_are_what_the_gguf_package_says() -> None:
+def test_the_packages_agree_on_the_sizes_of_blocks() -> None:
     for number, common in COMMON_TYPES.items():
         kind = GGMLQuantizationType(number)
         assert common == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
-    assert {kind.name for kind in COMMON_TYPES.values()} >= set(kernels.FORMATS) - {"U4_32", "U4_64"}
-
-
-def test_the_packages_agree_on_the_sizes_of_blocks() -> None:
     ours = {kind.name: (kind.values, kind.bytes) for kind in COMMON_TYPES.values()}
     ours |= {name: (BLOCK_INPUTS[name], BLOCK_BYTES[name]) for name in BLOCK_INPUTS}
     theirs = {name: (form.inputs, form.bytes) for name, form in emulation.FILE_FORMATS.items()}
     assert theirs == {name: ours[name] for name in theirs}
     assert {name: ours[name][0] for name in kernels.FORMATS} == kernels.FORMATS
+    assert kernels.ARITHMETIC == emulation.ARITHMETIC
 
 
 @pytest.mark.parametrize(("kind", "shape"), in_turn(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], SHAPES))
@@ -231,12 +223,8 @@ def test_products_are_what_the_emulation_says(names: Sequence[Sequence[str]], ro
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16", "F32"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_file_in_place_is_what_its_conversion_is(tmp_path: Path, kind: str, architecture: str) -> None:
-    changes = {"attention_bias": True} if architecture == "qwen2" else {}
-    settings = {"qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}, "qwen2": {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}}.get(architecture, {})  # fmt: skip
-    path = write_gguf(
-        tmp_path / "tiny.gguf", kind=kind, tensors=weights(**settings, **changes), architecture=architecture
-    )
+    tensors = weights(**ARCHITECTURES[architecture])
+    path = write_gguf(tmp_path / "tiny.gguf", kind=kind, tensors=tensors, architecture=architecture)
     folder = convert(path, tmp_path / "cache")
     with Checkpoint.open(folder) as whole, GgufSource(path) as source:
         assert source.config == whole.config
@@ -278,12 +266,10 @@ def test_every_way_writes_what_plain_decoding_does(tmp_path: Path, method: str, 
 @pytest.mark.parametrize("kind", ["F16", "Q2_K"])
 def test_what_the_kernels_do_not_take_is_rounded_and_told(tmp_path: Path, kind: str) -> None:
     shape = SHAPES["wide"] if kind == "Q2_K" else {}
-    found = load_model(file_of(tmp_path, kind, **shape), dtype="file")
-    assert found.precision == "int8"
-    assert found.notice == f"rounded to int8, for the kernels do not take them so: {kind}"
-    assert load_model(file_of(tmp_path, kind, **shape), dtype="int8").notice is None
-    unasked = load_model(file_of(tmp_path, kind, **shape))
-    assert (unasked.precision, unasked.notice) == ("int8", None if kind == "F16" else found.notice)
+    path, notice = file_of(tmp_path, kind, **shape), f"rounded to int8, for the kernels do not take them so: {kind}"
+    for dtype, expected in (("file", notice), ("int8", None), ("auto", None if kind == "F16" else notice)):
+        found = load_model(path, dtype=dtype)
+        assert (found.precision, found.notice) == ("int8", expected)
 
 
 @pytest.mark.parametrize("kind", K)
@@ -348,10 +334,6 @@ def test_what_int8_does_not_hold_is_refused_by_both_packages(wrong: float) -> No
             package.Matrix(values)
 
 
-def test_the_packages_agree_on_the_number_of_their_arithmetic() -> None:
-    assert kernels.ARITHMETIC == emulation.ARITHMETIC
-
-
 def test_file_is_for_the_native_runtime(tmp_path: Path) -> None:
     path = file_of(tmp_path, "Q8_0")
     with pytest.raises(UserError, match="dtype file needs the runtime native"):
@@ -369,32 +351,21 @@ def test_an_inflated_model_writes_its_own_text(tmp_path: Path) -> None:
 
 
 def test_one_part_of_the_file_is_packed_at_a_time() -> None:
-    """Layers are put together side by side; the pages of one matrix alone are read, by all threads."""
+    """Layers are assembled concurrently, but only one matrix's pages are read at a time, by all threads."""
     running, most, given = 0, 0, set[int]()
 
-    class Matrix:
-        @staticmethod
-        def stored(*_: Any, threads: int, **options: Any) -> None:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            given.add(threads)
-            time.sleep(0.01)
-            running -= 1
+    def stored(*_: Any, threads: int, **options: Any) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        given.add(threads)
+        time.sleep(0.01)
+        running -= 1
 
-    class Kernels:
-        pass
-
-    Kernels.Matrix, Kernels.Room = Matrix, object  # type: ignore[attr-defined]
-    packing = Packing(Kernels(), 3)
-    workers = [
-        threading.Thread(target=packing.of_file, args=([("Q8_0", np.zeros((1, 34), np.uint8))], np.zeros(1), 32))
-        for _ in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    packing = Packing(SimpleNamespace(Matrix=SimpleNamespace(stored=stored), Room=object), 3)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(packing.of_file, [("Q8_0", np.zeros((1, 34), np.uint8))], np.zeros(1), 32)
     assert (most, given) == (1, {3})
 
 

@@ -184,8 +184,8 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, digits: str) -> None:
     [("gpt-4o", "Hello|WORLDfoo| it's| x|/\n"), ("dbrx", "HelloWORLDfoo| it|'s| x|/\n"), ("tekken", None)],
 )
 def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, words: str | None) -> None:
-    with open_gguf(write_gguf(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": pre})) as header:
-        splits = gguf_tokenizer.build(header.path, header.metadata).tokenizer.pre_tokenizer
+    header = open_gguf(write_gguf(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": pre}))
+    splits = gguf_tokenizer.build(header.path, header.metadata).tokenizer.pre_tokenizer
     found = [word for word, _ in splits.pre_tokenize_str("HelloWORLDfoo it's x/\n")]
     plain = "|".join(found).replace("Ġ", " ").replace("Ċ", "\n")
     assert plain == (words or "Hello|WORLDfoo| it|'s| x|/\n")
@@ -194,8 +194,8 @@ def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, words: str | None) ->
 @pytest.mark.parametrize(("architecture", "eats"), [("phi3", True), ("llama", False)])
 def test_white_space_after_special_tokens(tmp_path: Path, architecture: str, eats: bool) -> None:
     """As in Phi-3's own tokenizer; not after <s>, which begins a text."""
-    with open_gguf(sentence_piece(tmp_path / "sp.gguf", add_bos_token=False)) as header:
-        metadata = header.metadata | {"general.architecture": architecture}
+    header = open_gguf(sentence_piece(tmp_path / "sp.gguf", add_bos_token=False))
+    metadata = header.metadata | {"general.architecture": architecture}
     built = gguf_tokenizer.build(Path("sp.gguf"), metadata).tokenizer
     abc = 259 + WORDS.index("▁abc")
     assert (built.encode("</s>\nabc").ids == [2, abc]) == eats
@@ -207,8 +207,8 @@ def test_default_pre_tokenizer_splits_digits_by_three(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": None, "tokenizer.ggml.merges": [*MERGES[:-1], "3 4"]}
     )
-    with open_gguf(path) as header, pytest.raises(UserError, match="cannot be built"):
-        gguf_tokenizer.build(path, header.metadata)  # "34" is no token
+    with pytest.raises(UserError, match="cannot be built"):
+        gguf_tokenizer.build(path, open_gguf(path).metadata)  # "34" is no token
     words = [word if word != "12" else "34" for word in tokens()]
     path = write_gguf(
         tmp_path / "tiny.gguf",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from files import CONFIG, model_folder, weights
+from files import CONFIG, model_folder, weights, write_checkpoint
 from turns import in_turn
 
 import outpace
@@ -23,7 +23,6 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import translated
 from outpace.engine.build import find_rule
-from outpace.models.files.checkpoint import write_checkpoint
 from outpace.models.load import Loaded, load_model
 from outpace.models.text.shared_tokens import shared_tokens
 from outpace.models.text.tokenizer import Tokenizer

@@ -15,12 +15,7 @@ import pytest
 from files import smollm2_file
 
 HERE = Path(__file__).parents[1]
-PARTS = ("outpace", "pyproject.toml", "README.md", "LICENSE")
-OFFLINE = (
-    "No matching distribution found for setuptools",
-    "Temporary failure in name resolution",
-    "No module named pip",
-)
+NO_BUILD = ("distribution found for setuptools", "failure in name resolution", "No module named pip")
 PROMPT = "The three primary colours are"
 
 pytestmark = pytest.mark.long
@@ -37,23 +32,19 @@ print(json.dumps({"names": names, "files": sorted(files), "draft": str(SHIPPED_F
 
 
 def run(command: list[str], where: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=where, capture_output=True, text=True, timeout=500, check=False, env=os.environ | environment
-    )
+    env = os.environ | environment
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=500, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build from a copy of the sources, as a build leaves its folders there."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for part in PARTS:
-        path = HERE / part
-        if path.is_dir():
-            shutil.copytree(path, source / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(path, source)
+    shutil.copytree(HERE / "outpace", source / "outpace", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(HERE / file, source)
     done = run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(out), str(source)], out)
-    reason = next((words for words in OFFLINE if words in done.stderr), None)
+    reason = next((words for words in NO_BUILD if words in done.stderr), None)
     if done.returncode and reason is not None:
         pytest.skip(f"a wheel cannot be built here: {reason}")
     assert done.returncode == 0, done.stderr

@@ -146,8 +146,7 @@ def licence(target: str | None) -> str | None:
     if path.is_file():
         from outpace.models.files.gguf.header import open_gguf
 
-        with open_gguf(path) as header:
-            found = header.metadata.get("general.license")
+        found = open_gguf(path).metadata.get("general.license")
         return found if isinstance(found, str) else None
     card = resolve(target) / "README.md"
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines()[:40] if card.is_file() else []

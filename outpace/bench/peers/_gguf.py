@@ -54,10 +54,9 @@ def main_kind(file: Path) -> str:
     from gguf.constants import GGMLQuantizationType
 
     counts: Counter[int] = Counter()
-    with open_gguf(file) as header:
-        for name, entry in header.tensors.items():
-            if name.startswith("blk.") and len(entry.shape) == 2:
-                counts[entry.kind] += math.prod(entry.shape)
+    for name, entry in open_gguf(file).tensors.items():
+        if name.startswith("blk.") and len(entry.shape) == 2:
+            counts[entry.kind] += math.prod(entry.shape)
     return GGMLQuantizationType(counts.most_common(1)[0][0]).name if counts else ""
 
 

@@ -12,34 +12,34 @@ The folder also holds locks (.NAME.lock) and leftovers of killed programs (.NAME
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_folder import exclusive_lock, new_file, temporary_prefix
+from outpace.models.files.cache_folder import exclusive_lock, temporary_prefix
 
-DRAFTS, DIGESTS = "drafts", "digests.json"
+DRAFTS = "drafts"
 MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
 TABLES = "tables of a drafter"
-HASHES, LEFTOVER = "hashes of files", "left by an earlier program"
+LEFTOVER = "left by an earlier program"
 HEX = "[0-9a-f]"
 ENTRY_PATTERNS = {  # by folder: a pattern for the names of each kind of entry
     "": {MODEL: rf".+-{HEX}{{16}}-v\d+"},
-    DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+", HASHES: re.escape(DIGESTS)},
+    DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+"},
     "gguf": {LLAMA_CPP: rf".+-{HEX}{{16}}-\w+\.gguf"},
     "profiles": {PROFILE: rf"{HEX}{{24}}\.json", LEFTOVER: r"tmp\w+\.part"},
     "tables": {TABLES: rf"\w+-{HEX}{{16}}\.tables", LEFTOVER: rf"\.\w+-{HEX}{{16}}\.tables\.\w+\.part"},
 }
 FOLDERS = (MODEL, DRAFT)  # all other kinds are files
 UNUSED_SECONDS = 30 * 24 * 3600.0
+ENDS_READ = 2**20  # bytes hashed at each end of a file
 
 
 class CacheEntry(NamedTuple):
@@ -51,8 +51,23 @@ class CacheEntry(NamedTuple):
     used: float
 
 
-class _BusyError(Exception):
-    """Another process is creating the entry."""
+def identity(files: Iterable[Path]) -> str:
+    """Return a short hash of files from names, sizes, times and both ends, cheap however large they are.
+
+    UserError if one cannot be read.
+    """
+    digest = lazy_sha256()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                status = file.stat()
+                digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+                digest.update(stream.read(ENDS_READ))
+                stream.seek(max(0, status.st_size - ENDS_READ))
+                digest.update(stream.read(ENDS_READ))
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror})") from error
+    return digest.hexdigest()[:16]
 
 
 def make_once(
@@ -105,7 +120,7 @@ def remove_entry(entry: CacheEntry) -> str | None:
     data."""
 
     def busy() -> None:
-        raise _BusyError
+        raise UserError("another process is making it")
 
     path = entry.path
     remains = re.fullmatch(r"\.(.+)\.(lock|part-\w+)", path.name)
@@ -117,8 +132,6 @@ def remove_entry(entry: CacheEntry) -> str | None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    except _BusyError:
-        return "another process is making it"
     except (OSError, UserError) as error:
         return getattr(error, "strerror", None) or str(error)
     return None
@@ -160,76 +173,3 @@ def _entry(path: Path, kind: str) -> CacheEntry | None:
         return CacheEntry(path, kind, sum(sizes), path.stat().st_mtime)
     except OSError:  # removed meanwhile
         return None
-
-
-MAX_DIGESTS = 64  # hashes kept
-SETTLED = 2_000_000_000  # nanoseconds; a later write surely changes the modification time
-BLOCK = 2**20
-
-
-class Digests(AbstractContextManager["Digests"]):
-    """Hashes of large files, cached by path, size and modification time so that a file is not read at every start.
-
-    When the block ends, new hashes are saved in `memory` if it can be written.
-    """
-
-    def __init__(self, memory: Path, root: Path) -> None:
-        """Files below `root` are identified by their relative path, so `root` may be moved together with `memory`."""
-        self._memory, self._root = memory, root.resolve()
-        self._known = _read(memory)
-        self._is_new = False
-
-    def __exit__(self, *error: object) -> None:
-        if self._is_new:
-            _write(self._memory, dict(list(self._known.items())[-MAX_DIGESTS:]))
-
-    def of_file(self, file: Path) -> str:
-        """Return the hash of the file's content; UserError if it cannot be read."""
-        return self.of_part(file, "", lambda: _hash(file))
-
-    def of_part(self, file: Path, part: str, compute: Callable[[], str]) -> str:
-        """Return `compute()`, the hash of a part of the file, recomputed only if the file has changed since."""
-        try:
-            status = file.stat()
-            key = f"{self._name(file.resolve())}\n{part}"
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror})") from error
-        stamp = f"{status.st_size} {status.st_mtime_ns} "
-        known = self._known.pop(key, "")
-        is_known = known.startswith(stamp)
-        digest = known.removeprefix(stamp) if is_known else compute()
-        if is_known or abs(time.time_ns() - status.st_mtime_ns) > SETTLED:
-            self._known[key] = stamp + digest  # moved to the end: the oldest are dropped first
-            self._is_new |= not is_known
-        return digest
-
-    def _name(self, file: Path) -> Path:
-        return file.relative_to(self._root) if file.is_relative_to(self._root) else file
-
-
-def _hash(file: Path) -> str:
-    digest = lazy_sha256()
-    try:
-        with file.open("rb") as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
-
-
-def _read(memory: Path) -> dict[str, str]:
-    """Read the saved hashes; return an empty dict if the file is missing or damaged."""
-    try:
-        found = json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    sound = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-    return found if sound else {}
-
-
-def _write(memory: Path, known: dict[str, str]) -> None:
-    with suppress(OSError):  # with a read-only cache the next start reads the files again
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(memory) as stream:
-            stream.write(json.dumps(known, indent=1).encode())

@@ -8,12 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from outpace.core.errors import UserError
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 
 def cache_folder() -> Path:
@@ -54,7 +51,7 @@ def exclusive_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> It
     Yields False if the file system has no locks: several processes may then run the block at once. Raises UserError if
     nothing can be written next to `path`. The system frees the lock of a killed process.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     file = lock_path(path)
     try:
@@ -62,8 +59,14 @@ def exclusive_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> It
         file.open("ab").close()
     except OSError as error:
         raise write_error(path, error) from error
-    lock = FileLock(file, fallback_to_soft=False)  # a soft lock would outlive a killed process
-    is_held = _acquire(lock, waiting)
+    lock, is_held = FileLock(file, fallback_to_soft=False), True  # a soft lock would outlive a killed process
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        waiting()
+        lock.acquire()
+    except OSError:
+        is_held = False
     try:
         yield is_held
     finally:
@@ -71,20 +74,6 @@ def exclusive_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> It
             file.unlink()
         if is_held:
             lock.release()
-
-
-def _acquire(lock: BaseFileLock, waiting: Callable[[], None]) -> bool:
-    from filelock import Timeout
-
-    try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            waiting()
-            lock.acquire()
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager
@@ -101,7 +90,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise write_error(path, error) from error
     try:
         yield folder
-        _flush_to_disk(folder)
+        for file in folder.iterdir():  # after a power cut the rename could survive without the files' contents
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
         folder.chmod(0o755)
         try:
             folder.rename(path)
@@ -136,10 +127,3 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def temporary_prefix(path: Path) -> str:
     """Return the prefix of the names of temporary files and folders for `path`."""
     return f".{path.name}.part-"
-
-
-def _flush_to_disk(folder: Path) -> None:
-    """Flush the files before the rename: after a power cut the rename could survive without their contents."""
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())

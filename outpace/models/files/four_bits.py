@@ -12,8 +12,7 @@ does not fit: its second number would be -scale * zero, which needs 15 bits wher
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -26,7 +25,7 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import OTHER_RUNTIME, Checkpoint
-from outpace.models.files.reading import RawTensor, read_json
+from outpace.models.files.reading import RawTensor, read_optional_json
 from outpace.models.llama.config.footprint import StoredSize
 from outpace.models.llama.native.binding import load_kernels
 from outpace.models.llama.weight_sources import StoredMatrix
@@ -87,7 +86,7 @@ def read_scheme(path: Path, settings: Mapping[str, Any]) -> QuantizationScheme:
         check("version", str(settings.get("version", "gemm")).lower(), ("gemm",))
         return QuantizationScheme(AWQ, int(str(group)), 0)
     check("checkpoint_format", settings.get("checkpoint_format", GPTQ), (GPTQ, "gptq_v2"))
-    return QuantizationScheme(GPTQ, int(str(group)), 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
+    return QuantizationScheme(GPTQ, int(str(group)), int(settings.get("checkpoint_format") != "gptq_v2"))
 
 
 def read_matrix(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> QuantizedMatrix:
@@ -97,10 +96,8 @@ def read_matrix(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], whe
     """
     zeros = read_zeros(scheme, parts, where)
     groups = read_groups(scheme, parts.get("g_idx"), matrix_shape(scheme, parts["qweight"].shape)[1], where)
-    if scheme.method == AWQ:
-        q = _nibbles(parts["qweight"], AWQ_ORDER).T
-    else:
-        q = _nibbles(np.ascontiguousarray(parts["qweight"].T), range(8))
+    is_awq, words = scheme.method == AWQ, parts["qweight"]
+    q = _nibbles(words, AWQ_ORDER).T if is_awq else _nibbles(np.ascontiguousarray(words.T), range(8))
     q, scales, zeros = (np.ascontiguousarray(part) for part in (q, parts["scales"].T, zeros.T))
     return QuantizedMatrix(q, scales, zeros, groups)
 
@@ -113,7 +110,7 @@ def read_zeros(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], wher
         _check_shape(f"{where}.{name}", parts[name], shape)
     if not np.isfinite(parts["scales"]).all():
         raise UserError(f"{where}.scales is damaged: it holds values that are not finite")
-    zeros = _nibbles(parts["qzeros"], _order(scheme))
+    zeros = _nibbles(parts["qzeros"], AWQ_ORDER if scheme.method == AWQ else range(8))
     if scheme.first_zero and (zeros == MAX_NIBBLE).any():
         reason = f"qzeros holds {MAX_NIBBLE}, and readers differ in whether that means 0 or 16"
         raise UnsupportedModel(f"{where}: {reason}; {OTHER_RUNTIME} may run it")
@@ -144,11 +141,7 @@ def matrix_shape(scheme: QuantizationScheme, shape: tuple[int, ...]) -> tuple[in
     return (8 * shape[1], shape[0]) if scheme.method == AWQ else (shape[1], 8 * shape[0])
 
 
-def _order(scheme: QuantizationScheme) -> tuple[int, ...]:
-    return AWQ_ORDER if scheme.method == AWQ else tuple(range(8))
-
-
-def _nibbles(words: np.ndarray, order: Any) -> np.ndarray:
+def _nibbles(words: np.ndarray, order: Iterable[int]) -> np.ndarray:
     """Unpack words [rows, columns] to uint8 [rows, 8 columns]: nibble i is number order[i] of its eight."""
     found = np.empty((*words.shape, 8), np.uint8)
     for place, number in enumerate(order):
@@ -156,7 +149,6 @@ def _nibbles(words: np.ndarray, order: Any) -> np.ndarray:
     return found.reshape(len(words), -1)
 
 
-NIBBLE_RUN = 32  # inputs whose nibbles share 16 bytes
 NARROW, WIDE = "U4_32", "U4_64"  # the kernels' names
 BLOCK_INPUTS = {NARROW: 32, WIDE: 64}  # per block
 BLOCK_BYTES = {kind: 4 + inputs // 2 for kind, inputs in BLOCK_INPUTS.items()}  # per block
@@ -174,53 +166,26 @@ def block_bytes(kind: str, count: int) -> int:
 
 
 def pack_blocks(kind: str, scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """Convert a matrix's parts to blocks, uint8 [outputs, bytes per row]. Takes and raises the same as
-    `read_matrix`."""
-    convert = _converter()
-    if convert is None:
-        return pack_blocks_numpy(kind, read_matrix(scheme, parts, where))
+    """Convert a matrix's parts to blocks, uint8 [outputs, bytes per row], by the kernels. Raises as `read_matrix`."""
     read_zeros(scheme, parts, where)
     outputs, inputs = matrix_shape(scheme, parts["qweight"].shape)
     types = {"qweight": np.uint32, "qzeros": np.uint32, "scales": np.uint16}
     held = [np.require(parts[name], requirements=["C", "A"]).view(dtype) for name, dtype in types.items()]
     data = np.empty((outputs, block_bytes(kind, inputs)), np.uint8)
     group = inputs if scheme.group == WHOLE_ROW else scheme.group
-    convert(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
+    load_kernels().blocks_of_words(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
     return data
 
 
-def _converter() -> Any:
-    """Return the kernels' conversion function, or None if the kernels are missing or too old."""
-    try:
-        return getattr(load_kernels(), "blocks_of_words", None)
-    except UserError:
-        return None
-
-
-def pack_blocks_numpy(kind: str, matrix: QuantizedMatrix) -> np.ndarray:
-    """Convert as `pack_blocks`, in numpy: slower, and the reference."""
-    outputs = len(matrix.q)
-    groups = matrix.groups[:: BLOCK_INPUTS[kind]]
-    numbers = (matrix.scales, -matrix.zeros.astype("<f2"))
-    q = matrix.q.reshape(outputs, len(groups), -1, NIBBLE_RUN)
-    data = np.empty((outputs, len(groups), BLOCK_BYTES[kind]), np.uint8)
-    data[..., :4] = np.stack([part.astype("<f2")[:, groups] for part in numbers], axis=-1).view(np.uint8)
-    data[..., 4:] = (q[..., : NIBBLE_RUN // 2] | q[..., NIBBLE_RUN // 2 :] << 4).reshape(*data.shape[:2], -1)
-    return data.reshape(outputs, -1)
-
-
 GROUP_INDEX = "g_idx"
-REQUIRED_PARTS, OPTIONAL_PARTS = ("qweight", "qzeros", "scales"), (GROUP_INDEX,)
-PART_DTYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32"}
-PART_DIMENSIONS = {part: 1 if part == GROUP_INDEX else 2 for part in PART_DTYPES}
+REQUIRED_PARTS = ("qweight", "qzeros", "scales")
+PART_DTYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", GROUP_INDEX: "I32"}
 QUANTIZATION_CONFIG = "quantization_config"
 
 
 def is_four_bit_folder(path: Path) -> bool:
     """Return whether the folder's config.json declares GPTQ or AWQ."""
-    if not os.path.lexists(path / "config.json"):
-        return False
-    settings = read_json(path / "config.json").get(QUANTIZATION_CONFIG)
+    settings = read_optional_json(path / "config.json").get(QUANTIZATION_CONFIG)
     return isinstance(settings, Mapping) and settings.get("quant_method") in (GPTQ, AWQ)
 
 
@@ -230,39 +195,22 @@ class FourBitFolder(Checkpoint):
     4-bit matrices are read as float32 values or as blocks of the same values.
     """
 
-    scheme: QuantizationScheme
-
-    @classmethod
-    def open(cls, path: Path | str) -> FourBitFolder:
-        """Open the folder. Raises UserError if it is damaged, UnsupportedModel for an unsupported scheme."""
-        found = super().open(path)
-        assert isinstance(found, FourBitFolder)
-        found.config = {name: value for name, value in found.config.items() if name != QUANTIZATION_CONFIG}
-        return found
-
-    @staticmethod
-    def _check_config(path: Path, config: Mapping[str, Any]) -> None:
-        read_scheme(path, config[QUANTIZATION_CONFIG])
-
-    def _check_layers(self) -> None:
-        super()._check_layers()
-        self.scheme = read_scheme(self.path, self.config[QUANTIZATION_CONFIG])
+    def _check_quantisation(self) -> None:
+        self.scheme = read_scheme(self.path, self.config.pop(QUANTIZATION_CONFIG))
 
     def names(self) -> list[str]:
         """List the original model's tensor names: a 4-bit matrix counts once."""
-        parts = {
-            f"{self._stem(name)}.{part}" for name in self._matrices() for part in (*REQUIRED_PARTS, *OPTIONAL_PARTS)
-        }
-        return sorted({*self._shards}.difference(parts).union(self._matrices()))
+        names = set(super().names())
+        stems = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
+        parts = {f"{stem}.{part}" for stem in stems for part in PART_DTYPES}
+        return sorted((names - parts).union(f"{stem}.weight" for stem in stems))
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
-        return super().file_of(f"{self._stem(name)}.qweight" if self._is_packed(name) else name)
+        return super().file_of(f"{_stem(name)}.qweight" if self._is_packed(name) else name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the original shape."""
         if self._is_packed(name):
-            return matrix_shape(self.scheme, super().shape(f"{self._stem(name)}.qweight"))
+            return matrix_shape(self.scheme, super().shape(f"{_stem(name)}.qweight"))
         return super().shape(name)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -271,13 +219,13 @@ class FourBitFolder(Checkpoint):
         super().check_shapes({name: shape for name, shape in shapes.items() if name not in packed})
         for name, expected in packed.items():
             for part in self._parts(name):
-                held = self._slice(f"{self._stem(name)}.{part}")
-                where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
-                kind, sizes = held.get_dtype(), held.get_shape()
+                kind, sizes, *_ = self._entry(f"{_stem(name)}.{part}")
+                where = f"{self.file_of(name)}: tensor '{_stem(name)}.{part}'"
+                dimensions = 1 if part == GROUP_INDEX else 2
                 if kind != PART_DTYPES[part]:
                     raise UnsupportedModel(f"{where} has type {kind}, supported: {PART_DTYPES[part]}")
-                if len(sizes) != PART_DIMENSIONS[part]:
-                    raise UserError(f"{where} has shape {list(sizes)}, expected are {PART_DIMENSIONS[part]} dimensions")
+                if len(sizes) != dimensions:
+                    raise UserError(f"{where} has shape {list(sizes)}, expected are {dimensions} dimensions")
             is_cut = self.scheme.method == AWQ and expected[1] % self.scheme.group  # -1 divides all
             if self.shape(name) != tuple(expected) or is_cut or expected[0] % 8:
                 where = f"{self.file_of(name)}: tensor {name!r}"
@@ -297,60 +245,44 @@ class FourBitFolder(Checkpoint):
             return super().weight(name)
         rows, columns = self.shape(name)
         kind, data = self._kind(name), np.empty((rows, 0), np.uint8)
+        forget = partial(self._forget, *(f"{_stem(name)}.{part}" for part in self._parts(name)))
         if kind in BLOCK_INPUTS:
             data = pack_blocks(kind, self.scheme, self._values(name), self._where(name))
-            self._forget_parts(name)
+            forget()
         order, read = np.arange(rows, dtype=np.int32), partial(self.array, name)
-        return StoredMatrix(
-            self.file_of(name), name, kind, data, order, columns, read, partial(self._forget_parts, name)
-        )
+        return StoredMatrix(self.file_of(name), name, kind, data, order, columns, read, forget)
 
     def raw(self, name: str) -> RawTensor:
         """Return a 4-bit matrix as float32, anything else as stored."""
-        return RawTensor("F32", self.array(name)) if self._is_packed(name) else super().raw(name)
-
-    def array(self, name: str) -> np.ndarray:
-        """Return one tensor as float32."""
-        return self._matrix(name).values() if self._is_packed(name) else super().array(name)
+        if not self._is_packed(name):
+            return super().raw(name)
+        return RawTensor("F32", read_matrix(self.scheme, self._values(name), self._where(name)).values())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a 4-bit matrix as float32, anything else as stored."""
         return torch.from_numpy(self.array(name)) if self._is_packed(name) else super().tensor(name)
-
-    def _matrix(self, name: str) -> QuantizedMatrix:
-        return read_matrix(self.scheme, self._values(name), self._where(name))
 
     def _kind(self, name: str) -> str:
         """Return the matrix's block format, or why it has none."""
         method, inputs = self.scheme.method.upper(), self.shape(name)[1]
-        stored = self._part(name, GROUP_INDEX) if GROUP_INDEX in self._parts(name) else None
-        groups = read_groups(self.scheme, stored, inputs, self._where(name))
+        groups = read_groups(self.scheme, self._values(name).get(GROUP_INDEX), inputs, self._where(name))
         if (groups != self.scheme.groups_of(inputs)).any():
             return f"{method} in act-order"
         return block_format(self.scheme, inputs) or f"{method} with {inputs} inputs"
 
     def _values(self, name: str) -> dict[str, np.ndarray]:
         """Return the parts of a 4-bit matrix, mapped from the file."""
-        return {part: self._part(name, part) for part in self._parts(name)}
-
-    def _part(self, name: str, part: str) -> np.ndarray:
-        return self._mapped(f"{self._stem(name)}.{part}").values
-
-    def _forget_parts(self, name: str) -> None:
-        self._forget(*(f"{self._stem(name)}.{part}" for part in self._parts(name)))
+        return {part: self._mapped(f"{_stem(name)}.{part}").values for part in self._parts(name)}
 
     def _where(self, name: str) -> str:
-        return f"{self.file_of(name)}: {self._stem(name)}"
+        return f"{self.file_of(name)}: {_stem(name)}"
 
     def _parts(self, name: str) -> list[str]:
-        return [*REQUIRED_PARTS, *(part for part in OPTIONAL_PARTS if f"{self._stem(name)}.{part}" in self._shards)]
-
-    def _matrices(self) -> list[str]:
-        return [name.removesuffix("qweight") + "weight" for name in self._shards if name.endswith(".qweight")]
+        has_index = f"{_stem(name)}.{GROUP_INDEX}" in self._places
+        return [*REQUIRED_PARTS, *([GROUP_INDEX] if has_index else [])]
 
     def _is_packed(self, name: str) -> bool:
-        return name.endswith(".weight") and f"{self._stem(name)}.qweight" in self._shards
+        return name.endswith(".weight") and f"{_stem(name)}.qweight" in self._places
 
-    @staticmethod
-    def _stem(name: str) -> str:
-        return name.removesuffix(".weight")
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".weight")

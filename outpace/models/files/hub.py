@@ -15,16 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from outpace.core.errors import UserError, install_command
-from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
+from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE, read_index
 from outpace.models.files.gguf.header import part_files
 from outpace.models.files.model_kind import check_text_model
-from outpace.models.files.reading import read_json
 
 Progress = Callable[[str, float], None]
 NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\w[\w./-]*))?(:(?P<file>\w[\w./ -]*))?", re.ASCII
 )
-REPOSITORY_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)  # a repository's name alone
 NO_MODELS = ("mmproj", "imatrix")  # prefixes of .gguf files without a language model
 TEXTS = (".json", ".jinja")
 
@@ -55,18 +53,16 @@ def fetch(name: HubName, progress: Progress) -> Path:
     readable file, several GGUF files and none named, or neither cached nor reachable.
     """
     found = _ask(name)
-    if isinstance(found, Exception):
-        return _from_cache(name, found)
-    from huggingface_hub import snapshot_download
-
-    files = choose_files(name, found)
-    bars = _bars(progress)
+    if isinstance(found, list):
+        files = choose_files(name, found)
+        options = {"allow_patterns": [glob.escape(file) for file in files], "tqdm_class": _progress_bar(progress)}
+        return _found(_snapshot(name, None, **options), files)
+    path = _snapshot(name, found)  # what an earlier download left
+    listed = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     try:
-        patterns = [glob.escape(file) for file in files]
-        folder = snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns, tqdm_class=bars)
-    except Exception as error:
-        raise UserError(_reason(name, error)) from error
-    return _found(Path(folder), files)
+        return _found(path, choose_files(name, listed))
+    except UserError as incomplete:
+        raise UserError(f"{_reason(name, found)}; its copy in the cache cannot be used: {incomplete}") from found
 
 
 def cached_snapshot(name: HubName) -> Path | None:
@@ -98,13 +94,27 @@ def _ask(name: HubName) -> list[str] | Exception:
     return [file.rfilename for file in info.siblings or ()]
 
 
+def _snapshot(name: HubName, reason: Exception | None, **options: Any) -> Path:
+    """Return the repository's folder in the hub's cache, after a download unless `reason` says why there is none.
+
+    From the cache any file may be used; missing ones are reported when they are read.
+    """
+    from huggingface_hub import snapshot_download
+
+    options = options or {"local_files_only": True, "allow_patterns": []}
+    try:
+        return Path(snapshot_download(name.repository, revision=name.revision, **options))
+    except Exception as error:
+        raise UserError(_reason(name, reason or error)) from error
+
+
 def choose_files(name: HubName, listed: Sequence[str]) -> list[str]:
     """Select the files needed from a repository; UserError if there is no readable model among them."""
     top = sorted(file for file in listed if "/" not in file)
     gguf = sorted(file for file in listed if file.endswith(".gguf") and not Path(file).name.startswith(NO_MODELS))
     gguf = [file for file in gguf if _parts(file)[0] == file]  # a model in several files is named by its first
     if name.file is not None:
-        return _whole(name, _gguf_named(name, gguf), listed)
+        return _check_parts(name, _gguf_named(name, name.file, gguf), listed)
     weights = [file for file in top if file.endswith(".safetensors") and not file.startswith("consolidated")]
     if SINGLE in weights:
         weights = [SINGLE]
@@ -113,7 +123,7 @@ def choose_files(name: HubName, listed: Sequence[str]) -> list[str]:
         tokenizer = ["tokenizer.model"] if "tokenizer.model" in top and "tokenizer.json" not in top else []
         return [file for file in [*weights, *texts, *tokenizer] if not file.endswith(".bin.index.json")]
     if len(gguf) == 1:
-        return _whole(name, gguf[0], listed)
+        return _check_parts(name, gguf[0], listed)
     if gguf:
         raise UserError(f"{name} holds several GGUF files, name one as in {name}:{gguf[0]}: {', '.join(gguf)}")
     if pickled := [file for file in top if file.endswith(PICKLED)]:
@@ -127,7 +137,7 @@ def _parts(file: str) -> list[str]:
     return [str(part) for part in part_files(PurePosixPath(file))]
 
 
-def _whole(name: HubName, file: str, listed: Sequence[str]) -> list[str]:
+def _check_parts(name: HubName, file: str, listed: Sequence[str]) -> list[str]:
     """List a .gguf file with its other parts; UserError if the repository lacks one."""
     parts = _parts(file)
     missing = next((part for part in parts if part not in listed), None)
@@ -136,9 +146,8 @@ def _whole(name: HubName, file: str, listed: Sequence[str]) -> list[str]:
     return parts
 
 
-def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
+def _gguf_named(name: HubName, wanted: str, gguf: Sequence[str]) -> str:
     """Return the file with this name, or the only one that contains it between dots and dashes."""
-    wanted = name.file or ""
     if wanted in gguf:
         return wanted
     pattern = rf"(?:.*[./-])?{re.escape(wanted.lower())}(?:[.-].*)?"
@@ -146,31 +155,9 @@ def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
     if len(fitting) == 1:
         return fitting[0]
     if not gguf:
-        raise UserError(f"{name.repository} holds no GGUF file, leave out {':' + str(name.file)!r}")
+        raise UserError(f"{name.repository} holds no GGUF file, leave out {':' + wanted!r}")
     found = f"{len(fitting)} of its files match" if fitting else "none of its files matches"
     raise UserError(f"{name} names no GGUF file: {found}, there are {', '.join(fitting or gguf)}")
-
-
-def _from_cache(name: HubName, error: Exception) -> Path:
-    """Return what an earlier download left; if that is not enough, the error also says why the hub did not help."""
-    path = _snapshot(name, error)
-    listed = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-    try:
-        return _found(path, choose_files(name, listed))
-    except UserError as incomplete:
-        raise UserError(f"{_reason(name, error)}; its copy in the cache cannot be used: {incomplete}") from error
-
-
-def _snapshot(name: HubName, error: Exception) -> Path:
-    """Return the folder of an earlier download; UserError says why there is none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        # No pattern: any cached file may be used; missing ones are reported when they are read.
-        folder = snapshot_download(name.repository, revision=name.revision, local_files_only=True, allow_patterns=[])
-    except Exception:
-        raise UserError(_reason(name, error)) from error
-    return Path(folder)
 
 
 def _found(folder: Path, files: Sequence[str]) -> Path:
@@ -178,9 +165,7 @@ def _found(folder: Path, files: Sequence[str]) -> Path:
     if files[0].endswith(".gguf"):
         return folder / files[0]
     if INDEX in files:
-        shards = read_json(folder / INDEX).get("weight_map")
-        named = set(shards.values()) if isinstance(shards, dict) else set()
-        missing = sorted(shard for shard in named if isinstance(shard, str) and not (folder / shard).is_file())
+        missing = sorted(shard for shard in set(read_index(folder / INDEX).values()) if not (folder / shard).is_file())
         if missing:
             raise UserError(f"{folder} holds no {missing[0]}, which {INDEX} names")
     return folder
@@ -206,11 +191,11 @@ def _reason(name: HubName, error: Exception) -> str:
     return f"{name} cannot be downloaded ({type(error).__name__}: {words:.300})"
 
 
-def _bars(progress: Progress) -> Any:
+def _progress_bar(progress: Progress) -> Any:
     """Return a progress-bar class for the hub's library that reports bytes to `progress`."""
     from tqdm import tqdm
 
-    lock, most = threading.Lock(), [0.0]
+    lock, most = threading.Lock(), 0.0
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -220,10 +205,11 @@ def _bars(progress: Progress) -> Any:
 
         def display(self, *args: Any, **options: Any) -> bool:
             """Report the largest fraction so far: totals grow, and two bars count the same bytes."""
+            nonlocal most
             if self.counts_bytes and self.total:
                 with lock:
-                    most[0] = max(most[0], min(1.0, self.n / self.total))
-                    progress("downloading", most[0])
+                    most = max(most, min(1.0, self.n / self.total))
+                    progress("downloading", most)
             return True
 
     return Bar

@@ -54,10 +54,7 @@ def _kind(config: Mapping[str, Any], names: list[str]) -> str | None:
         return SEQUENCE_TO_SEQUENCE
     model_type, is_causal = config.get("model_type"), any(name.endswith(CAUSAL) for name in names)
     kind = KINDS.get(model_type) if isinstance(model_type, str) else None
-    may_continue = {
-        SEQUENCE_TO_SEQUENCE: is_causal,
-        ENCODER: config.get("is_decoder") is True,
-    }  # used as a decoder alone
+    may_continue = {SEQUENCE_TO_SEQUENCE: is_causal, ENCODER: config.get("is_decoder") is True}  # a decoder alone
     if kind is not None:
         return None if may_continue.get(kind) else kind
     return None if is_causal else next((HEADS[end] for name in names for end in HEADS if name.endswith(end)), None)
@@ -102,8 +99,7 @@ def language_model_names(stored: Iterable[str]) -> dict[str, str]:
     """Map the language model's tensor names, as if it were stored alone, to the names in the file."""
     found = {}
     for name in stored:
-        for prefix, own in PREFIXES.items():
-            if name.startswith(prefix):
-                found[own + name.removeprefix(prefix)] = name
-                break
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
+        if prefix is not None:
+            found[PREFIXES[prefix] + name.removeprefix(prefix)] = name
     return found

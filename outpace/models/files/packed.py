@@ -7,17 +7,15 @@ only. Before loading it is completed with its target's files to a standard folde
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import lazy_sha256
 from outpace.models.files import reading
-from outpace.models.files.cache import DIGESTS, DRAFTS, Digests, make_once, mark_used, remove_unused
+from outpace.models.files.cache import DRAFTS, identity, make_once, mark_used, remove_unused
 from outpace.models.files.cache_folder import cache_folder, new_folder
 from outpace.models.files.checkpoint import (
     EMBEDDING,
@@ -32,7 +30,6 @@ from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource, is_complete_model
 from outpace.models.files.reading import RawTensor, read_json, write_json
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import silent
 
 TARGET_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -82,8 +79,8 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
         with new_folder(out) as made:
             _write(made, config, tensors)
             for file in (*_others(draft), *extra):
-                is_there = file.is_file() and not (file.name in TOKENIZER_FILES and _is_same(file, target / file.name))
-                if is_there:
+                is_shared = file.name in TOKENIZER_FILES and (target / file.name).is_file()
+                if file.is_file() and not (is_shared and file.read_bytes() == (target / file.name).read_bytes()):
                     shutil.copyfile(file, made / file.name)
 
 
@@ -129,8 +126,14 @@ def complete_draft(
 ) -> Path:
     """Return the folder of the packed draft completed from `target`, a folder or .gguf file, created once under
     `cache`."""
-    cache = cache or cache_folder()
-    folder = cache / DRAFTS / f"{_content(draft, target, cache / DRAFTS / DIGESTS)}-v{FORMAT_VERSION}"
+    cache, config = cache or cache_folder(), read_json(draft / "config.json")
+    files = [file for file in sorted(draft.iterdir()) if file.suffix in USED]
+    with open_source(target) as large:
+        _check_compatible(draft, config, target, large.config)
+        files += sorted({large.file_of(name) for name in _shared(tensor_shapes(from_dict(config)))})
+    own = [target] if target.is_file() else [target / name for name in TOKENIZER_FILES]
+    files += [file for file in own if file.is_file()]
+    folder = cache / DRAFTS / f"{identity(files)}-v{FORMAT_VERSION}"
     mark_used(folder)
     progress("converting", 0.0)
     if make_once(folder, is_complete_model, lambda: _unpack(draft, target, folder, progress)):
@@ -155,19 +158,15 @@ def _shared(shapes: Mapping[str, Any]) -> list[str]:
 
 def _as_dtype(source: Checkpoint | GgufSource, name: str, kind: str) -> RawTensor:
     """Return a tensor in this type."""
-    found = source.raw(name) if isinstance(source, Checkpoint) else None
-    return found if found and found.kind == kind else RawTensor.of(source.array(name), kind)
+    found = source.raw(name)
+    return found if found.kind == kind else RawTensor.of(found.float32(), kind)
 
 
-def _others(draft: Path) -> Iterator[Path]:
-    """Yield the draft's files other than configuration and weights."""
-    parts = set(read_index(draft / INDEX).values()) if (draft / INDEX).is_file() else set()
+def _others(draft: Path) -> list[Path]:
+    """List the draft's files other than configuration and weights."""
+    parts = read_index(draft / INDEX).values() if (draft / INDEX).is_file() else ()
     weights = {"config.json", SINGLE, INDEX, *parts}
-    return (file for file in sorted(draft.iterdir()) if file.is_file() and file.name not in weights)
-
-
-def _is_same(file: Path, other: Path) -> bool:
-    return other.is_file() and file.read_bytes() == other.read_bytes()
+    return [file for file in sorted(draft.iterdir()) if file.is_file() and file.name not in weights]
 
 
 def _check_new(out: Path) -> None:
@@ -177,48 +176,8 @@ def _check_new(out: Path) -> None:
 
 def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> None:
     write_json(made / "config.json", config)
+    kinds = {name: (raw.kind, raw.values.shape) for name, raw in tensors.items()}
     try:
-        reading.write_safetensors(made / SINGLE, tensors)
+        reading.write_safetensors(made / SINGLE, kinds, lambda name: [tensors[name].values])
     except OSError as error:
         raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
-
-
-def _content(draft: Path, target: Path, memory: Path) -> str:
-    """Return a short hash of everything the completed draft is made of: file contents, not paths."""
-    config = read_json(draft / "config.json")
-    digest = lazy_sha256()
-    with open_source(target) as large, Digests(memory, memory.parent.parent) as digests:
-        _check_compatible(draft, config, target, large.config)
-        for file in sorted(draft.iterdir()):
-            if file.suffix in USED:
-                digest.update(f"draft {file.name} {digests.of_file(file)}\n".encode())
-        for name in TOKENIZER_FILES:
-            if (target / name).is_file():
-                digest.update(f"target {name} {digests.of_file(target / name)}\n".encode())
-        if isinstance(large, GgufSource):
-            held = digests.of_part(target, "tokenizer", partial(_hash_tokenizer, large))
-            digest.update(f"target tokenizer {held}\n".encode())
-        for name in _shared(tensor_shapes(from_dict(config))):
-            held = digests.of_part(large.file_of(name), name, partial(_hash, large, name))
-            digest.update(f"target {name} {held}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _hash_tokenizer(source: GgufSource) -> str:
-    """Hash the tokenizer's content."""
-    built = source.tokenizer
-    return lazy_sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
-
-
-def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
-    """Hash a tensor's type, shape and values, in stored blocks."""
-    weight = checkpoint.raw(name) if isinstance(checkpoint, Checkpoint) else checkpoint.weight(name)
-    if isinstance(weight, StoredMatrix):
-        digest = lazy_sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
-        digest.update(np.ascontiguousarray(weight.data).data)
-        return digest.hexdigest()
-    kind, values = weight if isinstance(weight, RawTensor) else RawTensor("F32", weight)
-    dtype = "bfloat16" if kind == "BF16" else f"float{kind[1:]}"
-    digest = lazy_sha256(f"torch.{dtype} {values.shape}\n".encode())
-    digest.update(np.ascontiguousarray(values).data)
-    return digest.hexdigest()

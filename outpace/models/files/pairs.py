@@ -17,8 +17,8 @@ class DraftFamily(NamedTuple):
     """A model family and its draft.
 
     `pattern` is searched in the target's lower-case name; if none matches, a target belongs to the first family with
-    its `model_types` and a vocabulary size in `vocab_sizes`. `draft` is a hub id or folder, `tuned` the draft for
-    instruction-tuned targets. `width` is the draft's hidden size: a target must be wider.
+    its `model_types` and a vocabulary size in `vocab_sizes`. `draft` is a hub id or folder, and `suffix` is added to
+    it for instruction-tuned targets. `width` is the draft's hidden size: a target must be wider.
     """
 
     name: str
@@ -27,65 +27,38 @@ class DraftFamily(NamedTuple):
     vocab_sizes: tuple[int, ...]
     width: int
     draft: str
-    tuned: str | None = None
+    suffix: str = ""
 
 
-LLAMA, QWEN2 = ("llama",), ("qwen2",)
+LLAMA, QWEN2, QWEN3 = ("llama",), ("qwen2",), ("qwen3", "qwen3_moe")
 QWEN_SIZES = (151936, 152064)  # larger models pad the vocabulary further
-DRAFT_FAMILIES = (
-    DraftFamily(
-        "Llama 3", r"llama-?3", LLAMA, (128256,), 2048, "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"
-    ),
-    DraftFamily("Llama 2", r"llama-?2|vicuna", LLAMA, (32000,), 2048, "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
-    DraftFamily(
-        "SmolLM2", r"smollm2", LLAMA, (49152,), 576, "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"
-    ),
-    DraftFamily(
-        "Qwen2.5-Coder",
-        r"qwen2\.5-coder",
-        QWEN2,
-        QWEN_SIZES,
-        896,
-        "Qwen/Qwen2.5-Coder-0.5B",
-        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
-    ),
-    DraftFamily(
-        "R1 distilled Qwen", r"r1-distill-qwen", QWEN2, QWEN_SIZES, 1536, "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
-    ),
-    DraftFamily("Qwen2", r"qwen2-\d", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2-0.5B", "Qwen/Qwen2-0.5B-Instruct"),
-    DraftFamily("Qwen2.5", r"qwen2\.5|qwq", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
-    DraftFamily("Qwen3", r"qwen3-\d.*base", ("qwen3", "qwen3_moe"), (151936,), 1024, "Qwen/Qwen3-0.6B-Base"),
-    DraftFamily("Qwen3", r"qwen3-\d|qwen3-coder", ("qwen3", "qwen3_moe"), (151936,), 1024, "Qwen/Qwen3-0.6B"),
-    DraftFamily("Mistral Large", r"mistral-large", ("mistral",), (32768,), 4096, "mistralai/Mistral-7B-Instruct-v0.3"),
-    DraftFamily(
-        "Mistral Small 3",
-        r"mistral-small-(3|24b)",
-        ("mistral", "mistral3"),
-        (131072,),
-        896,
-        "alamios/Mistral-Small-3.1-DRAFT-0.5B",
-    ),
-    DraftFamily("Gemma", r"gemma-7b", ("gemma",), (256000,), 2048, "google/gemma-2b", "google/gemma-2b-it"),
-    DraftFamily("Gemma 2", r"gemma-2-\d", ("gemma2",), (256000,), 2304, "google/gemma-2-2b", "google/gemma-2-2b-it"),
-    DraftFamily(
-        "Gemma 3",
-        r"gemma-3-\d",
-        ("gemma3_text", "gemma3"),
-        (262144, 262208),
-        640,
-        "google/gemma-3-270m",
-        "google/gemma-3-270m-it",
-    ),
-    DraftFamily(
-        "OLMo 2", r"olmo-2", ("olmo2",), (100352,), 2048, "allenai/OLMo-2-0425-1B", "allenai/OLMo-2-0425-1B-Instruct"
-    ),
-    DraftFamily(
-        "Pythia", r"pythia.*deduped", ("gpt_neox",), (50304, 50432, 50688), 768, "EleutherAI/pythia-160m-deduped"
-    ),
-    DraftFamily("Pythia", r"pythia", ("gpt_neox",), (50304, 50432, 50688), 768, "EleutherAI/pythia-160m"),
-    DraftFamily("OPT", r"\bopt-", ("opt",), (50272,), 768, "facebook/opt-125m"),
-    DraftFamily("GPT-2", r"gpt2", ("gpt2",), (50257,), 768, "distilbert/distilgpt2"),
-    DraftFamily("BLOOM", r"bloom", ("bloom",), (250880,), 1024, "bigscience/bloom-560m", "bigscience/bloomz-560m"),
+MISTRAL3, GEMMA3 = ("mistral", "mistral3"), ("gemma3_text", "gemma3")
+PYTHIA_SIZES = (50304, 50432, 50688)
+DRAFT_FAMILIES = tuple(
+    DraftFamily(*family)
+    for family in (
+        ("Llama 3", r"llama-?3", LLAMA, (128256,), 2048, "meta-llama/Llama-3.2-1B", "-Instruct"),
+        ("Llama 2", r"llama-?2|vicuna", LLAMA, (32000,), 2048, "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+        ("SmolLM2", r"smollm2", LLAMA, (49152,), 576, "HuggingFaceTB/SmolLM2-135M", "-Instruct"),
+        ("Qwen2.5-Coder", r"qwen2\.5-coder", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2.5-Coder-0.5B", "-Instruct"),
+        ("R1 distilled Qwen", r"r1-distill-qwen", QWEN2, QWEN_SIZES, 1536, "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+        ("Qwen2", r"qwen2-\d", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2-0.5B", "-Instruct"),
+        ("Qwen2.5", r"qwen2\.5|qwq", QWEN2, QWEN_SIZES, 896, "Qwen/Qwen2.5-0.5B", "-Instruct"),
+        ("Qwen3", r"qwen3-\d.*base", QWEN3, (151936,), 1024, "Qwen/Qwen3-0.6B-Base"),
+        ("Qwen3", r"qwen3-\d|qwen3-coder", QWEN3, (151936,), 1024, "Qwen/Qwen3-0.6B"),
+        ("Mistral Large", r"mistral-large", ("mistral",), (32768,), 4096, "mistralai/Mistral-7B-Instruct-v0.3"),
+        ("Mistral Small 3", r"mistral-small-(3|24b)", MISTRAL3, (131072,), 896, "alamios/Mistral-Small-3.1-DRAFT-0.5B"),
+        ("Gemma", r"gemma-7b", ("gemma",), (256000,), 2048, "google/gemma-2b", "-it"),
+        ("Gemma 2", r"gemma-2-\d", ("gemma2",), (256000,), 2304, "google/gemma-2-2b", "-it"),
+        ("Gemma 3", r"gemma-3-\d", GEMMA3, (262144, 262208), 640, "google/gemma-3-270m", "-it"),
+        ("OLMo 2", r"olmo-2", ("olmo2",), (100352,), 2048, "allenai/OLMo-2-0425-1B", "-Instruct"),
+        ("Pythia", r"pythia.*deduped", ("gpt_neox",), PYTHIA_SIZES, 768, "EleutherAI/pythia-160m-deduped"),
+        ("Pythia", r"pythia", ("gpt_neox",), PYTHIA_SIZES, 768, "EleutherAI/pythia-160m"),
+        ("OPT", r"\bopt-", ("opt",), (50272,), 768, "facebook/opt-125m"),
+        ("GPT-2", r"gpt2", ("gpt2",), (50257,), 768, "distilbert/distilgpt2"),
+        ("BLOOM", r"bloom(?!.*(chat|instruct))", ("bloom",), (250880,), 1024, "bigscience/bloom-560m"),
+        ("BLOOM", r"bloom", ("bloom",), (250880,), 1024, "bigscience/bloomz-560m"),
+    )
 )
 
 # Shipped drafts: a pattern for the target's name, and a folder below outpace/drafts/.
@@ -108,14 +81,17 @@ def find_draft(name: str, config: Mapping[str, Any]) -> str:
     names = [_plain(text) for text in (name, config.get("_name_or_path")) if isinstance(text, str)]
     if (shipped := shipped_draft(*names)) is not None:
         return shipped
-    family = _find_family(names, config)
-    if family is None:
-        known = ", ".join(dict.fromkeys(family.name for family in DRAFT_FAMILIES))
+    kind, size = config.get("model_type"), config.get("vocab_size")
+    fitting = [one for one in DRAFT_FAMILIES if kind in one.model_types and (size is None or size in one.vocab_sizes)]
+    named = [one for one in fitting if any(re.search(one.pattern, text) for text in names)]
+    if not fitting:
+        known = ", ".join(dict.fromkeys(one.name for one in DRAFT_FAMILIES))
         raise UserError(
             f"no draft is known for {name}, there is one for {known}: name a smaller model with the same tokens as the"
             " draft, or train one with `outpace distill`"
         )
-    draft = (family.tuned or family.draft) if any(INSTRUCT.search(text) for text in names) else family.draft
+    family = (named or fitting)[0]
+    draft = family.draft + (family.suffix if any(INSTRUCT.search(text) for text in names) else "")
     width = next((config[key] for key in WIDTHS if isinstance(config.get(key), int)), None)
     if width is not None and width <= family.width:
         raise UserError(
@@ -123,18 +99,6 @@ def find_draft(name: str, config: Mapping[str, Any]) -> str:
             " `outpace distill`, or leave the draft out"
         )
     return draft
-
-
-def _find_family(names: list[str], config: Mapping[str, Any]) -> DraftFamily | None:
-    """Return the first family that the config allows, preferring one whose name matches."""
-    kind, size = config.get("model_type"), config.get("vocab_size")
-    fitting = [
-        family
-        for family in DRAFT_FAMILIES
-        if kind in family.model_types and (size is None or size in family.vocab_sizes)
-    ]
-    named = [family for family in fitting if any(re.search(family.pattern, text) for text in names)]
-    return next(iter([*named, *fitting]), None)
 
 
 def _plain(name: str) -> str:

@@ -7,13 +7,18 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from outpace.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_TEXT_BYTES = 2**25  # the index of a model with 200,000 tensors takes half of it
 MAX_TOKENIZER_BYTES = 2**28
@@ -70,6 +75,11 @@ def read_optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if os.path.lexists(file) else {}
 
 
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    file.write_text(json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 # bfloat16: the upper half of a float32's bits
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _ALL = DTYPES | {"I32": "<i4"}  # packed 4-bit words, read but never written
@@ -77,15 +87,10 @@ _ORDER = ("F64", "F32", "BF16", "F16")  # order of tensors in a file, then by na
 _LENGTH = 8  # bytes of the header's length field
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, indented."""
-    file.write_text(json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 class RawTensor(NamedTuple):
-    """A tensor in its stored type."""
+    """A tensor in its stored type, a key of DTYPES."""
 
-    kind: str  # one of KINDS
+    kind: str
     values: np.ndarray
 
     @classmethod
@@ -101,7 +106,8 @@ class RawTensor(NamedTuple):
         """Return whether no value is nan or infinite."""
         if self.kind == "BF16":
             return not ((self.values & 0x7F80) == 0x7F80).any()
-        return all_finite(self.values)
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum decides at memory speed unless it overflows
+            return bool(np.isfinite(np.add.reduce(self.values, axis=None)) or np.isfinite(self.values).all())
 
     def float32(self) -> np.ndarray:
         """Return the values as float32, without a copy if they are float32 already."""
@@ -113,28 +119,67 @@ class RawTensor(NamedTuple):
         return np.require(held, np.float32, ["C", "A"])
 
 
+class SafetensorsEntry(NamedTuple):
+    """A tensor's type, shape, and place in its file: bytes `start` to `end` after the header."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
 class SafetensorsFile:
-    """A memory-mapped file that the safetensors library has validated before. Returned arrays keep it mapped."""
+    """A memory-mapped safetensors file. Returned arrays and tensors keep it mapped."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file; OSError or ValueError if that fails or the file has changed."""
-        with path.open("rb") as stream:
-            self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self._start = _LENGTH + int.from_bytes(self._mapped[:_LENGTH], "little")
-        self._entries = json.loads(self._mapped[_LENGTH : self._start])
+        """Map the file, which the safetensors library validates; UserError if it is damaged."""
+        from safetensors import safe_open
+
+        self.path = path
+        check_file(path)
+        try:
+            with safe_open(str(path), framework="np"):
+                pass
+            with path.open("rb") as stream:
+                self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._start = _LENGTH + int.from_bytes(self._mapped[:_LENGTH], "little")
+            table = json.loads(self._mapped[_LENGTH : self._start])
+        except Exception as error:  # safetensors raises its own error, OSError or a bare Exception
+            raise UserError(f"{path} is not a whole safetensors file ({error!s:.200})") from error
+        table.pop("__metadata__", None)
+        self.entries = {
+            name: SafetensorsEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in table.items()
+        }
         self._values = np.frombuffer(self._mapped, np.uint8, offset=self._start)
 
     def raw(self, name: str) -> RawTensor:
         """Return one tensor of a type in DTYPES, or I32, as a view of the mapping."""
-        entry = self._entries[name]
-        first, last = entry["data_offsets"]
-        held = self._values[first:last].view(_ALL[entry["dtype"]]).reshape(entry["shape"])
-        return RawTensor(entry["dtype"], held)
+        self._check_unchanged(name)
+        kind, shape, start, end = self.entries[name]
+        return RawTensor(kind, self._values[start:end].view(_ALL[kind]).reshape(shape))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor for torch, as a view of a mapping."""
+        self._check_unchanged(name)
+        tensor: Tensor = self._torch_file.get_tensor(name)
+        return tensor
+
+    @cached_property
+    def _torch_file(self) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(str(self.path), framework="pt")
+
+    def _check_unchanged(self, name: str) -> None:
+        """Raise UserError if the file has another size by now: access beyond its end would kill the process."""
+        if self._mapped.size() != len(self._mapped):
+            raise UserError(f"{self.path}: tensor {name!r} cannot be read (the file has changed)")
 
     def forget(self, name: str) -> None:
         """Release the memory of a tensor's whole pages; a later access reads them from the file again."""
-        first, last = self._entries[name]["data_offsets"]
-        release_pages(self._mapped, self._start + first, self._start + last)
+        entry = self.entries[name]
+        release_pages(self._mapped, self._start + entry.start, self._start + entry.end)
 
 
 def release_pages(mapped: mmap.mmap, start: int, end: int) -> None:
@@ -145,22 +190,26 @@ def release_pages(mapped: mmap.mmap, start: int, end: int) -> None:
         mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def write_safetensors(file: Path, tensors: Mapping[str, RawTensor]) -> None:
-    """Write a new safetensors file, byte-identical to the safetensors library's. Raises OSError."""
+def write_safetensors(
+    file: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    read: Callable[[str], Iterable[np.ndarray]],
+    progress: Callable[[float], None] = lambda share: None,
+) -> None:
+    """Write a new safetensors file, byte-identical to the safetensors library's. Raises OSError.
+
+    `tensors` holds types and shapes by name; `read` yields a tensor's values in parts, so that one part is in memory.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered, end = sorted(tensors.items(), key=lambda one: (_ORDER.index(one[1].kind), one[0])), 0
-    for name, (kind, values) in ordered:
-        start, end = end, end + values.nbytes
-        entries[name] = {"dtype": kind, "shape": values.shape, "data_offsets": [start, end]}
+    ordered, end = sorted(tensors.items(), key=lambda one: (_ORDER.index(one[1][0]), one[0])), 0
+    for name, (kind, shape) in ordered:
+        start, end = end, end + prod(shape) * np.dtype(DTYPES[kind]).itemsize
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % _LENGTH)
     with file.open("xb") as stream:
         stream.write(len(head).to_bytes(_LENGTH, "little") + head)
-        for _, (_, values) in ordered:
-            stream.write(np.ascontiguousarray(values).data)
-
-
-def all_finite(values: np.ndarray) -> bool:
-    """Return whether no element is nan or infinite. The sum decides at memory speed unless it overflows itself."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.add.reduce(values, axis=None)) or np.isfinite(values).all())
+        for name, _ in ordered:
+            for part in read(name):
+                stream.write(np.ascontiguousarray(part).data)
+            progress(entries[name]["data_offsets"][1] / end)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +99,16 @@ def tokenizer_of(given: BuildContext | None) -> str | None:
 
 def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Map the arrays; ValueError unless they fill the file exactly."""
+    whole = np.memmap(path, np.uint8, "r")
     arrays: dict[str, np.ndarray] = {}
     for name, (kind, shape) in shapes.items():
         dtype = np.dtype(kind)
         if dtype.kind not in "iu" or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError(f"{name} is {kind} {shape}")
-        count = int(np.prod(shape, dtype=object))
-        size = count * dtype.itemsize
-        if start + size > path.stat().st_size:
-            raise ValueError(f"it has {path.stat().st_size} bytes, {name} needs {start + size}")
-        whole = np.memmap(path, dtype, "r", start, (count,)) if count else np.zeros(0, dtype)
-        arrays[name] = whole.reshape(shape)
-        start += size
-    if start != path.stat().st_size:
-        raise ValueError(f"it has {path.stat().st_size} bytes, {start} are expected")
+        end = start + prod(shape) * dtype.itemsize
+        arrays[name], start = whole[start:end].view(dtype).reshape(shape), end
+    if start != len(whole):
+        raise ValueError(f"it has {len(whole)} bytes, {start} are expected")
     return arrays
 
 

@@ -7,8 +7,7 @@ weights plus one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,12 @@ from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, phi
-from outpace.models.llama.config import llama_config as sizes
-from outpace.models.llama.config.families import GELU
+from outpace.models.llama.config.families import FAMILIES, GELU
 from outpace.models.llama.config.fields import FULL, SLIDING
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
-ROPE_FACTORS = "rope_freqs.weight"
-SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of LongRoPE
-ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-LONG = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
-LLAMA3_CONTEXT = 8192  # context length in the pre-training of every Llama 3
+# Tensors with a divisor for the frequency of each rotary pair: of LongRoPE, and of Llama 3's scaling.
+SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight", "rope_freqs.weight"
 
 
 def shortest_decimal(value: Any) -> Any:
@@ -34,14 +30,23 @@ def shortest_decimal(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def read_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the rotary embedding's scaling as in config.json; None if there is none."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
     trained = own.get("rope.scaling.original_context_length")
     if SHORT_FACTORS in header.tensors:
-        return _long_scaling(header, own, trained)
-    if ROPE_FACTORS in header.tensors:
-        return _llama3_scaling(header, settings, trained)
+        names = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
+        factors = {name: _divisors(header, tensor) for name, tensor in names.items() if tensor in header.tensors}
+        gain = shortest_decimal(own.get("rope.scaling.attn_factor"))
+        optional = {"original_max_position_embeddings": trained, "attention_factor": gain}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"rope_type": "longrope", **factors, **given}
+    if ROPE_FACTORS in header.tensors:  # LongRoPE whose factors apply to texts of any length
+        divisors = _divisors(header, ROPE_FACTORS)
+        if all(divisor == 1 for divisor in divisors):
+            return None
+        same = {"short_factor": divisors, "long_factor": divisors}
+        return {"rope_type": "longrope", **same, "factor": 1.0, "attention_factor": 1.0}
     if kind == "none" and factor in (0.0, 1.0):
         return None
     if kind not in ("linear", "yarn"):
@@ -51,59 +56,12 @@ def read_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[s
     return scaling | ({"original_max_position_embeddings": trained} if trained and kind == "yarn" else {})
 
 
-def _long_scaling(header: GgufHeader, own: Mapping[str, Any], trained: Any) -> dict[str, Any]:
-    """Return LongRoPE's scaling: a factor for each rotary pair, and the original context length."""
-    factors = {name: _divisors(header, tensor) for name, tensor in LONG.items() if tensor in header.tensors}
-    gain = shortest_decimal(own.get("rope.scaling.attn_factor"))
-    optional = {"original_max_position_embeddings": trained, "attention_factor": gain}
-    return {
-        "rope_type": "longrope",
-        **factors,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
-
-
 def _divisors(header: GgufHeader, name: str) -> list[float]:
     """Read a tensor of float32 divisors of frequencies."""
     entry = header.tensors[name]
     if entry.kind != 0 or len(entry.shape) != 1:
         raise UserError(f"{header.path}: tensor {name!r} is not a list of float32 divisors")
-    return [shortest_decimal(value) for value in np.frombuffer(header.raw(name), np.float32).tolist()]
-
-
-def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: Any) -> dict[str, Any] | None:
-    """Recover Llama 3's four scaling parameters from one divisor per frequency."""
-    entry, theta = header.tensors[ROPE_FACTORS], settings["rope_theta"]
-    data = np.frombuffer(header.raw(ROPE_FACTORS), np.uint8)
-    if entry.kind != 0 or len(entry.shape) != 1 or not isinstance(theta, float) or not theta > 1:
-        raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} is not a list of float32 divisors")
-    divisors = data.view(np.float32).astype(np.float64)  # [head_dim / 2]
-    if not np.isfinite(divisors).all() or divisors.min() < 1 - 1e-6:
-        raise UserError(f"{header.path} is damaged: tensor {ROPE_FACTORS!r} holds divisors below 1")
-    if divisors.max() < 1 + 1e-6:
-        return None
-    turns = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)  # turns a token
-    factor = shortest_decimal(float(divisors.max()))
-    contexts = [trained] if isinstance(trained, int) and trained > 0 else []
-    for context in [*contexts, LLAMA3_CONTEXT, *_contexts(divisors, turns, factor)]:
-        if np.allclose(_llama3_divisors(turns, factor, context), divisors, rtol=1e-4, atol=0):
-            numbers = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            return {"rope_type": "llama3", **numbers, "original_max_position_embeddings": context}
-    raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} does not hold the rope scaling of a Llama 3")
-
-
-def _llama3_divisors(turns: np.ndarray, factor: float, context: int) -> np.ndarray:
-    """Return divisors: 1 above 4 turns in the trained context, `factor` below 1 turn, interpolated between."""
-    smooth = np.clip((turns * context - 1.0) / 3.0, 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / factor + smooth)
-
-
-def _contexts(divisors: np.ndarray, turns: np.ndarray, factor: float) -> list[int]:
-    """Return the trained context lengths implied by the divisors between 1 and factor."""
-    between = (divisors > 1.001) & (divisors < factor * 0.999)
-    smooth = (1.0 / divisors[between] - 1.0 / factor) / (1.0 - 1.0 / factor)
-    found = (1.0 + 3.0 * smooth) / turns[between]
-    return [round(float(context)) for context in found if 1 <= context < 2**31]
+    return [shortest_decimal(value) for value in np.frombuffer(entry.raw(), np.float32).tolist()]
 
 
 GEMMA_LARGEST = 62  # layers of Gemma 3 27B
@@ -154,7 +112,7 @@ class GgufModel:
     """
 
     settings: dict[str, Any]
-    config: sizes.LlamaConfig
+    config: LlamaConfig
     sources: dict[str, str]
     has_interleaved_rope: bool
 
@@ -164,33 +122,26 @@ def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     them."""
     window = own.get("attention.sliding_window")
     if window:
-        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    biases = {"attention_bias": has_bias(header, "attn_q"), "mlp_bias": has_bias(header, "ffn_down")}
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
+        return {"model_type": "mistral", "sliding_window": window}
+    return {"model_type": "llama", **_biases(header)}
 
 
 def _qwen2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_window(header, own)
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+    return {"model_type": "qwen2", **_no_window(header, own)}
 
 
 def _qwen3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_window(header, own)
-    named = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
-    return named | {"attention_bias": has_bias(header, "attn_q")}
+    return {"model_type": "qwen3", "attention_bias": _has_bias(header, "attn_q"), **_no_window(header, own)}
 
 
 def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_window(header, own)
-    layers = range(own["block_count"])
     return {
-        "architectures": ["SmolLM3ForCausalLM"],
         "model_type": "smollm3",
-        "use_sliding_window": False,
         "no_rope_layer_interval": SMOLLM3_NO_ROPE,
-        "no_rope_layers": [int((layer + 1) % SMOLLM3_NO_ROPE != 0) for layer in layers],  # 1: with rotary embedding
-        "attention_bias": has_bias(header, "attn_q"),
-        "mlp_bias": has_bias(header, "ffn_down"),
+        # 1: with rotary embedding
+        "no_rope_layers": [int((layer + 1) % SMOLLM3_NO_ROPE != 0) for layer in range(own["block_count"])],
+        **_no_window(header, own),
+        **_biases(header),
     }
 
 
@@ -203,9 +154,7 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     window, layers = own.get("attention.sliding_window"), own["block_count"]
     pattern, local = own.get("attention.sliding_window_pattern", gemma.PATTERN), own.get("rope.freq_base_swa")
     types = [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
-    is_largest = layers == GEMMA_LARGEST
     return {
-        "architectures": [gemma.ARCHITECTURE],
         "model_type": gemma.MODEL_TYPE,
         "hidden_act": None,
         "hidden_activation": GELU,
@@ -213,26 +162,23 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window_pattern": pattern if window and types is None else None,
         "layer_types": types if window else [FULL] * layers,
         "rope_local_base_freq": gemma.LOCAL_THETA if local is None else shortest_decimal(local),
-        "query_pre_attn_scalar": _default_head_dim(own)
-        if is_largest
-        else own.get("attention.key_length", _default_head_dim(own)),
-        "attention_bias": has_bias(header, "attn_q"),
+        "query_pre_attn_scalar": _default_head_dim(own) if layers == GEMMA_LARGEST else own["attention.key_length"],
+        "attention_bias": _has_bias(header, "attn_q"),
     }
 
 
 def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     """Translate Phi-3 and Phi-4. A window of 0 tokens means none."""
-    turning, head_dim = own.get("rope.dimension_count"), own.get("attention.key_length", _default_head_dim(own))
-    is_part = isinstance(turning, int) and isinstance(head_dim, int) and 0 < turning < head_dim
+    rotated, head_dim = own.get("rope.dimension_count"), own["attention.key_length"]
+    is_part = isinstance(rotated, int) and isinstance(head_dim, int) and 0 < rotated < head_dim
     return {
-        "architectures": [phi.ARCHITECTURE],
         "model_type": phi.MODEL_TYPE,
         "sliding_window": own.get("attention.sliding_window") or None,
-        "partial_rotary_factor": turning / head_dim if is_part else None,
+        "partial_rotary_factor": rotated / head_dim if is_part else None,
     }
 
 
-ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
+ARCHITECTURES = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -241,6 +187,31 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "phi3": _phi3,
 }
 INTERLEAVED_ROPE = ("llama", "smollm3")
+
+
+def _has_bias(header: GgufHeader, part: str) -> bool:
+    """Return whether the first layer's `part` has a bias; the other layers are checked along with the tensors."""
+    return f"blk.0.{part}.bias" in header.tensors
+
+
+def _biases(header: GgufHeader) -> dict[str, bool]:
+    return {"attention_bias": _has_bias(header, "attn_q"), "mlp_bias": _has_bias(header, "ffn_down")}
+
+
+def _no_window(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, bool]:
+    """Refuse a sliding window, which llama.cpp ignores for these architectures, so its meaning is unknown."""
+    window = own.get("attention.sliding_window")
+    if window:
+        raise UserError(f"{header.path}: attention.sliding_window {window!r:.50} is not supported here")
+    return {"use_sliding_window": False}
+
+
+def _default_head_dim(own: Mapping[str, Any]) -> int | None:
+    """Return hidden_size / heads, the head size if the file has none: Qwen 3's config.json has another default."""
+    hidden, heads = own.get("embedding_length"), own.get("attention.head_count")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads <= 0 or hidden % heads:
+        return None
+    return hidden // heads
 
 
 def read_model(header: GgufHeader) -> GgufModel:
@@ -254,28 +225,22 @@ def read_model(header: GgufHeader) -> GgufModel:
         raise UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
     prefix = architecture + "."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    own = {"attention.key_length": _default_head_dim(own), **own}
     _check_metadata(header, prefix, own)
     settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
-    scaling = read_scaling(header, own, settings)
-    if scaling is not None:
-        settings["rope_scaling"] = scaling
+    settings["architectures"] = [FAMILIES[settings["model_type"]].architecture]
+    settings["rope_scaling"] = read_scaling(header, own)
     settings = {name: value for name, value in settings.items() if value is not None}
     config = _checked(header, prefix, settings)
     return GgufModel(settings, config, _sources(header, config), architecture in INTERLEAVED_ROPE)
-
-
-def has_bias(header: GgufHeader, part: str) -> bool:
-    """Return whether the first layer's `part` has a bias; the other layers are checked along with the tensors."""
-    return f"blk.0.{part}.bias" in header.tensors
 
 
 def _check_metadata(header: GgufHeader, prefix: str, own: Mapping[str, Any]) -> None:
     for name, harmless in REFUSED_UNLESS.items():
         if name in own and own[name] not in harmless:
             raise UserError(f"{header.path}: {prefix}{name} {own[name]!r:.50} is not supported")
-    for name in ("context_length", "block_count"):
+    for name, field in {"context_length": "", "block_count": " (num_hidden_layers)"}.items():
         if own.get(name) is None:
-            field = " (num_hidden_layers)" if name == "block_count" else ""
             raise UserError(f"{header.path}: {prefix}{name}{field} is missing")
     layers = own["block_count"]
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= len(header.tensors):
@@ -286,60 +251,43 @@ def _check_metadata(header: GgufHeader, prefix: str, own: Mapping[str, Any]) -> 
 
 
 def _common(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    eps, theta = own.get("attention.layer_norm_rms_epsilon"), own.get("rope.freq_base")
     return {
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": own.get("embedding_length"),
         "intermediate_size": own.get("feed_forward_length"),
-        "num_hidden_layers": own.get("block_count"),
+        "num_hidden_layers": own["block_count"],
         "num_attention_heads": own.get("attention.head_count"),
         "num_key_value_heads": own.get("attention.head_count_kv"),
-        "head_dim": own.get("attention.key_length", _default_head_dim(own)),
+        "head_dim": own["attention.key_length"],
         "hidden_act": "silu",
-        "rms_norm_eps": shortest_decimal(eps) if eps is not None else 1e-5,
-        "rope_theta": shortest_decimal(theta) if theta is not None else 10000.0,
-        "max_position_embeddings": own.get("context_length"),
+        "rms_norm_eps": shortest_decimal(own.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        "rope_theta": shortest_decimal(own.get("rope.freq_base", 10000.0)),
+        "max_position_embeddings": own["context_length"],
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
 
-def _default_head_dim(own: Mapping[str, Any]) -> int | None:
-    """Return hidden_size / heads, the head size if the file has none: Qwen 3's config.json has another default."""
-    hidden, heads = own.get("embedding_length"), own.get("attention.head_count")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads <= 0 or hidden % heads:
-        return None
-    return hidden // heads
-
-
-def _refuse_window(header: GgufHeader, own: Mapping[str, Any]) -> None:
-    """Refuse a sliding window, which llama.cpp ignores for these architectures, so its meaning is unknown."""
-    window = own.get("attention.sliding_window")
-    if window:
-        raise UserError(f"{header.path}: attention.sliding_window {window!r:.50} is not supported here")
-
-
-def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> sizes.LlamaConfig:
+def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> LlamaConfig:
     try:
-        config = sizes.from_dict(settings)
+        config = from_dict(settings)
     except UserError as error:
         raise UserError(f"{header.path}: {error!s:.300}") from error
-    turning = config.rotary_dim or config.head_dim
-    for name in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        expected = turning if name == "rope.dimension_count" else config.head_dim
+    head_dim = config.head_dim
+    sizes = {"rope.dimension_count": config.rotary_dim or head_dim}
+    sizes |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    for name, expected in sizes.items():
         value = header.metadata.get(prefix + name, expected)
         if value != expected:
-            raise UserError(
-                f"{header.path}: {prefix}{name} {value!r:.50} is not supported, heads have {config.head_dim}"
-            )
+            raise UserError(f"{header.path}: {prefix}{name} {value!r:.50} is not supported, heads have {head_dim}")
     return config
 
 
-def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
+def _sources(header: GgufHeader, config: LlamaConfig) -> dict[str, str]:
     """Map Hugging Face names to GGUF names; UserError for a tensor that is missing, unknown or of another shape."""
-    expected, sources = sizes.tensor_shapes(config), dict[str, str]()
+    expected, sources = tensor_shapes(config), dict[str, str]()
     parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
     for name, entry in header.tensors.items():
-        if name in ROPE_TENSORS:
+        if name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS):
             continue
         target = _target_name(name, parts)
         if target not in expected:
@@ -348,9 +296,9 @@ def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
             shape = list(expected[target])
             raise UserError(f"{header.path}: tensor {name!r} has shape {list(entry.shape)}, expected {shape}")
         sources[target] = name
-    for target in expected:
-        if target not in sources:
-            raise UserError(f"{header.path} holds no tensor for {target!r}")
+    missing = next((target for target in expected if target not in sources), None)
+    if missing is not None:
+        raise UserError(f"{header.path} holds no tensor for {missing!r}")
     return sources
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePath
@@ -59,24 +58,27 @@ MAX_DIMENSIONS = 4
 MAX_METADATA_VALUES = 2**24  # in all metadata together; a vocabulary has a million at most
 MAX_ARRAY_DEPTH = 4
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS = dict(
-    zip(
-        (*range(8), 10, 11, 12),
-        ["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "<u1", "<u8", "<i8", "<f8"],
-        strict=True,
-    )
-)
+NUMBER_TYPES = ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "<u1", None, None, "<u8", "<i8", "<f8")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Location of a tensor: `shape` is outermost first, `start` and `num_bytes` count bytes in file number `part`."""
+    """A tensor in a mapped file: `shape` is outermost first, `start` and `num_bytes` count bytes."""
 
+    path: Path
+    data: mmap.mmap = field(repr=False)
     shape: tuple[int, ...]
     kind: int
     start: int
     num_bytes: int
-    part: int = 0
+
+    def raw(self) -> np.ndarray:
+        """Return the stored bytes, mapped from the file."""
+        return np.frombuffer(self.data, np.uint8, self.num_bytes, self.start)
+
+    def forget(self) -> None:
+        """Release the memory of the tensor's whole pages; a later access reads them from the file again."""
+        release_pages(self.data, self.start, self.start + self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,54 +89,36 @@ class GgufHeader:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
-    data: Any = field(repr=False)  # the mapped file
-    further: tuple[GgufHeader, ...] = ()  # the model's other parts, in order
+    data: mmap.mmap = field(repr=False)
 
-    def raw(self, name: str) -> np.ndarray:
-        """Return the stored bytes of one tensor, mapped from the file."""
-        entry = self.tensors[name]
-        return np.frombuffer(self._part(entry).data, np.uint8, entry.num_bytes, entry.start)
-
-    def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
-        return self._part(self.tensors[name]).path
-
-    def _part(self, entry: TensorEntry) -> GgufHeader:
-        return self.further[entry.part - 1] if entry.part else self
-
-    def forget(self, name: str) -> None:
-        """Release the memory of a tensor's whole pages; a later access reads them from the file again."""
-        entry = self.tensors[name]
-        release_pages(self._part(entry).data, entry.start, entry.start + entry.num_bytes)
-
-    def forget_front(self) -> None:
-        """Release the memory of everything before the first tensor."""
-        release_pages(self.data, 0, min((one.start for one in self.tensors.values() if not one.part), default=0))
+    def forget_metadata(self) -> None:
+        """Release the memory of everything before the file's first tensor."""
+        starts = [entry.start for entry in self.tensors.values() if entry.data is self.data]
+        release_pages(self.data, 0, min(starts, default=0))
 
 
-@contextmanager
-def open_gguf(path: Path) -> Iterator[GgufHeader]:
+def open_gguf(path: Path) -> GgufHeader:
     """Map the file and read its header; UserError names the file and what is wrong with it."""
     try:
-        stream = path.open("rb")
+        with path.open("rb") as stream:
+            if stream.read(len(MAGIC)) != MAGIC:
+                raise UserError(f"{path} is not a GGUF file")
+            # Never closed explicitly: close() raises while arrays still point into the mapping.
+            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    with stream:
-        if stream.read(len(MAGIC)) != MAGIC:
-            raise UserError(f"{path} is not a GGUF file")
-        # Never closed explicitly: close() raises while arrays still point into the mapping.
-        data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        try:
-            header = _Reader(path, data).header()
-        except struct.error as error:
-            raise UserError(f"{path} is truncated: its header ends too early") from error
-        yield header
+    try:
+        return _Reader(path, data).header()
+    except struct.error as error:
+        raise UserError(f"{path} is truncated: its header ends too early") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged: a text in its header is not UTF-8") from error
 
 
 class _Reader:
     """A position in the mapped file; every read advances it and stays inside the file."""
 
-    def __init__(self, path: Path, data: Any) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, len(MAGIC)
         self.num_values = 0
 
@@ -152,7 +136,10 @@ class _Reader:
                 raise UserError(f"{self.path} holds the metadata field {key!r} twice")
             metadata[key] = self.value(self.unsigned(4), 0)
         table = [self.tensor_entry() for _ in range(num_tensors)]
-        return GgufHeader(self.path, metadata, self.placed(table, self.alignment(metadata)), self.data)
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
+            raise UserError(f"{self.path} is damaged: general.alignment is {alignment!r}")
+        return GgufHeader(self.path, metadata, self.placed(table, alignment), self.data)
 
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
@@ -171,11 +158,7 @@ class _Reader:
         return int.from_bytes(self.take(num_bytes), "little")
 
     def text(self) -> str:
-        data = self.take(self.unsigned(8))
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.path} is damaged: a text in its header is not UTF-8") from error
+        return self.take(self.unsigned(8)).decode("utf-8")
 
     def value(self, kind: int, depth: int) -> Any:
         if kind == STRING:
@@ -208,23 +191,15 @@ class _Reader:
                 self.take(position - self.position)
             found.append(data[start:position])
         self.position = position
-        try:
-            return [text.decode("utf-8") for text in found]
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.path} is damaged: a text in its header is not UTF-8") from error
+        return [text.decode("utf-8") for text in found]
 
     def numbers(self, kind: int, count: int) -> list[Any]:
-        if kind not in SCALARS:
+        name = NUMBER_TYPES[kind] if kind < len(NUMBER_TYPES) else None
+        if name is None:
             raise UserError(f"{self.path} is damaged: its header names the unknown value type {kind}")
-        dtype = np.dtype(SCALARS[kind])
+        dtype = np.dtype(name)
         values = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
         return [bool(value) for value in values] if kind == BOOL else values
-
-    def alignment(self, metadata: Mapping[str, Any]) -> int:
-        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment % 8:
-            raise UserError(f"{self.path} is damaged: general.alignment is {alignment!r}")
-        return alignment
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dimensions = self.text(), self.unsigned(4)
@@ -241,7 +216,8 @@ class _Reader:
                 raise UserError(f"{self.path} holds the tensor {name!r} twice")
             if offset % alignment:
                 raise UserError(f"{self.path} is damaged: tensor {name!r} does not start at a multiple of {alignment}")
-            entry = TensorEntry(shape, kind, start + offset, self.num_bytes(name, shape, kind))
+            size = self.num_bytes(name, shape, kind)
+            entry = TensorEntry(self.path, self.data, shape, kind, start + offset, size)
             if entry.start + entry.num_bytes > len(self.data):
                 raise UserError(f"{self.path} is truncated: tensor {name!r} reaches beyond its end")
             tensors[name] = entry
@@ -269,37 +245,36 @@ _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
-def part_names(name: str) -> list[str]:
-    """List the file names of all parts of a model from the name of one; just that name if it is not split."""
-    found = _NAME.fullmatch(name)
-    if found is None or not 1 <= int(found[2]) <= int(found[3]):
-        return [name]
-    return [f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1)]
-
-
 def part_files(path: P) -> list[P]:
-    """List the paths of all parts of a model from the path of one."""
-    return [path.with_name(name) for name in part_names(path.name)]
+    """List the paths of all parts of a model from the path of one; just that path if the model is not split."""
+    found = _NAME.fullmatch(path.name)
+    if found is None or not 1 <= int(found[2]) <= int(found[3]):
+        return [path]
+    count = int(found[3])
+    return [path.with_name(f"{found[1]}-{number:05}-of-{found[3]}{found[4]}") for number in range(1, count + 1)]
 
 
-@contextmanager
-def open_gguf_model(path: Path) -> Iterator[GgufHeader]:
+def open_gguf_model(path: Path) -> GgufHeader:
     """Open all files of the model whose first file is `path`, as `open_gguf`; UserError names a missing part."""
-    with ExitStack() as stack:
-        first = stack.enter_context(open_gguf(path))
-        count = first.metadata.get(COUNT, 0)
-        if count in (0, 1):
-            yield first
-            return
-        files = part_files(path)
-        _check_first(first, count, files)
-        missing = next((file for file in files if not file.is_file()), None)
-        if missing is not None:
-            raise UserError(f"{missing} is missing: {path} is the first of {count} parts of a model")
-        yield join_parts(first, [stack.enter_context(open_gguf(file)) for file in files[1:]])
+    first = open_gguf(path)
+    count, number = first.metadata.get(COUNT, 0), first.metadata.get(NUMBER, 0)
+    if count in (0, 1):
+        return first
+    if isinstance(count, bool) or not isinstance(count, int) or not isinstance(number, int):
+        raise UserError(f"{path} is damaged: {NUMBER} is {number!r:.50} and {COUNT} {count!r:.50}, both are numbers")
+    files = part_files(path)
+    if len(files) != count:
+        ending = f"-00001-of-{count:05}.gguf"
+        raise UserError(f"{path} is one of {count} parts of a model, so the first one's name must end in {ending}")
+    if number or path.name != files[0].name:
+        raise UserError(f"{path} is part {number + 1} of {count}: name the first one, {files[0]}")
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise UserError(f"{missing} is missing: {path} is the first of {count} parts of a model")
+    return _join_parts(first, [open_gguf(file) for file in files[1:]])
 
 
-def join_parts(first: GgufHeader, further: Sequence[GgufHeader]) -> GgufHeader:
+def _join_parts(first: GgufHeader, further: Sequence[GgufHeader]) -> GgufHeader:
     """Merge the headers of all parts; UserError if they do not belong together."""
     tensors: dict[str, TensorEntry] = dict(first.tensors)
     for number, part in enumerate(further, 1):
@@ -310,19 +285,8 @@ def join_parts(first: GgufHeader, further: Sequence[GgufHeader]) -> GgufHeader:
         for name, entry in part.tensors.items():
             if name in tensors:
                 raise UserError(f"{part.path} holds the tensor {name!r}, and so does another part")
-            tensors[name] = replace(entry, part=number)
+            tensors[name] = entry
     count = first.metadata.get(TENSORS, len(tensors))
     if count != len(tensors):
         raise UserError(f"{first.path} and its parts hold {len(tensors)} tensors, {TENSORS} is {count!r:.50}")
-    return replace(first, tensors=tensors, further=tuple(further))
-
-
-def _check_first(header: GgufHeader, count: Any, files: Sequence[Path]) -> None:
-    path, number = header.path, header.metadata.get(NUMBER, 0)
-    if isinstance(count, bool) or not isinstance(count, int) or not isinstance(number, int):
-        raise UserError(f"{path} is damaged: {NUMBER} is {number!r:.50} and {COUNT} {count!r:.50}, both are numbers")
-    if len(files) != count:
-        ending = f"-00001-of-{count:05}.gguf"
-        raise UserError(f"{path} is one of {count} parts of a model, so the first one's name must end in {ending}")
-    if number or path.name != files[0].name:
-        raise UserError(f"{path} is part {number + 1} of {count}: name the first one, {files[0]}")
+    return replace(first, tensors=tensors)

@@ -38,13 +38,20 @@ O200K_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]*[{SMALL}]+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]+[{SMALL}]*{ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# A file without a pre-tokenizer's name is split as in llama.cpp.
 DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)",
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
+SPLITS = {  # by the name of the pre-tokenizer; those of two others are in `_pre_tokenizer`
+    "llama-bpe": (LLAMA3_SPLIT,),
+    "smaug-bpe": (LLAMA3_SPLIT,),
+    "qwen2": (QWEN2_SPLIT,),
+    "tekken": (TEKKEN_SPLIT,),
+    "gpt-4o": (O200K_SPLIT,),
+    "default": DEFAULT_SPLITS,  # of a file that names none, as in llama.cpp
+}
 # llama.cpp's other names for the same pre-tokenizers.
 SAME_PRE = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
@@ -79,7 +86,7 @@ def build_for(header: GgufHeader, model: GgufModel) -> GgufTokenizer:
 
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json's fields for special tokens, without building the tokenizer."""
-    return _special_ids(_Vocabulary(path, metadata))
+    return _Vocabulary(path, metadata).special_ids()
 
 
 def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
@@ -97,21 +104,20 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions, for example for a merge of unknown tokens
         raise UserError(f"{path}: the tokenizer cannot be built ({error!s:.200})") from error
-    typed = vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED))
-    special = {token for token, is_a in typed if is_a != USER_DEFINED}
-    added = [token for token, _ in typed if token]
     eats = kind == "llama" and metadata.get("general.architecture") in EATING
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=token in special, normalized=False, rstrip=eats and token not in PLAIN)
-            for token in added
-        ]
-    )
-    bos = vocabulary.special("bos")
-    add_bos = vocabulary.flag("add_bos_token", kind == "llama" or vocabulary.pre in WHOLE_WORDS) and bos is not None
+    types = vocabulary.numbers("token_type", [1] * len(vocabulary.tokens))
+    added = [
+        AddedToken(token, special=is_a != USER_DEFINED, normalized=False, rstrip=eats and token not in PLAIN)
+        for token, is_a in zip(vocabulary.tokens, types, strict=True)
+        if token and is_a in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    bos = vocabulary.token_at(SPECIAL_IDS["bos"])
+    add_bos = vocabulary.field("add_bos_token", bool, kind == "llama" or vocabulary.pre in WHOLE_WORDS)
     if add_bos and bos is not None:
         _put_bos_first(tokenizer, *bos)
-    return GgufTokenizer(tokenizer, len(vocabulary.tokens), _settings(vocabulary, add_bos), _special_ids(vocabulary))
+    settings = vocabulary.settings() | {"add_bos_token": add_bos and bos is not None}
+    return GgufTokenizer(tokenizer, len(vocabulary.tokens), settings, vocabulary.special_ids())
 
 
 class _Vocabulary:
@@ -137,9 +143,6 @@ class _Vocabulary:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} is {value!r:.50}, it must be a {kind.__name__}")
         return value
 
-    def flag(self, name: str, default: bool) -> bool:
-        return self.field(name, bool, default)
-
     def texts(self, name: str) -> list[str]:
         values = self.field(name, list)
         if not {*map(type, values)} <= {str}:
@@ -153,19 +156,12 @@ class _Vocabulary:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} must hold one number for each token")
         return values
 
-    def typed(self, kinds: tuple[int, ...]) -> list[tuple[str, int]]:
-        types = self.numbers("token_type", [1] * len(self.tokens))
-        return [(token, kind) for token, kind in zip(self.tokens, types, strict=True) if kind in kinds]
-
     def merges(self) -> list[tuple[str, str]]:
         pairs = [tuple(merge.split(" ")) for merge in self.texts("merges")]
         if not {*map(len, pairs)} <= {2}:
             wrong = next(pair for pair in pairs if len(pair) != 2)
             raise UserError(f"{self.path}: tokenizer.ggml.merges holds {' '.join(wrong)!r:.100}, it must be two tokens")
         return pairs  # type: ignore[return-value]
-
-    def special(self, name: str) -> tuple[str, int] | None:
-        return self.token_at(SPECIAL_IDS[name])
 
     def token_at(self, name: str) -> tuple[str, int] | None:
         """Return the token and id that an id field names; None if the field is missing or unset."""
@@ -177,58 +173,61 @@ class _Vocabulary:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} is {index!r:.50}, it must be {allowed}")
         return self.tokens[index], index
 
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of tokenizer_config.json that the file decides alone."""
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        found = {f"{name}_token": self.token_at(field) for name, field in SPECIAL_IDS.items()}
+        template = self.metadata.get("tokenizer.chat_template")
+        templates = {"chat_template": template} if isinstance(template, str) else {}
+        return settings | {name: one[0] for name, one in found.items() if one is not None} | templates
+
+    def special_ids(self) -> dict[str, Any]:
+        """Return the ids in config.json and generation_config.json; several end tokens make a list."""
+        found = {f"{name}_token_id": self.token_at(SPECIAL_IDS[name]) for name in ("bos", "eos", "pad")}
+        ids: dict[str, Any] = {name: one[1] for name, one in found.items() if one is not None}
+        ends = [self.token_at(name) for name in (SPECIAL_IDS["eos"], *END_OF_TURN_IDS)]
+        end_ids = list(dict.fromkeys(one[1] for one in ends if one is not None))
+        if end_ids:
+            ids["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
+        return ids
+
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    splits = {
-        "smollm": _digits_first,
-        "gpt-2": lambda space: _split((), True, space),
-        "llama-bpe": lambda space: _split((LLAMA3_SPLIT,), False, space),
-        "smaug-bpe": lambda space: _split((LLAMA3_SPLIT,), False, space),
-        "qwen2": lambda space: _split((QWEN2_SPLIT,), False, space),
-        "tekken": lambda space: _split((TEKKEN_SPLIT,), False, space),
-        "gpt-4o": lambda space: _split((O200K_SPLIT,), False, space),
-        "default": lambda space: _split(DEFAULT_SPLITS, False, space),
-    }
-    if vocabulary.pre not in splits:
-        raise UserError(f"{vocabulary.path}: {unknown('tokenizer.ggml.pre', vocabulary.pre, splits)}")
-    whole_words = vocabulary.pre in WHOLE_WORDS
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=whole_words))
-    if vocabulary.pre == "qwen2":
+    name, known = vocabulary.pre, ("smollm", "gpt-2", *SPLITS)
+    if name not in known:
+        raise UserError(f"{vocabulary.path}: {unknown('tokenizer.ggml.pre', name, known)}")
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=name in WHOLE_WORDS))
+    if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splits[vocabulary.pre](vocabulary.flag("add_space_prefix", False))
+    tokenizer.pre_tokenizer = _pre_tokenizer(name, vocabulary.field("add_space_prefix", bool, False))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _digits_first(space: bool) -> Any:
-    from tokenizers import pre_tokenizers
-
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=True)])
-
-
-def _split(patterns: tuple[str, ...], use_regex: bool, space: bool) -> Any:
+def _pre_tokenizer(name: str, has_prefix: bool) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=use_regex)])
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS.get(name, ())]
+    if name == "smollm":
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix, use_regex=name not in SPLITS)
+    return pre_tokenizers.Sequence([*steps, byte_level])
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    known = "tokenizer.ggml.merges" in vocabulary.metadata
-    merges = vocabulary.merges() if known else _merges_by_score(vocabulary)
-    unk = vocabulary.special("unk")
-    model = models.BPE(
-        vocabulary.ids, merges, unk_token=unk[0] if unk else None, fuse_unk=True, byte_fallback=True
-    )  # byte tokens are named <0x00> to <0xFF> there as here
-    tokenizer = Tokenizer(model)
+    has_merges = "tokenizer.ggml.merges" in vocabulary.metadata
+    merges = vocabulary.merges() if has_merges else _merges_by_score(vocabulary)
+    unk = vocabulary.token_at(SPECIAL_IDS["unk"])
+    # byte tokens are named <0x00> to <0xFF> there as here
+    options = {"unk_token": unk[0] if unk else None, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, **options))
     replace = normalizers.Replace(" ", SPACE)
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.flag("add_space_prefix", True):
+    if vocabulary.field("add_space_prefix", bool, True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -267,33 +266,3 @@ def _put_bos_first(tokenizer: tokenizers.Tokenizer, token: str, index: int) -> N
     )
     steps = [processors.ByteLevel(trim_offsets=False), template] if tokenizer.pre_tokenizer is not None else [template]
     tokenizer.post_processor = processors.Sequence(steps)
-
-
-def _settings(vocabulary: _Vocabulary, add_bos: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": add_bos,
-        "clean_up_tokenization_spaces": False,
-    }
-    for name in SPECIAL_IDS:
-        found = vocabulary.special(name)
-        if found is not None:
-            settings[f"{name}_token"] = found[0]
-    template = vocabulary.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        settings["chat_template"] = template
-    return settings
-
-
-def _special_ids(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return the ids in config.json and generation_config.json; several end tokens make a list."""
-    named = {name: vocabulary.special(name) for name in ("bos", "eos", "pad")}
-    ids: dict[str, Any] = {f"{name}_token_id": found[1] for name, found in named.items() if found is not None}
-    ends = [ids["eos_token_id"]] if "eos_token_id" in ids else []
-    for name in END_OF_TURN_IDS:
-        found = vocabulary.token_at(name)
-        if found is not None and found[1] not in ends:
-            ends.append(found[1])
-    if ends:
-        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    return ids

@@ -32,12 +32,12 @@ def read_draft_vocab(folder: Path, config: Mapping[str, Any]) -> np.ndarray | No
         ids = load_file(path)["ids"]
     except (OSError, KeyError, SafetensorError) as error:
         raise UserError(f"config.json speaks of a draft vocabulary, and {path} does not hold it: {error}") from error
-    size, vocab = ours["draft_vocab_size"], config.get("vocab_size")
+    size, vocab = ours["draft_vocab_size"], int(config.get("vocab_size") or 0)
     if ids.dtype != np.int32 or ids.ndim != 1 or len(ids) != size:
         raise UserError(f"{path} holds {ids.dtype} {list(ids.shape)}, config.json speaks of {size!r} ids of int32")
-    if len(ids) == 0 or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= int(vocab or 0):
+    if not len(ids) or (ids[1:] <= ids[:-1]).any() or ids[0] < 0 or ids[-1] >= vocab:
         raise UserError(f"the ids in {path} must rise, from 0 at least to below the vocabulary of {vocab}")
-    return np.asarray(ids, np.int64)
+    return ids.astype(np.int64)
 
 
 def checked_ids(given: np.ndarray | Tensor, vocab_size: int) -> np.ndarray:

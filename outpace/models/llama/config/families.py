@@ -33,21 +33,18 @@ class Family:
     is_phi: bool = False
 
 
+NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family(
         "MistralForCausalLM",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
+        **NO_BIASES,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-        qkv_bias=True,
-        output_bias=False,
-        mlp_bias=False,
+        **NO_BIASES | {"qkv_bias": True},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -69,9 +66,7 @@ FAMILIES = {
         activation=GELU,
         is_gemma=True,
     ),
-    phi.MODEL_TYPE: Family(
-        phi.ARCHITECTURE, phi.DEFAULTS, qkv_bias=False, output_bias=False, mlp_bias=False, is_phi=True
-    ),
+    phi.MODEL_TYPE: Family(phi.ARCHITECTURE, phi.DEFAULTS, is_phi=True, **NO_BIASES),
 }
 
 
@@ -82,12 +77,12 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         raise UserError(f"architectures is {named!r:.200}, it must be a list of names")
     by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
     model_type = config.get("model_type") or by_architecture.get(named[0] if named else "")
+    if model_type is None and named:
+        raise unsupported_field(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        if model_type is None and named:
-            raise unsupported_field(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
         raise unsupported_field(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
-    if named and FAMILIES[model_type].architecture not in named:
-        expected = FAMILIES[model_type].architecture
+    expected = FAMILIES[model_type].architecture
+    if named and expected not in named:
         raise unsupported_field(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
     return model_type
 
@@ -106,11 +101,10 @@ def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: i
         return ()
     if listed is None:
         interval = size(fields, "no_rope_layer_interval", 4)
-        rotates = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    else:
-        if not isinstance(listed, list) or len(listed) < num_layers or any(entry not in (0, 1) for entry in listed):
-            raise UserError(f"no_rope_layers is {listed!r:.200}, it must be a list of 1 (rotated) and 0, one a layer")
-        rotates = tuple(entry == 1 for entry in listed[:num_layers])
+        listed = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or any(entry not in (0, 1) for entry in listed):
+        raise UserError(f"no_rope_layers is {listed!r:.200}, it must be a list of 1 (rotated) and 0, one a layer")
+    rotates = tuple(entry == 1 for entry in listed[:num_layers])
     return () if all(rotates) else rotates
 
 

@@ -17,10 +17,7 @@ from outpace.models.llama.config.fields import FULL, SLIDING, number, size, unsu
 MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
 THETA, LOCAL_THETA = 1e6, 1e4  # defaults
 MLP_NORM = "pre_feedforward_layernorm"
-ATTENTION_NORM, MLP_OUTPUT_NORM = (
-    "post_attention_layernorm",
-    "post_feedforward_layernorm",
-)  # after attention, after the MLP
+ATTENTION_NORM, MLP_OUTPUT_NORM = "post_attention_layernorm", "post_feedforward_layernorm"  # after each part
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -48,14 +45,13 @@ def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not kinds or not kinds <= {FULL, SLIDING} or not all(isinstance(by_kind[kind], Mapping) for kind in kinds):
         raise UserError(f"rope_parameters is {by_kind!r:.200}, it must have an object for {FULL} and one for {SLIDING}")
     full, local = (dict(by_kind.get(kind, {})) for kind in (FULL, SLIDING))
-    kinds_of_rope = [rope.pop("rope_type", rope.pop("type", "default")) for rope in (full, local)]
-    if kinds_of_rope[1] != "default" or set(local) - {"rope_theta"}:
+    full_kind, local_kind = (rope.pop("rope_type", rope.pop("type", "default")) for rope in (full, local))
+    if local_kind != "default" or set(local) - {"rope_theta"}:
         raise unsupported_field(f"rope_parameters.{SLIDING} {by_kind[SLIDING]!r:.200}")
     flat = {name: value for name, value in fields.items() if name != "rope_parameters"}
-    theta = full.pop("rope_theta", None)
-    named = {"rope_theta": theta, "rope_local_base_freq": local.get("rope_theta")}
-    if kinds_of_rope[0] != "default":
-        flat["rope_scaling"] = full | {"rope_type": kinds_of_rope[0]}
+    named = {"rope_theta": full.pop("rope_theta", None), "rope_local_base_freq": local.get("rope_theta")}
+    if full_kind != "default":
+        flat["rope_scaling"] = full | {"rope_type": full_kind}
     return flat | {name: value for name, value in named.items() if value is not None}
 
 

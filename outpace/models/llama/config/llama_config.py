@@ -142,7 +142,7 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
     theta, scaling = read_rope(fields, family.theta)
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
     rotary_layers = read_rotary_layers(model_type, fields, num_layers)
-    heads = _heads(fields)
+    heads, ours = _heads(fields), fields.get("outpace")
     return LlamaConfig(
         vocab_size=size(fields, "vocab_size"),
         intermediate_size=size(fields, "intermediate_size"),
@@ -159,7 +159,7 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
         head_norm=family.head_norm,
         windows=read_windows(model_type, fields, num_layers, max_positions, rotary_layers),
         rotary_layers=rotary_layers,
-        draft_window=_draft_window(fields),
+        draft_window=size(ours, "draft_window", 0) if isinstance(ours, Mapping) else 0,  # of `outpace distill`
         activation=family.activation,
         rotary_dim=_rotary_dim(part, heads["head_dim"], scaling),
         fused=family.is_phi,
@@ -183,27 +183,25 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     hidden, middle = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-    mlp = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
+    qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    gates = {"gate_proj": middle, "up_proj": middle}
     if config.fused:
-        qkv = {"qkv_proj": (queries + 2 * keys, hidden)}
-        mlp = {"gate_up_proj": (2 * middle, hidden), "down_proj": (hidden, middle)}
-    norms = [
-        "input_layernorm",
-        config.mlp_norm,
-        *((gemma.ATTENTION_NORM, gemma.MLP_OUTPUT_NORM) if config.sandwich_norms else ()),
-    ]
+        qkv, gates = {"qkv_proj": queries + 2 * keys}, {"gate_up_proj": 2 * middle}
+    norms = ["input_layernorm", config.mlp_norm]
+    if config.sandwich_norms:
+        norms += [gemma.ATTENTION_NORM, gemma.MLP_OUTPUT_NORM]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     parts = (
-        ("self_attn", qkv, config.attention_bias),
-        ("self_attn", {"o_proj": (hidden, queries)}, config.output_bias),
-        ("mlp", mlp, config.mlp_bias),
+        ("self_attn", qkv, hidden, config.attention_bias),
+        ("self_attn", {"o_proj": hidden}, queries, config.output_bias),
+        ("mlp", gates, hidden, config.mlp_bias),
+        ("mlp", {"down_proj": hidden}, middle, config.mlp_bias),
     )
-    for part, matrices, has_bias in parts:
-        for name, shape in matrices.items():
-            shapes[f"{part}.{name}.weight"] = shape
+    for part, matrices, inputs, has_bias in parts:
+        for name, outputs in matrices.items():
+            shapes[f"{part}.{name}.weight"] = (outputs, inputs)
             if has_bias:
-                shapes[f"{part}.{name}.bias"] = shape[:1]
+                shapes[f"{part}.{name}.bias"] = (outputs,)
     if config.head_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes
@@ -221,16 +219,14 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     hidden_size, num_heads = size(fields, "hidden_size"), size(fields, "num_attention_heads")
     num_kv_heads = size(fields, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise UserError(
-            f"num_attention_heads is {num_heads}, it must be a multiple of num_key_value_heads {num_kv_heads}"
-        )
+        allowed = f"it must be a multiple of num_key_value_heads {num_kv_heads}"
+        raise UserError(f"num_attention_heads is {num_heads}, {allowed}")
     if fields.get("head_dim") is None and hidden_size % num_heads:
         raise UserError(f"hidden_size is {hidden_size}, it must be a multiple of num_attention_heads {num_heads}")
     head_dim = size(fields, "head_dim", max(1, hidden_size // num_heads))
     if head_dim % 2:
         raise UserError(f"head_dim is {head_dim}, it must be even")
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return sizes | {"head_dim": head_dim}
+    return {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
 
 def _max_positions(fields: Mapping[str, Any], scaling: Scaling | None) -> int:
@@ -252,12 +248,6 @@ def _rotary_dim(part: float, head_dim: int, scaling: Scaling | None) -> int:
     if isinstance(scaling, LongScaling) and len(scaling.factors) != pairs:
         raise UserError(f"short_factor has {len(scaling.factors)} entries, it must have one for each of {pairs} pairs")
     return count
-
-
-def _draft_window(fields: Mapping[str, Any]) -> int:
-    """Read the window of a draft model made by `outpace distill`."""
-    ours = fields.get("outpace")
-    return size(ours, "draft_window", 0) if isinstance(ours, Mapping) else 0
 
 
 def _bias(fields: Mapping[str, Any], name: str, model_type: str, fixed: bool | None, is_ignored: bool = False) -> bool:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config.fields import flag, number, size, unsupported_field
-
-if TYPE_CHECKING:
-    pass
 
 LARGEST_THETA = 1e12
 LARGEST_FACTOR = 1e6
@@ -126,7 +123,6 @@ OWN = {
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
-OLDER = {"su": "longrope"}  # names in older config.json files
 
 
 def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, Scaling | None]:
@@ -137,16 +133,15 @@ def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, S
             raise UserError(f"{given} is {fields[given]!r:.200}, it must be an object or null")
     rope: Mapping[str, Any] = fields.get(name) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = OLDER.get(kind, kind) if isinstance(kind, str) else kind
+    kind = "longrope" if kind == "su" else kind  # its name in older config.json files
     if not isinstance(kind, str) or kind not in OWN:
         raise unsupported_field(f"{name} of the type {kind!r:.80} (only {', '.join(OWN)})")
     strange = sorted(str(key) for key in set(rope) - COMMON - OWN[kind])
     if strange or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise unsupported_field(f"{name} {dict(rope)!r:.200}")
     inner = {f"{name}.{key}": value for key, value in rope.items()}
-    theta = number(
-        inner, f"{name}.rope_theta", number(fields, "rope_theta", default_theta, LARGEST_THETA), LARGEST_THETA
-    )
+    theta = number(fields, "rope_theta", default_theta, LARGEST_THETA)
+    theta = number(inner, f"{name}.rope_theta", theta, LARGEST_THETA)
     return theta, _scaling(kind, f"{name}.", inner, fields, theta)
 
 
@@ -184,17 +179,13 @@ def _long(at: str, inner: Mapping[str, Any], fields: Mapping[str, Any]) -> LongS
     declared, length = size(fields, "max_position_embeddings", 2048), "original_max_position_embeddings"
     original = size(fields, length, size(inner, at + length, declared))
     factors = inner.get(at + "short_factor")
-    is_sound = isinstance(factors, list) and all(
-        isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= LARGEST_FACTOR
-        for factor in factors
-    )
-    if not is_sound:
+    listed: list[Any] = factors if isinstance(factors, list) else [None]
+    if not all(type(one) in (int, float) and 0 < one <= LARGEST_FACTOR for one in listed):
         raise UserError(f"{at}short_factor is {factors!r:.80}, it must be a list of numbers above 0")
     factor = number(inner, at + "factor", declared / original, LARGEST_FACTOR)
     gain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-    return LongScaling(
-        tuple(map(float, factors or ())), original, number(inner, at + "attention_factor", gain, LARGEST_FACTOR)
-    )
+    gain = number(inner, at + "attention_factor", gain, LARGEST_FACTOR)
+    return LongScaling(tuple(map(float, listed)), original, gain)
 
 
 def _gain(factor: float, scale: float) -> float:
