@@ -50,7 +50,8 @@ from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_draft, load_model
-from outpace.rules import greedy, gumbel
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
 
 SHAPES = {  # layers, hidden and intermediate size, heads, key heads and head size of Llama 3 and Qwen 2.5
     "1B": (16, 2048, 8192, 32, 8, 64),
@@ -157,7 +158,7 @@ def bandwidth(bench: Bench) -> float:
 
 
 LAYERS = 8  # tree layers per round
-RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", greedy, GREEDY), ("sampled", gumbel, Sampling(0.8)))
+RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", Greedy(), GREEDY), ("sampled", Gumbel(), Sampling(0.8)))
 
 
 def drafter_of(model: Any, steps: int, is_concurrent: bool = False) -> Any:
@@ -179,8 +180,8 @@ def trees(drafter: Any, request: Request) -> TokenTree:
 def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
     """Time a draft step by the number of steps per graph; compare the tree with that of single steps."""
     prompt = tuple(range(1, 65))
-    for name, module, sampling in RULES:
-        request = Request(prompt, module.build(module.Options()), 256, sampling)
+    for name, rule, sampling in RULES:
+        request = Request(prompt, rule, 256, sampling)
         alone, single = 0.0, trees(drafter_of(model, 1), request)
         for steps, is_concurrent in ((1, False), (2, False), (4, False), (8, False), (4, True), (8, True)):
             drafter = drafter_of(model, steps, is_concurrent)

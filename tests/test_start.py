@@ -26,8 +26,9 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.rope import LinearScaling, Llama3Scaling, Rotation, Scaling, YarnScaling
 from outpace.models.llama.native.rope_tables import NativeRopeTable
 from outpace.models.llama.torch.rope_tables import Rotary
-from outpace.rules import greedy, gumbel
 from outpace.rules.base import reduce_rows
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "huggingface_hub", "jinja2", "gguf", "ray", "fastapi", "matplotlib")
@@ -231,17 +232,17 @@ def rows(count: int, rule: Any) -> list[Row]:
     return [Row(request, [1, 2, 3], (4,) * number, number) for number in range(count)]
 
 
-@pytest.mark.parametrize("module", [greedy, gumbel])
-def test_arrays_are_reduced_as_tensors_are(module: Any) -> None:
+@pytest.mark.parametrize("rule", [Greedy(), Gumbel()])
+def test_arrays_are_reduced_as_tensors_are(rule: Any) -> None:
     scores = np.random.default_rng(5).standard_normal((6, 500)).astype(np.float32)
-    some = rows(6, module.build(module.Options()))
+    some = rows(6, rule)
     assert reduce_rows(scores, some) == reduce_rows(torch.from_numpy(scores), some)
     penalised = [row._replace(request=replace(row.request, seed=9)) for row in some]
     assert reduce_rows(scores, penalised) == reduce_rows(torch.from_numpy(scores), penalised)
 
 
 def test_a_rule_that_overrides_reduce_is_given_tensors() -> None:
-    class Second(greedy.Greedy):
+    class Second(Greedy):
         def reduce(self, logits: Any, rows: Sequence[Row]) -> list[int]:
             found: list[int] = logits.topk(2).indices[:, 1].tolist()
             return found

@@ -21,8 +21,10 @@ from outpace.decoders import Autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.rules import greedy, gumbel, match
 from outpace.rules.base import reduce_rows, top_k_rows
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
+from outpace.rules.match import Match
 
 READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
 COPIES = {"tensor", "as_tensor", "new_tensor"}  # from memory that is not pinned: they wait too
@@ -68,12 +70,12 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "samplings"),
-    [(greedy, [Sampling()] * 5), (gumbel, SAMPLED), (match, SAMPLED)],
+    ("rule", "samplings"),
+    [(Greedy(), [Sampling()] * 5), (Gumbel(), SAMPLED), (Match(), SAMPLED)],
     ids=["greedy", "gumbel", "match"],
 )
-def test_the_host_waits_once_for_a_batch(module: Any, samplings: list[Sampling]) -> None:
-    rows = rows_of(module.build(module.Options()), samplings)
+def test_the_host_waits_once_for_a_batch(rule: Any, samplings: list[Sampling]) -> None:
+    rows = rows_of(rule, samplings)
     given = scores(len(rows))
     with Waits() as waits:
         picks = reduce_rows(given, rows)
@@ -88,12 +90,12 @@ def test_the_host_waits_once_for_a_batch(module: Any, samplings: list[Sampling])
 def test_a_second_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "to_device", lambda values, dtype, device: torch.tensor(values, dtype=torch.int32))
     with pytest.raises(AssertionError, match="tensor"):
-        test_the_host_waits_once_for_a_batch(gumbel, SAMPLED)
+        test_the_host_waits_once_for_a_batch(Gumbel(), SAMPLED)
 
 
-@pytest.mark.parametrize("module", [gumbel, match], ids=["gumbel", "match"])
-def test_offers_of_many_rows_are_those_of_each(module: Any) -> None:
-    rows = rows_of(module.build(module.Options()), SAMPLED)
+@pytest.mark.parametrize("rule", [Gumbel(), Match()], ids=["gumbel", "match"])
+def test_offers_of_many_rows_are_those_of_each(rule: Any) -> None:
+    rows = rows_of(rule, SAMPLED)
     given = scores(len(rows))
     together = top_k_rows(SparseLogits(given, None, given.shape[1]), rows, 8)
     for number, (row, (tokens, values)) in enumerate(zip(rows, together, strict=True)):
