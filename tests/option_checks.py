@@ -18,10 +18,11 @@ from torch import Tensor
 from twins import answer_all, nearly, write_slowly
 
 from outpace.core import noise
-from outpace.core.types import LogprobsOptions, Request
+from outpace.core.types import LogprobsOptions
 from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
 
 WISHES = [wishes_of(option)[place][0] for place in (1, 3) for option in OPTIONS]  # greedy ones, then sampled ones
@@ -73,10 +74,8 @@ def key_differences(target: QuickToy, drafter: Any) -> Iterator[str]:
         for choice in range(2):
             for seed in range(2):
                 request = make_request((1, 2), "rejection", 24, temperature=1.0, seed=seed, choice=choice)
-                with Engine(target, drafter) as parts:
-                    run = parts.submit(request, Speculative, Speculative.Options(draft_length=3))
-                    while run.finish_reason is None:
-                        parts.step()
+                with Engine(target, drafter) as engine:
+                    finish(engine, [engine.submit(request, Speculative, Speculative.Options(draft_length=3))])
     returned = [key for key, count in keys.items() if count > 1]
     if returned:
         yield f"{len(returned)} of {len(keys)} keys of random numbers come again"
@@ -88,7 +87,7 @@ def memory_differences() -> Iterator[str]:
     drafter = make_drafter("perfect", target, width=1)
     with Engine(target, drafter, options=EngineOptions(chunk=40)) as parts:
         for request, text in zip(TURNS, TEXTS, strict=True):
-            if _finished(parts, request) != text:
+            if finish(parts, [parts.submit(request, Speculative, Speculative.Options())]) != [text]:
                 yield "a later turn has another text"
             for kept in parts.memory._kept:
                 if kept.session.tokens[: kept.session.length].tolist() != [*request.prompt[:90], *kept.tokens[90:]]:
@@ -96,8 +95,7 @@ def memory_differences() -> Iterator[str]:
                 if kept.session.length != len(kept.tokens):
                     yield "more or less is kept than is known"
         run = parts.submit(replace(TURNS[0], logprobs=LogprobsOptions(0, prompt=True)), Autoregressive, None)
-        while run.finish_reason is None:
-            parts.step()
+        finish(parts, [run])
         if len(run.history.prompt_logprobs) != len(STEM) + 1:
             yield "the prompt's log-probabilities are not all there"
     with Engine(target, options=EngineOptions(chunk=40)) as parts:
@@ -108,10 +106,7 @@ def memory_differences() -> Iterator[str]:
         parts.sweep()
         if broken.error is None or parts.memory._kept:
             yield "what a broken round left is kept"
-        together = [parts.submit(request, Autoregressive, None) for request in TURNS]
-        while any(run.finish_reason is None for run in together):
-            parts.step()
-        if [run.tokens for run in together] != TEXTS:
+        if finish(parts, [parts.submit(request, Autoregressive, None) for request in TURNS]) != TEXTS:
             yield "requests that begin alike have other texts together"
 
 
@@ -143,11 +138,11 @@ def pause_differences() -> Iterator[str]:
             yield "a paused request has a different text"
 
 
-def _finished(parts: Engine, request: Request) -> list[int]:
-    run = parts.submit(request, Speculative, Speculative.Options())
-    while run.finish_reason is None:
-        parts.step()
-    return run.tokens
+def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
+    """Step until these requests have ended; return their texts."""
+    while any(run.finish_reason is None for run in runs):
+        engine.step()
+    return [run.tokens for run in runs]
 
 
 @contextmanager

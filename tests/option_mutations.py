@@ -13,7 +13,7 @@ from option_checks import find_in_memory, find_in_options, find_in_rejection
 from outpace.api import text
 from outpace.core import adjust, distribution, logprobs, noise
 from outpace.core.constraints import BannedText
-from outpace.core.distribution import TokenDistribution
+from outpace.core.distribution import RandomSource, TokenDistribution
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._tree_expander import TreeExpander
@@ -47,14 +47,15 @@ def counting_the_prompt(adjust_rows: Original) -> Original:
 
 def without(name: str, value: Any) -> Callable[[Original], Original]:
     """A function of core/adjust.py that does not see this setting."""
+    return lambda original: (
+        lambda *parts: original(
+            *(replace(part, **{name: value}) if isinstance(part, Adjustments) else part for part in parts)
+        )
+    )
 
-    def make(original: Original) -> Original:
-        def mutated(*parts: Any) -> Any:
-            return original(*(replace(p, **{name: value}) if isinstance(p, Adjustments) else p for p in parts))
 
-        return mutated
-
-    return make
+def rows_without_paths(tree_rows: Original) -> Original:
+    return lambda request, committed, tree: [Row(request, committed)] * len(tree)
 
 
 def committed_only(backwards: Original) -> Original:
@@ -118,22 +119,25 @@ def own_token_of_the_root(walk: Original) -> Original:
     return mutated
 
 
-def key_of_a_place(number: Original) -> Original:
-    """By the node's place among those of a round, so that it returns in the next."""
-    return lambda self, key: number(self, key if key.purpose == noise.DRAW else key._replace(node_id=key.node_id % 4))
+def with_key(is_draw: bool, change: Callable[[Any], dict[str, int]]) -> Callable[[Original], Original]:
+    """Random numbers whose keys are changed, those of draws or all others."""
+    return lambda number: (
+        lambda self, key: number(self, key._replace(**change(key)) if (key.purpose == noise.DRAW) == is_draw else key)
+    )
 
 
-def one_purpose(number: Original) -> Original:
-    return lambda self, key: number(self, key if key.purpose == noise.DRAW else key._replace(purpose=noise.ACCEPT))
+def in_its_round(key: Any) -> dict[str, int]:
+    """The node's place among those of a round, so that it returns in the next."""
+    return {"node_id": key.node_id % 4}
+
+
+def one_purpose(key: Any) -> dict[str, int]:
+    return {"purpose": noise.ACCEPT}
 
 
 def key_without(part: int) -> Callable[[Original], Original]:
     """Noise whose key lacks one of seed, choice, and position or node."""
     return lambda keyed: lambda *parts: keyed(*(0 if n == part else value for n, value in enumerate(parts)))
-
-
-def draw_key_of_a_place(number: Original) -> Original:
-    return lambda self, key: number(self, key._replace(node_id=key.node_id % 4) if key.purpose == noise.DRAW else key)
 
 
 def one_too_far(best_start: Original) -> Original:
@@ -145,20 +149,25 @@ def one_too_far(best_start: Original) -> Original:
     return mutated
 
 
-def not_cut_off(close: Original) -> Original:
-    def mutated(self: Any, run: Any) -> None:
-        run.kv.settle()
-        close(self, run)
+def after(change: Callable[[Any], object]) -> Callable[[Original], Original]:
+    """A method that first changes its request."""
 
-    return mutated
+    def make(method: Original) -> Original:
+        def mutated(self: Any, run: Any) -> None:
+            change(run)
+            method(self, run)
+
+        return mutated
+
+    return make
 
 
-def forget_that_it_broke(close: Original) -> Original:
-    def mutated(self: Any, run: Any) -> None:
-        run.kv.is_broken = False
-        close(self, run)
+def settle(run: Any) -> None:
+    run.kv.settle()
 
-    return mutated
+
+def mend(run: Any) -> None:
+    run.kv.is_broken = False
 
 
 def with_what_was_accepted(release: Original) -> Original:
@@ -179,11 +188,7 @@ def beyond_the_budget(fit: Original) -> Original:
 
 
 def drop_what_is_held(finish: Original) -> Original:
-    def mutated(self: Any) -> str:
-        finish(self)
-        return ""
-
-    return mutated
+    return lambda self: finish(self)[:0]
 
 
 def forget_what_is_held(push: Original) -> Original:
@@ -224,12 +229,7 @@ OPTION_MUTATIONS = [
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
     mutation("options: no penalty for repetition", adjust, "_penalised", without("repetition_penalty", 1.0)),
     mutation("options: every token is allowed", adjust, "_adjust", without("allowed", None)),
-    mutation(
-        "options: draft rows without the path",
-        target_runner,
-        "tree_rows",
-        lambda f: lambda r, c, t: [Row(r, c)] * len(t),
-    ),
+    mutation("options: draft rows without the path", target_runner, "tree_rows", rows_without_paths),
     mutation("logprobs: of the wrong row", target_runner, "token_logprobs", of_the_next_row),
     mutation("logprobs: raw where processed ones are asked", target_runner, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.TokenSequence, "commit", not_cut),
@@ -243,18 +243,16 @@ OPTION_MUTATIONS = [
     mutation("rejection: drop the bonus token", _ratio.TopDown, "walk", no_bonus),
     mutation("rejection: own token from the root's row", _ratio.TopDown, "walk", own_token_of_the_root),
     mutation("rejection: q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
-    mutation(
-        "rejection: the likeliest token judged as if drawn", distribution.RandomSource, "draw", draw_the_likeliest
-    ),
+    mutation("rejection: the likeliest token judged as if drawn", RandomSource, "draw", draw_the_likeliest),
     mutation("rejection: a picked token is half as certain", _ratio, "one_hot", half_certain),
-    mutation("rejection: keys return in a later round", distribution.RandomSource, "number", key_of_a_place),
-    mutation("rejection: one key for two purposes", distribution.RandomSource, "number", one_purpose),
+    mutation("rejection: keys return in a later round", RandomSource, "number", with_key(False, in_its_round)),
+    mutation("rejection: one key for two purposes", RandomSource, "number", with_key(False, one_purpose)),
     mutation("rejection: reuse noise across choices", distribution, "uniform", key_without(1)),
     mutation("rejection: reuse noise across seeds", distribution, "uniform", key_without(0)),
-    mutation("rejection: draws return in a later round", distribution.RandomSource, "number", draw_key_of_a_place),
+    mutation("rejection: draws return in a later round", RandomSource, "number", with_key(True, in_its_round)),
     mutation("reuse: a prefix copied one token too far", kv_memory.KVMemory, "_best_start", one_too_far),
-    mutation("reuse: what an end cut off is kept", kv_memory.KVMemory, "close", not_cut_off),
-    mutation("reuse: what a broken round left", kv_memory.KVMemory, "close", forget_that_it_broke),
+    mutation("reuse: what an end cut off is kept", kv_memory.KVMemory, "close", after(settle)),
+    mutation("reuse: what a broken round left", kv_memory.KVMemory, "close", after(mend)),
     mutation("reuse: what was accepted before a pause", kv_memory.KVMemory, "release", with_what_was_accepted),
     mutation("reuse: slots beyond the budget", kv_memory.KVMemory, "fit", beyond_the_budget),
     mutation("reuse: drafts count nothing", DraftRunner, "stored_bytes", lambda f: lambda self, texts: 0),

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
 from files import write_gguf
 
-from outpace.api.llm import LLM
 from outpace.bench.table_files import make_table
 from outpace.cli.process import standard_input
 from outpace.cli.sampling_options import StructureFlags
 from outpace.core.errors import UserError
 from outpace.models.files.cache_folder import new_folder, write_error
-from outpace.models.load import Progress
+from outpace.models.load import silent
 from outpace.server.chat_completions import ChatMessage, template_messages
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions, read_api_keys
@@ -79,12 +81,8 @@ def test_json_schema_takes_a_file() -> None:
     ],
 )
 def test_only_some_drafters_take_a_corpus(drafter: str | None, says: str, tmp_path: Path) -> None:
-    def silent(*_: object) -> None:
-        pass
-
-    progress: Progress = silent
     with pytest.raises(UserError, match=says):
-        make_table(drafter, [tmp_path / "none.txt"], None, None, progress)
+        make_table(drafter, [tmp_path / "none.txt"], None, None, silent)
 
 
 @pytest.mark.parametrize("content", [None, []])
@@ -94,17 +92,11 @@ def test_a_user_message_without_content(content: list[Any] | None) -> None:
     assert template_messages([ChatMessage(role="user", content=""), ChatMessage(role="assistant")])
 
 
-def test_sampling_options_are_not_arguments_of_llm() -> None:
-    with pytest.raises(UserError, match="max_tokens is an argument of `generate` and of `SamplingParams`, not of LLM"):
-        LLM(max_tokens=5)
-
-
-def test_a_target_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from outpace.cli.main import main
-
+def test_a_target_without_a_chat_template(tmp_path: Path, run: Run) -> None:
     path = write_gguf(tmp_path / "plain.gguf", {"tokenizer.chat_template": None})
-    for command, says in (("chat", "plain.gguf has no chat template: outpace generate --raw"), ("generate", "--raw")):
-        with pytest.raises(SystemExit) as left:
-            main([command, *(["hi"] if command == "generate" else []), "--target", str(path)])
-        assert left.value.code == 2
-        assert says in " ".join(capsys.readouterr().err.split())
+    for words, says in (
+        (["chat"], "plain.gguf has no chat template: outpace generate --raw"),
+        (["generate", "hi"], "--raw"),
+    ):
+        code, _, err = run(*words, "--target", str(path))
+        assert (code, says in " ".join(err.split())) == (2, True)

@@ -15,31 +15,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import Run, answer
+from commands import environment as environment
+from commands import run as run
 from files import write_gguf
+from rich.console import Console
 
 from outpace.api.stream import Result
 from outpace.api.text import Piece
+from outpace.cli import display
 from outpace.cli.chat import ChatFlags, LocalChat
-from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.core.stats import summarize
 
-ROOT = Path(__file__).parent.parent
 SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", {"llama.context_length": 128})
-
-
-@pytest.fixture
-def environment(tiny: Path) -> dict[str, str]:
-    return os.environ | {"OUTPACE_CACHE": str(tiny.parent / "cache"), "PYTHONPATH": str(ROOT)}
-
-
-def answer(text: str, *tokens: int, seconds: float = 1.0) -> Result:
-    return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, summarize([]))
 
 
 class Canned:
@@ -52,15 +45,11 @@ class Canned:
         self.answers, self.interrupts = list(answers), interrupts
         self.target = SimpleNamespace(model=SimpleNamespace(max_positions=context))
         self.asked: list[list[dict[str, str]]] = []
-        self.plain = 0
 
-    def stream(self, asked: list[dict[str, str]], plain: bool = False, **_: Any) -> Any:
-        if plain:
-            self.plain += 1
-            return CannedStream(answer("plain", *range(8), seconds=2.0), False)
-        found = self.answers[len(self.asked)]
+    def stream(self, asked: list[dict[str, str]], **_: Any) -> Any:
         number = len(self.asked)
-        self.asked.append(asked)
+        found = self.answers[number]
+        self.asked.append(list(asked))
         if isinstance(found, UserError):
             raise found
         return CannedStream(found, number in self.interrupts)
@@ -104,15 +93,6 @@ def test_the_conversation_so_far_is_asked_again(capsys: pytest.CaptureFixture[st
     assert "the conversation is forgotten" in shown.err
 
 
-def test_the_speedup_is_an_estimate_taken_anew_when_the_text_has_doubled(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = Canned(*(answer("one", *range(8)) for _ in range(3)))
-    talk(llm, "a long enough question", "b")
-    assert llm.plain == 1
-    talk(llm, "c" * 100)
-    assert llm.plain == 2
-    assert capsys.readouterr().err.count("about 2.00x plain (estimate)") == 3
-
-
 def test_ctrl_c_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
     llm = Canned(answer("half an ans", *range(6)), answer("two", *range(6)), interrupts=(0,))
     talk(llm, "a", "b")
@@ -129,21 +109,12 @@ def test_a_question_that_cannot_be_answered_is_left_out(capsys: pytest.CaptureFi
     assert "unknown command /rest" in shown
 
 
-def test_chat_from_a_pipe(tiny: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "outpace.cli.main", "chat", "--target", str(tiny), "--max-tokens", "6"]
-    done = subprocess.run(
-        [*command, "--color", "--method", "card"],
-        input="hello\nworld\n/reset\nhello\n",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tokens/s") == 3
-    assert done.stderr.count("plain (estimate)") >= 1
-    assert "> " not in done.stdout
-    assert "\x1b[" not in done.stdout
+def test_chat_from_a_pipe(run: Run, tiny: Path) -> None:
+    words = ("chat", "--target", str(tiny), "--max-tokens", "6", "--color", "--method", "card")
+    code, out, err = run(*words, stdin="hello\nworld\n/reset\nhello\n")
+    assert (code, err.count("tokens/s")) == (0, 3)
+    assert "> " not in out
+    assert "\x1b[" not in out
 
 
 def test_at_the_end_of_the_context_the_oldest_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,29 +146,11 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert not conversation.take("/quit")
 
 
-def converse(tiny: Path, monkeypatch: pytest.MonkeyPatch, lines: str, *options: str) -> int:
-    monkeypatch.setenv("OUTPACE_CACHE", str(tiny.parent / "cache"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    with pytest.raises(SystemExit) as end:
-        main(["chat", "--target", str(tiny), "--drafter", "ngram", *options])
-    return int(end.value.code or 0)
-
-
-def test_the_estimate_of_plain_decoding_asks_for_no_more_than_it_reads(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--min-tokens", "17", "--max-tokens", "20")
-    assert converse(tiny, monkeypatch, "hello\nworld\n", *options) == 0
-    assert capsys.readouterr().err.count("plain (estimate)") == 2
-
-
-def test_a_long_conversation_goes_on(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert converse(tiny, monkeypatch, "hello world\n" * 12, "--max-tokens", "20", "--ignore-eos") == 0
-    shown = capsys.readouterr().err
-    assert (shown.count("tokens/s"), shown.count("error")) == (12, 0)
-    assert "were left out; /reset forgets all" in shown
+def test_a_long_conversation_goes_on(run: Run, tiny: Path) -> None:
+    options = ("--drafter", "ngram", "--max-tokens", "20", "--ignore-eos")
+    code, _, err = run("chat", "--target", str(tiny), *options, stdin="hello world\n" * 12)
+    assert (code, err.count("tokens/s"), err.count("error")) == (0, 12, 0)
+    assert "were left out; /reset forgets all" in err
 
 
 def test_chat_in_a_terminal(tiny: Path, environment: dict[str, str]) -> None:
@@ -234,3 +187,27 @@ def test_chat_in_a_terminal(tiny: Path, environment: dict[str, str]) -> None:
     assert process.returncode == 0
     assert b"hello" in shown
     assert b"Traceback" not in shown
+
+
+def test_accepted_tokens_are_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    terminal = Console(file=file, force_terminal=True, color_system="standard", highlight=False, markup=False)
+    monkeypatch.setattr(display, "stdout", lambda: terminal)
+    printer = display.TextPrinter(color=True)
+    printer.show(Piece("own [b]", (1,), False))
+    printer.show(Piece("drafted\x1b[2J", (2,), True))
+    printer.end()
+    assert file.getvalue() == "own [b]\x1b[32mdrafted[2J\x1b[0m\n"
+    assert display.printable("a\tb\n\x07\x9b é") == "a\tb\n é"
+
+
+def test_the_bar_needs_a_terminal_and_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(is_terminal: bool, **options: Any) -> str:
+        file = io.StringIO()
+        monkeypatch.setattr(display, "stderr", lambda: Console(file=file, force_terminal=is_terminal))
+        with display.loading_bar(**options) as progress:
+            progress("converting", 0.5)
+        return file.getvalue()
+
+    assert "converting" in shown(True, after=0.0)
+    assert shown(False, after=0.0) == shown(True, after=0.0, quiet=True) == shown(True, after=60.0) == ""

@@ -24,14 +24,27 @@ def wait_for_queue(lock: FairLock, count: int) -> None:
         time.sleep(0.001)
 
 
+def join(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "the lock was lost: a thread waits forever"
+
+
 def in_threads(*works: Callable[[], None]) -> None:
     """Run each function to its end in a thread of its own, concurrently."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive(), "the lock was lost: a thread waits forever"
+    join(*threads)
+
+
+def enqueue(lock: FairLock, note: Callable[[int], None], count: int) -> list[threading.Thread]:
+    """Start threads whose `note` waits for the held lock, one after the other."""
+    threads = [threading.Thread(target=note, args=(number,)) for number in range(count)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        wait_for_queue(lock, number + 2)
+    return threads
 
 
 def take(lock: FairLock) -> None:
@@ -45,51 +58,19 @@ def is_free(lock: FairLock) -> bool:
 
 
 def test_threads_get_the_lock_in_the_order_of_their_requests() -> None:
-    lock, order, threads = FairLock(), [], []
+    lock, order = FairLock(), list[int]()
 
     def note(number: int) -> None:
         with lock.hold():
             order.append(number)
 
     with lock.hold():
-        for number in range(8):
-            threads.append(threading.Thread(target=note, args=(number,)))
-            threads[-1].start()
-            wait_for_queue(lock, number + 2)
+        threads = enqueue(lock, note, 8)
         assert order == []
         assert not is_free(lock)
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
+    join(*threads)
     assert order == list(range(8))
     assert is_free(lock)
-
-
-def test_a_waiter_comes_before_a_thread_that_takes_the_lock_repeatedly() -> None:
-    lock, stop, taken, seen = FairLock(), threading.Event(), [], []
-
-    def greedy() -> None:
-        while not stop.is_set():
-            with lock.hold():
-                taken.append(len(taken))
-
-    def once() -> None:
-        with lock.hold():
-            seen.append(len(taken))
-
-    thread = threading.Thread(target=greedy)
-    thread.start()
-    try:
-        for _ in range(20):
-            with lock.hold():
-                before, waiter = len(taken), threading.Thread(target=once)
-                waiter.start()
-                wait_for_queue(lock, 3)  # until both wait for this block to end
-            waiter.join(SECONDS)
-            assert seen.pop() - before <= 1
-    finally:
-        stop.set()
-        thread.join(SECONDS)
 
 
 def test_only_one_thread_holds_the_lock() -> None:
@@ -129,29 +110,20 @@ def test_the_holder_cannot_wait_for_the_lock() -> None:
 
 @pytest.mark.parametrize("interrupted", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
 def test_an_interrupted_waiter_leaves_the_queue(interrupted: Sequence[int]) -> None:
-    lock, order, threads = FairLock(), [], []
+    lock, order = FairLock(), list[int]()
 
     def note(number: int) -> None:
-        try:
-            with lock.hold():
-                order.append(number)
-        except KeyboardInterrupt:
-            order.append(-number - 1)
+        with suppress(KeyboardInterrupt), lock.hold():
+            order.append(number)
 
     with uncollected(), lock.hold():
-        for number in range(4):
-            threads.append(threading.Thread(target=note, args=(number,)))
-            threads[-1].start()
-            wait_for_queue(lock, number + 2)
+        threads = enqueue(lock, note, 4)
         for number in interrupted:
             ident = ctypes.c_ulong(threads[number].ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
-            threads[number].join(SECONDS)
-            assert not threads[number].is_alive()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive(), "the lock was lost: a thread waits forever"
-    assert [number for number in order if number >= 0] == [n for n in range(4) if n not in interrupted]
+            join(threads[number])
+    join(*threads)
+    assert order == [number for number in range(4) if number not in interrupted]
     assert is_free(lock)
 
 

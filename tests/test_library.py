@@ -1,18 +1,25 @@
-"""The library from the outside: text in, text out, on a tiny random model from a file."""
+"""The library from the outside, on a tiny random model from a file: loading, text in, text out, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+from doubles import within
 from files import model_folder
 
 import outpace
+from outpace.api import pair
+from outpace.api.llm import PreparedRequest
 from outpace.core.sampling import Sampling
-from outpace.engine.build import find_rule
-from outpace.models.load import load_draft, load_model
+from outpace.engine.build import BuildOptions, find_rule
+from outpace.engine.sequence import TokenSequence
+from outpace.models.load import Loaded, Progress, load_draft, load_model
+from outpace.models.options import LoadOptions
 
 DRAFTS = {"card": "model+ngram", "speculative": "model+ngram"}
 CHAT = [{"role": "user", "content": "hello world 12 hello world 12"}]
@@ -25,6 +32,11 @@ def folder(where: Path, name: str, seed: int = 0, **changes: object) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder(tmp_path_factory.mktemp("models"), "target")
+
+
+@pytest.fixture(scope="module")
+def target(model: str) -> Loaded:
+    return load_model(model)
 
 
 @pytest.mark.parametrize("method", sorted(DRAFTS))
@@ -78,7 +90,7 @@ def test_an_answer_may_be_left_early(model: str) -> None:
         assert llm.stream("hello", max_tokens=5).finish().finish_reason in ("length", "stop")
 
 
-def test_a_padded_draft_just_works(model: str, tmp_path: Path) -> None:
+def test_a_draft_with_a_padded_vocabulary(model: str, tmp_path: Path) -> None:
     wide = folder(tmp_path, "wide", seed=1, vocab_size=300)
     for target, draft in ((model, wide), (wide, model)):
         with warnings.catch_warnings():
@@ -105,16 +117,10 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"method": "crad"}, "unknown method 'crad', allowed are .*; did you mean 'card'"),
-        ({"drafter": "ngrm"}, "unknown drafter 'ngrm'.*did you mean 'ngram'"),
-        ({"rule": "gumble"}, "unknown rule 'gumble'.*did you mean 'gumbel'"),
-        ({"worker": "proces"}, "unknown worker 'proces'"),
         ({"methd": "card"}, "LLM has no argument 'methd'; did you mean 'method'"),
+        ({"max_tokens": 5}, "max_tokens is an argument of `generate` and of `SamplingParams`, not of LLM"),
         ({"dtyp": "int8"}, "LLM has no argument 'dtyp'; did you mean 'dtype'"),
-        (
-            {"draft_length": 3},
-            r"'draft_length' \(--draft-length\) of method auto.*; it belongs to method pearl, speculative",
-        ),
+        ({"draft_length": 3}, r"'draft_length' \(--draft-length\) of method auto.*; it belongs to method pearl, spec"),
         ({"widht": 3, "draft": "layers:0"}, "unknown option 'widht' of .*did you mean 'width'"),
         ({"copies": 0}, "copies is 0, it must be between 1 and 256"),
         ({"copies": "many"}, "copies is 'many', it must be a number"),
@@ -126,7 +132,6 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
         ({"draft": "layers:x"}, "names no layers"),
         ({"device": "cuda:77"}, "device 'cuda:77' is not available here, allowed are cpu"),
         ({"device": "meta"}, "device 'meta' is not available here, allowed are cpu"),
-        ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"nodes": 0}, "nodes is 0"),
     ],
 )
@@ -139,25 +144,8 @@ def test_a_wrong_option_is_named(model: str, options: dict, says: str) -> None:
         ask()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0, it must be between 0 and 100"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_k": -2}, "top_k is -2"),
-        ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 1.5}, "seed is 1.5, it must be a whole number"),
-        ({"top_k": 2.5}, "top_k is 2.5, it must be a whole number"),
-        ({"max_tokens": 3.5}, "max_tokens is 3.5, it must be a whole number"),
-    ],
-)
-def test_a_number_out_of_range_is_named(model: str, options: dict, says: str) -> None:
+def test_an_empty_and_a_too_long_prompt_are_refused(model: str) -> None:
     with outpace.load(model) as llm:
-        with pytest.raises(outpace.UserError, match=says):
-            llm.stream("hello", **options)
         with pytest.raises(outpace.UserError, match="the prompt has no tokens"):
             llm.stream("")
         with pytest.raises(outpace.UserError, match="tokens, the target's context holds 128"):
@@ -170,3 +158,147 @@ def test_a_rule_must_go_with_the_temperature() -> None:
     for name, temperature in (("greedy", 0.5), ("gumbel", 0.0), ("match", 0.0)):
         with pytest.raises(outpace.UserError, match=f"rule {name} does not work with temperature"):
             find_rule(name, Sampling(temperature))
+
+
+def run_prepared(
+    llm: outpace.LLM, prompt: str, params: outpace.SamplingParams, plain: bool = False
+) -> tuple[PreparedRequest, TokenSequence]:
+    """Step the engine by hand to the end of an answer, as a server does."""
+    asked = llm.prepare(prompt, params, plain=plain)
+    run = llm.engine.submit(asked.request, asked.decoder, asked.options, asked.text.watch)
+    assert run.history.began == 0.0
+    while run.finish_reason is None:
+        llm.engine.step()
+    return asked, run
+
+
+def test_a_prepared_answer_gives_the_text_of_the_library(model: str) -> None:
+    params = outpace.SamplingParams(max_tokens=20, ignore_eos=True)
+    with outpace.load(model, drafter="ngram") as llm:
+        plain = llm.generate("hello world 12", params, plain=True)[0]
+        for is_plain, method in ((False, llm.method), (True, "autoregressive")):
+            asked, run = run_prepared(llm, "hello world 12", params, is_plain)
+            asked.text.finish()
+            assert "".join(piece.text for piece in asked.text.pieces) == plain.text
+            assert (tuple(run.tokens), asked.method) == (plain.tokens, method)
+
+
+def test_a_request_records_its_times_and_the_reused_tokens(model: str) -> None:
+    with outpace.load(model) as llm:
+        runs = []
+        for _ in range(2):
+            _, run = run_prepared(llm, "hello " * 20, outpace.SamplingParams(max_tokens=4))
+            assert run.history.submitted <= run.history.began <= run.history.first_token
+            runs.append(run)
+    assert runs[0].history.reused == 0
+    assert 0 < runs[1].history.reused < len(runs[1].request.prompt)
+
+
+def test_the_stop_string_that_ended_a_text_is_reported(model: str) -> None:
+    with outpace.load(model) as llm:
+        whole = llm.generate("hello", max_tokens=20, ignore_eos=True)[0].text
+        for stops, found in ((["\0never"], None), ([whole[3:5]], whole[3:5])):
+            params = outpace.SamplingParams(max_tokens=20, ignore_eos=True, stop=stops)
+            asked, _ = run_prepared(llm, "hello", params)
+            assert asked.text.stop_string == found
+
+
+def tokens(llm: outpace.LLM) -> tuple[int, ...]:
+    with llm:
+        assert llm.target.name
+        (result,) = llm.generate("hello hello hello", outpace.SamplingParams(max_tokens=8))
+    return result.tokens
+
+
+def test_models_by_name_or_loaded_or_one_of_each(model: str, target: Loaded) -> None:
+    draft = load_draft("layers:0", target)
+    made = [
+        outpace.LLM(model, "layers:0", method="speculative"),
+        outpace.LLM(model=model, draft="layers:0", method="speculative"),
+        outpace.load(model, "layers:0", method="speculative"),
+        outpace.load(model, "layers:0", LoadOptions(), method="speculative"),
+        outpace.LLM(target, draft, method="speculative"),
+        outpace.LLM(target, "layers:0", method="speculative"),
+        outpace.LLM(model, draft, method="speculative"),
+    ]
+    assert [llm.draft.name if llm.draft else None for llm in made] == ["layers:0"] * len(made)
+    assert len({tokens(llm) for llm in made}) == 1
+    alone = outpace.LLM(target), outpace.LLM(target, "none"), outpace.LLM(model)
+    assert [llm.draft for llm in alone] == [None] * 3
+    for llm in alone:
+        llm.close()
+
+
+def test_repr_names_model_and_method(target: Loaded) -> None:
+    with outpace.LLM(target, method="autoregressive") as llm:
+        assert repr(llm) == f"<LLM of {target.name} by autoregressive>"
+    assert repr(llm) == repr(object.__new__(outpace.LLM)) == "<closed LLM>"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float32"}, "dtype is for models that are loaded by name, these are loaded already: leave it out"),
+        ({"options": LoadOptions(exact=False)}, "exact is for models that are loaded by name"),
+        ({"draft_device": "cpu"}, "draft_device is for models that are loaded by name"),
+        ({"tokenizer": object()}, "tokenizer is for models that are loaded by name"),
+        ({"model": "x"}, "model is another name for target, give one of them"),
+        ({"widht": 3}, "unknown option 'widht' of method auto"),
+    ],
+)
+def test_options_without_a_model_to_load_are_refused(target: Loaded, options: dict[str, Any], says: str) -> None:
+    for draft in (None, "none", load_draft("layers:0", target)):
+        with pytest.raises(outpace.UserError, match=says):
+            outpace.LLM(target, draft, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"method": "crad"}, "unknown method 'crad', allowed are .*; did you mean 'card'"),
+        ({"drafter": "model+ngrm"}, "unknown drafter 'ngrm'.*did you mean 'ngram'"),
+        ({"rule": "gumble"}, "unknown rule 'gumble'.*did you mean 'gumbel'"),
+        ({"worker": "proces"}, "unknown worker 'proces'"),
+        ({"draft_threads": 0}, "draft_threads is 0"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+    ],
+)
+def test_option_errors_are_raised_before_a_model_is_loaded(
+    options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded first"))
+    with pytest.raises(outpace.UserError, match=says):
+        outpace.LLM("somewhere", **options)
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["while the target is loaded", "while the draft is awaited"])
+def test_an_interrupt_ends_the_loading_of_both_shipped_models(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, ended_by = threading.Event(), list[str]()
+
+    def open_draft(*given: Any, progress: Progress) -> Any:
+        try:
+            while True:
+                progress("converting", 0.5)
+                began.set()
+                threading.Event().wait(0.001)
+        except BaseException as error:
+            ended_by.append(type(error).__name__)
+            raise
+
+    def interrupted(stage: str, fraction: float) -> None:
+        assert began.wait(30.0)
+        raise KeyboardInterrupt
+
+    def load_target(spec: None, options: LoadOptions, *, progress: Progress) -> Any:
+        return progress("loading", 0.5) if is_early else None
+
+    monkeypatch.setattr(pair, "shipped_draft", lambda name: "draft")
+    monkeypatch.setattr(pair, "open_draft", open_draft)
+    monkeypatch.setattr(pair, "load_model", load_target)
+
+    def work() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            pair.load_pair(None, None, LoadOptions(), BuildOptions(), progress=interrupted)
+
+    within(30.0, work)
+    assert ended_by == ["CancelledError"]

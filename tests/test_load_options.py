@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
 from files import model_folder
 from test_runtimes import PROMPT, needs_kernels
 from turns import in_turn
 
 import outpace
 from outpace.cli.generate import generate
-from outpace.cli.main import main
 from outpace.cli.options import LOAD_FLAGS, ModelFlags
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model
@@ -64,18 +66,14 @@ def test_the_default_precision_of_a_draft(folder: Path) -> None:
 
 
 @needs_kernels
-def test_the_flag_draft_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_draft_dtype(folder: Path, run: Run) -> None:
     with ModelFlags(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
         assert (llm.target.precision, llm.draft.precision) == ("int8", "float32")
     arguments = ["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "4", "--json"]
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--dtype", "float32", "--draft-dtype", "int8"])
-    assert end.value.code == 0
-    assert json.loads(capsys.readouterr().out)["precision"] == "float32"
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--draft-dtype", "int9"])
-    assert end.value.code == 2
-    assert "error: unknown dtype 'int9', allowed are auto, bfloat16" in " ".join(capsys.readouterr().err.split())
+    code, out, _ = run(*arguments, "--dtype", "float32", "--draft-dtype", "int8")
+    assert (code, json.loads(out)["precision"]) == (0, "float32")
+    code, _, err = run(*arguments, "--draft-dtype", "int9")
+    assert (code, "error: unknown dtype 'int9', allowed are auto, bfloat16" in err) == (2, True)
 
 
 @pytest.mark.parametrize("own", [{"draft_dtype": "bfloat16"}, {"draft_device": "meta"}], ids=str)
@@ -95,9 +93,7 @@ def test_every_model_reports_its_precision(folder: Path, dtype: str) -> None:
     kind = "NativeLlama  cpu" if dtype == "int8" else f"Llama torch.{dtype} cpu"
     assert subject(target, None)["target"]["kind"] == kind, "profiles of the release before would not be found"
     other = load_model(folder, dtype=dtype, kv_dtype="float32" if dtype == "int8" else "float16")
-    assert subject(other, None)["target"]["kind"] == f"{kind} {other.model.kv_dtype}", (
-        "its times are not the usual ones"
-    )
+    assert subject(other, None)["target"]["kind"] == f"{kind} {other.model.kv_dtype}"
 
 
 def test_options_as_a_record_or_by_name(folder: Path) -> None:
@@ -130,20 +126,9 @@ def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
             return str(folder)
 
     given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
-    assert given == LoadOptions("cpu", "float32", True, "llama", inflate=2)
-    assert [type(value) for value in vars(given).values()] == [
-        str,
-        str,
-        bool,
-        str,
-        bool,
-        type(None),
-        int,
-        str,
-        str,
-        type(None),
-        bool,
-    ]
+    expected = LoadOptions("cpu", "float32", True, "llama", inflate=2)
+    assert given == expected
+    assert [type(value) for value in vars(given).values()] == [type(value) for value in vars(expected).values()]
     assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
     loaded = load_model(Named(), given)
     assert (loaded.precision, loaded.inflate, loaded.name) == ("float32", 2, f"{folder} (cost x 2)")

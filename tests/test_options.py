@@ -85,14 +85,8 @@ OPTIONS: dict[str, Option] = {
     "stop strings": lambda t, s: {"stops": ("xyz", s[6:12], s[7:9], s[6:8])},
     "chosen logprobs": lambda t, s: {"logprobs": LogprobsOptions(0)},
     "five logprobs": lambda t, s: {"logprobs": LogprobsOptions(5)},
-    "chosen logprobs, processed": lambda t, s: {
-        **adjust(presence_penalty=0.4),
-        "logprobs": LogprobsOptions(0, processed=True),
-    },
-    "more logprobs than tokens, processed": lambda t, s: {
-        **ban(t[1:3]),
-        "logprobs": LogprobsOptions(40, processed=True),
-    },
+    "chosen logprobs, processed": lambda t, s: {**adjust(presence_penalty=0.4), "logprobs": LogprobsOptions(0, True)},
+    "more logprobs than tokens, processed": lambda t, s: {**ban(t[1:3]), "logprobs": LogprobsOptions(40, True)},
     "logprobs cut by a stop string": lambda t, s: {"stops": (s[7:9],), "logprobs": LogprobsOptions(2)},
     "echo with logprobs": lambda t, s: {"logprobs": LogprobsOptions(3, prompt=True)},
     "one token": lambda t, s: {"max_tokens": 1, "logprobs": LogprobsOptions(1)},
@@ -273,14 +267,6 @@ def test_rows_that_share_one_text_are_adjusted_by_their_own_requests() -> None:
     biases = [make_request(text, adjustments=Adjustments(logit_bias=((token, 1.0),))) for token in range(3)]
     assert torch.equal(adjust_logits(logits, [Row(request, text) for request in biases]), torch.eye(3, 4))
     assert not logits.any(), "the scores themselves were changed"
-
-
-def test_choices_differ_and_each_is_its_own_alone() -> None:
-    sampling = {"temperature": 1.0, "seed": 4}
-    wishes = [make_wish(PROMPTS[2], "gumbel", {**sampling, "choice": choice}, {}) for choice in range(6)]
-    together = answer_all(wishes, "speculative", make_drafter("model", TARGET), target=TARGET)
-    assert [mine[:5] for mine in together] == [answer_all([wish], target=TARGET)[0][:5] for wish in wishes]
-    assert len({tuple(mine.tokens) for mine in together}) == 6
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(64, marks=pytest.mark.long)])

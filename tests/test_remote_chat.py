@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import http.server
-import io
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
 from serving import Served, served
 from test_library import folder
 
 import outpace
-from outpace.cli.main import main
 from outpace.cli.remote import RemoteModel
 from outpace.core.errors import UserError
 
@@ -24,50 +25,35 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield site
 
 
-def chat(lines: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
-    with pytest.raises(SystemExit) as ended:
-        main(["chat", *arguments])
-    return int(ended.value.code or 0)
-
-
-def test_a_conversation_with_a_server(site: Served, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    url = f"127.0.0.1:{site.port}"
-    asked = ("--url", url, "--max-tokens", "8", "--ignore-eos")
-    assert chat("hello\n12\n/reset\nhello\n", monkeypatch, *asked) == 0
-    out, err = capsys.readouterr()
-    fields = {"max_tokens": 8, "ignore_eos": True}
-    one = site.chat("hello", temperature=0, **fields).json["choices"][0]["message"]["content"]
-    turns = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": one},
-        {"role": "user", "content": "12"},
-    ]
-    two = site.chat(turns, temperature=0, **fields).json["choices"][0]["message"]["content"]
-    expected = "".join(text if text.endswith("\n") else text + "\n" for text in (one, two, one))
-    assert out == expected
+def test_a_conversation_with_a_server(site: Served, run: Run) -> None:
+    options = ("--max-tokens", "8", "--ignore-eos")
+    code, out, err = run("chat", "--url", f"127.0.0.1:{site.port}", *options, stdin="hello\n12\n/reset\nhello\n")
+    messages, answers = [], []
+    for question in ("hello", "12"):
+        messages.append({"role": "user", "content": question})
+        reply = site.chat(messages, temperature=0, max_tokens=8, ignore_eos=True).json["choices"][0]["message"]
+        messages.append({"role": "assistant", "content": reply["content"]})
+        answers.append(reply["content"].removesuffix("\n") + "\n")
+    assert (code, out) == (0, "".join([*answers, answers[0]]))
     assert "tokens/s" in err
     assert "the conversation is forgotten" in err
 
 
-@pytest.mark.parametrize("flag", ["--method=card", "--draft-length=3", "--dtype=float32"])
-def test_flags_of_local_models_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert chat("hello\n", monkeypatch, "--url", "http://127.0.0.1:1", flag) == 2
-    assert f"leave out {flag.partition('=')[0]}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("words", "says"),
     [
-        ("ftp://x", "it must be an address"),
-        ("http://", "it must be an address"),
-        ("http://127.0.0.1:x", "its port must be"),
-        ("http://127.0.0.1:1", "no answer from 127.0.0.1"),
+        (["http://127.0.0.1:1", "--method=card"], "leave out --method"),
+        (["http://127.0.0.1:1", "--draft-length=3"], "leave out --draft-length"),
+        (["http://127.0.0.1:1", "--dtype=float32"], "leave out --dtype"),
+        (["ftp://x"], "it must be an address"),
+        (["http://"], "it must be an address"),
+        (["http://127.0.0.1:x"], "its port must be"),
+        (["http://127.0.0.1:1"], "no answer from 127.0.0.1"),
     ],
 )
-def test_wrong_addresses(url: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert chat("hello\n", monkeypatch, "--url", url) == 2
-    assert says in capsys.readouterr().err
+def test_wrong_addresses_and_flags_of_local_models(run: Run, words: list[str], says: str) -> None:
+    code, _, err = run("chat", "--url", *words, stdin="hello\n")
+    assert (code, says in err) == (2, True), err
 
 
 class Odd(http.server.BaseHTTPRequestHandler):

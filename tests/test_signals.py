@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from files import write_gguf
+from commands import environment as environment
+from commands import tiny as tiny
 
 from outpace.cli import process
-from outpace.cli.display import LoadingBar
+from outpace.cli.display import loading_bar
 
-ROOT = Path(__file__).parent.parent
 SECONDS = 120.0
 
 
@@ -45,24 +46,18 @@ def test_the_end_of_the_block_is_a_safe_point() -> None:
     passed = []
 
     @process.at_safe_points()
-    def work() -> None:
+    def work(error: Exception | None = None) -> None:
         with process.at_safe_points():
             interrupt()
         passed.append("a block within")
+        if error is not None:
+            raise error
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert passed == ["a block within"]
-
-
-def test_another_error_comes_before_the_interrupt() -> None:
-    @process.at_safe_points()
-    def work() -> None:
-        interrupt()
-        raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        work()
+    with pytest.raises(ArithmeticError):  # another error comes before the interrupt
+        work(ArithmeticError())
+    assert passed == ["a block within"] * 2
 
 
 def test_take_forgets_the_interrupt() -> None:
@@ -115,42 +110,39 @@ def test_ignored_interrupts_stay_ignored() -> None:
 
 
 def test_a_stage_of_loading_is_a_safe_point() -> None:
-    def load(bar: LoadingBar) -> None:
-        bar("reading", 0.0)
-        interrupt()
-        bar("reading", 0.5)
-        pytest.fail("it went on reading")
+    def load() -> None:
+        with loading_bar() as bar:
+            bar("reading", 0.0)
+            interrupt()
+            bar("reading", 0.5)
+            pytest.fail("it went on reading")
 
-    with pytest.raises(KeyboardInterrupt), LoadingBar() as bar:
-        load(bar)
+    with pytest.raises(KeyboardInterrupt):
+        load()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", {"llama.context_length": 16384})
+Script = Callable[..., tuple[int, str, str]]
 
 
-Run = Callable[..., tuple[int, str, str]]
+def start(script: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a script in which interrupts are not ignored, as they are in background jobs."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-c", script], preexec_fn=default, **pipes)
 
 
 @pytest.fixture
-def run(tmp_path: Path, tiny: Path) -> Run:
+def run(tiny: Path, environment: dict[str, str], tmp_path: Path) -> Script:
     """Run a script and then the program in one process; return exit status, stdout and stderr."""
 
     def run(script: str, *arguments: str) -> tuple[int, str, str]:
-        words = ["outpace", *arguments, *(["--target", str(tiny)] if arguments[0] != "methods" else [])]
-        code = f"import os, signal, sys\nsys.argv = {words!r}\n{script}\nfrom outpace.__main__ import main; main()"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"OUTPACE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, done.stdout, done.stderr
+        words = ["outpace", *arguments, "--target", str(tiny)]
+        code = f"import signal, sys\nsys.argv = {words!r}\n{script}\nfrom outpace.__main__ import main; main()"
+        child = start(code, environment | {"OUTPACE_CACHE": str(tmp_path / "cache")})
+        out, err = child.communicate(timeout=SECONDS)
+        assert "Traceback" not in err, err
+        return child.returncode, out, err
 
     return run
 
@@ -163,15 +155,14 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 AT_STAGE = """
-from outpace.cli import display
-class Bar(display.LoadingBar):
-    stages = 0
-    def __call__(self, stage, fraction):
-        Bar.stages += 1
-        if Bar.stages == {count}:
-            signal.raise_signal(signal.SIGINT)
-        super().__call__(stage, fraction)
-display.LoadingBar = Bar
+from outpace.cli import process
+check, stages = process.check, []
+def interrupted():
+    stages.append(1)
+    if len(stages) == {count}:
+        signal.raise_signal(signal.SIGINT)
+    check()
+process.check = interrupted
 """
 AT_PIECE = """
 from outpace.api.stream import Stream
@@ -187,18 +178,14 @@ ANSWER = ("generate", "hello", "--max-tokens", "16000", "--ignore-eos")
 
 
 @pytest.mark.parametrize("module", ["typer", "outpace.cli.main"])
-def test_during_imports_the_signal_ends_the_program(run: Run, module: str) -> None:
+def test_during_imports_the_signal_ends_the_program(run: Script, module: str) -> None:
     assert run(WHEN_IMPORTED.format(module=module), *ANSWER)[0] == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype"),
-    [
-        (1, "auto"),
-        *(pytest.param(count, "float32", marks=pytest.mark.long) for count in (1, 3, 6)),
-    ],
+    ("count", "dtype"), [(1, "auto"), *(pytest.param(count, "float32", marks=pytest.mark.long) for count in (1, 3, 6))]
 )
-def test_interrupted_loading(run: Run, tmp_path: Path, count: int, dtype: str) -> None:
+def test_interrupted_loading(run: Script, tmp_path: Path, count: int, dtype: str) -> None:
     assert run(AT_STAGE.format(count=count), *ANSWER, "--dtype", dtype)[0] == process.INTERRUPTED
     left = [file.name for file in (tmp_path / "cache").glob(".*.part-*")]
     assert left == []
@@ -212,53 +199,49 @@ WAYS: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_interrupted_answer(run: Run, way: str) -> None:
+def test_an_interrupted_answer(run: Script, way: str) -> None:
     code, out, err = run(AT_PIECE.format(count=9, times=1), *ANSWER, *WAYS[way])
     assert code == process.INTERRUPTED
     assert out.endswith("\n")
     assert err.endswith(", stopped\n")
 
 
-def test_the_json_has_the_text_so_far(run: Run) -> None:
+def test_the_json_has_the_text_so_far(run: Script) -> None:
     code, out, _ = run(AT_PIECE.format(count=9, times=1), *ANSWER, "--json")
     found = json.loads(out)
     assert (code, found["finish_reason"]) == (process.INTERRUPTED, "abort")
     assert 9 <= len(found["tokens"]) < 16000
 
 
-def test_a_second_interrupt_ends_the_program(run: Run) -> None:
+def test_a_second_interrupt_ends_the_program(run: Script) -> None:
     code, out, _ = run(AT_PIECE.format(count=9, times=2), *ANSWER, "--json")
     assert (code, out) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]])
-def test_an_interrupt_from_outside(tiny: Path, tmp_path: Path, form: list[str]) -> None:
-    script = f"""
+LOUD = """
 import sys
-from outpace.cli import display, main
-from outpace.api.llm import Stream
-class Loud(Stream):
-    def _piece(self, *given):
-        sys.stderr.write("."); sys.stderr.flush()
-        return super()._piece(*given)
-import outpace.api.llm; outpace.api.llm.Stream = Loud
-main.main({[*ANSWER, "--target", str(tiny), *form]})
+from outpace.api.stream import Stream
+piece = Stream._piece
+def loud(self, *given):
+    sys.stderr.write("."); sys.stderr.flush()
+    return piece(self, *given)
+Stream._piece = loud
+from outpace.cli.main import main
+main({words})
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=os.environ | {"OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
-    )
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_interrupt_from_outside(tiny: Path, environment: dict[str, str], form: list[str]) -> None:
+    child = start(LOUD.format(words=[*ANSWER, "--target", str(tiny), *form]), environment)
     assert child.stderr is not None
-    assert child.stderr.read(8) == b"." * 8
+    assert child.stderr.read(8) == "." * 8
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=SECONDS)
     assert child.returncode == process.INTERRUPTED, err
-    assert b"Traceback" not in err
-    assert out.endswith(b"\n")
+    assert "Traceback" not in err
     if form:
         assert json.loads(out)["finish_reason"] == "abort"
     else:
-        assert b", stopped\n" in err
+        assert out.endswith("\n")
+        assert ", stopped\n" in err

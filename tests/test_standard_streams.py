@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,23 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from files import write_gguf
+from commands import environment as environment
+from commands import tiny as tiny
 
-ROOT = Path(__file__).parent.parent
 SECONDS = 120.0
 GENERATE = ("generate", "hello", "--max-tokens", "4", "--drafter", "ngram", "--target", "TINY")
 COMMANDS = [("--help",), ("--version",), ("methods",), ("methods", "--json"), GENERATE, (*GENERATE, "--json")]
 FULL_DISK = [pytest.param(words, marks=pytest.mark.long if words in COMMANDS[2:5] else ()) for words in COMMANDS]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture
-def environment(tiny: Path) -> dict[str, str]:
-    return os.environ | {"OUTPACE_CACHE": str(tiny.parent / "cache"), "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
@@ -47,21 +37,18 @@ def test_a_full_disk(outpace: Any, arguments: tuple[str, ...]) -> None:
     done = outpace(arguments, "> /dev/full")
     assert done.returncode == 2
     assert done.stderr.endswith("error: standard output cannot be written (No space left on device)\n")
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
+    assert not re.search("Traceback|Exception ignored", done.stderr)
 
 
 @pytest.mark.parametrize("arguments", COMMANDS[:2] + COMMANDS[-1:], ids=" ".join)
 def test_a_closed_output(outpace: Any, arguments: tuple[str, ...]) -> None:
     done = outpace(arguments, ">&-")
-    sentence = "error: standard output is closed, there is nowhere to write to\n"
-    assert (done.returncode, done.stderr) == (2, sentence)
+    assert (done.returncode, done.stderr) == (2, "error: standard output is closed, there is nowhere to write to\n")
 
 
 def test_an_output_for_reading_only(outpace: Any) -> None:
     done = outpace(("--version",), "1< /dev/null")
-    sentence = "error: standard output cannot be written (Bad file descriptor)\n"
-    assert (done.returncode, done.stderr) == (2, sentence)
+    assert (done.returncode, done.stderr) == (2, "error: standard output cannot be written (Bad file descriptor)\n")
 
 
 @pytest.mark.parametrize("redirections", ["2>&-", "2> /dev/full"])
@@ -87,14 +74,12 @@ def test_a_closed_input_that_is_not_read(outpace: Any, redirections: str, worker
 @pytest.mark.parametrize("arguments", [("generate", "-"), ("chat", "--target", "TINY")], ids=" ".join)
 def test_a_closed_input_that_is_read(outpace: Any, arguments: tuple[str, ...]) -> None:
     done = outpace(arguments, "<&-")
-    sentence = "error: standard input is closed, there is nothing to read from\n"
-    assert (done.returncode, done.stderr) == (2, sentence)
+    assert (done.returncode, done.stderr) == (2, "error: standard input is closed, there is nothing to read from\n")
 
 
 def test_an_input_for_writing_only(outpace: Any) -> None:
     done = outpace(("generate", "-"), "0> /dev/null")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: standard input cannot be read (")
+    assert (done.returncode, done.stderr[:38]) == (2, "error: standard input cannot be read (")
 
 
 def test_a_closed_pipe_is_quiet(tiny: Path, environment: dict[str, str]) -> None:
@@ -105,5 +90,4 @@ def test_a_closed_pipe_is_quiet(tiny: Path, environment: dict[str, str]) -> None
     process.stdout = None
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert b"Traceback" not in err
-    assert b"Exception ignored" not in err
+    assert not re.search(b"Traceback|Exception ignored", err)

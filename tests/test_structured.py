@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from files import model_folder, smollm2_file, write_gguf
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
+from files import model_folder, smollm2_file
 
 import outpace
-from outpace.cli.main import main
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.engine.build import check_rule
@@ -80,7 +83,7 @@ def test_answers_are_valid_by_every_rule(model: str, rule: str) -> None:
                 assert is_valid(name, result.text), result.text
 
 
-def test_several_at_once_with_free_text_beside_them(model: str) -> None:
+def test_several_at_once_and_free_text(model: str) -> None:
     with outpace.load(model, profile=False) as llm:
         params = [outpace.SamplingParams(structured_outputs=asked, max_tokens=60) for asked in ASKED.values()]
         params.append(outpace.SamplingParams(max_tokens=20, ignore_eos=True))
@@ -113,7 +116,7 @@ def test_a_grammar_may_be_compiled_beforehand(model: str) -> None:
             llm.compile(outpace.SamplingParams(response_format={"type": "json_schema", "schema": {"not": {}}}))
 
 
-def test_what_leaves_no_token_ends_with_an_error(model: str) -> None:
+def test_options_that_allow_no_token_are_an_error(model: str) -> None:
     with outpace.load(model, profile=False) as llm:
         bias = dict.fromkeys(range(llm.tokenizer.size), -100.0)
         assert is_valid("choice", llm.chat("hello", structured_outputs=ASKED["choice"], logit_bias=bias).text)
@@ -131,7 +134,7 @@ def test_a_forced_call_is_structured_output_too(model: str) -> None:
         jsonschema.validate(call["arguments"], SCHEMA)
 
 
-def test_special_tokens_are_written_where_they_are_asked_for(model: str) -> None:
+def test_special_tokens_are_shown_on_request(model: str) -> None:
     with outpace.load(model, profile=False) as llm:
         special = next(iter(llm.tokenizer.special_ids - llm.tokenizer.stop_ids))
         bias = {"logit_bias": {special: 100.0}, "max_tokens": 2, "ignore_eos": True}
@@ -141,33 +144,20 @@ def test_special_tokens_are_written_where_they_are_asked_for(model: str) -> None
 
 
 @pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in a folder of its own, which holds a model and a schema: exit code, stdout, stderr."""
-    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+def generate(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `outpace generate` in a folder with a schema and a grammar; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "sum.lark").write_text('start: /[0-9]/ "+" /[0-9]/')
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([*arguments, "--target", "tiny.gguf"])
-        shown = capsys.readouterr()
-        return int(end.value.code or 0), shown.out, shown.err
-
-    return call
+    return partial(run, "generate", "hello", "--raw", "--target", str(tiny))
 
 
-def test_the_command_line_reads_schemas_regexes_and_grammars(called: Any) -> None:
-    code, out, err = called("generate", "hello", "--json-schema", "schema.json", "--json", "--raw")
-    assert code == 0, err
-    jsonschema.validate(json.loads(json.loads(out)["text"]), SCHEMA)
-    code, out, _ = called("generate", "hello", "--regex", "[a-c]{5}", "--json", "--raw")
-    assert code == 0
-    assert re.fullmatch("[a-c]{5}", json.loads(out)["text"])
-    code, out, _ = called("generate", "hello", "--grammar", "sum.lark", "--json", "--raw")
-    assert code == 0
-    assert re.fullmatch(r"\d\+\d", json.loads(out)["text"])
+def test_the_command_line_reads_schemas_regexes_and_grammars(generate: Run) -> None:
+    flags = (("--json-schema", "schema.json"), ("--regex", "[a-c]{5}"), ("--grammar", "sum.lark"))
+    texts = [json.loads(generate(*words, "--json")[1])["text"] for words in flags]
+    jsonschema.validate(json.loads(texts[0]), SCHEMA)
+    assert re.fullmatch("[a-c]{5}", texts[1])
+    assert re.fullmatch(r"\d\+\d", texts[2])
 
 
 @pytest.mark.parametrize(
@@ -181,11 +171,9 @@ def test_the_command_line_reads_schemas_regexes_and_grammars(called: Any) -> Non
         (["--regex", ""], "must be a text that is not empty"),
     ],
 )
-def test_the_command_line_says_what_is_wrong(called: Any, arguments: list[str], words: str) -> None:
-    code, out, err = called("generate", "hello", "--raw", *arguments)
-    assert code == 2
-    assert words in " ".join(err.split())
-    assert not out
+def test_errors_of_structure_flags(generate: Run, arguments: list[str], words: str) -> None:
+    code, out, err = generate(*arguments)
+    assert (code, out, words in " ".join(err.split())) == (2, "", True), err
 
 
 @pytest.mark.smollm2
@@ -194,10 +182,8 @@ def test_the_shipped_pair_writes_the_same_json(samplings: list[dict[str, Any]]) 
     smollm2_file()
     with outpace.load(profile=False) as llm:
         for sampling in samplings:
-            plain = llm.chat(
-                "A green thing.", structured_outputs={"json": SCHEMA}, max_tokens=80, plain=True, **sampling
-            )
-            result = llm.chat("A green thing.", structured_outputs={"json": SCHEMA}, max_tokens=80, **sampling)
+            asked = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 80, **sampling}
+            plain, result = (llm.chat("A green thing.", plain=is_plain, **asked) for is_plain in (True, False))
             assert result.tokens == plain.tokens
             if plain.finish_reason == "stop":
                 jsonschema.validate(json.loads(plain.text), SCHEMA)

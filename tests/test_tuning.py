@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
 from test_library import folder
-from typer.testing import CliRunner
 
 from outpace.api.llm import LLM
 from outpace.bench.tune import TuneOptions, _race, tune
-from outpace.cli.main import app
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model, silent
 from outpace.planning import profile as profiles
@@ -26,11 +27,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
     return target, load_draft("layers:0", target)
 
 
-def test_what_is_tuned_is_what_a_planner_begins_with(
-    pair: tuple[Loaded, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which profiles are kept after one round."""
     monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(profiles, "FEWEST", 1)
+    return tmp_path
+
+
+def test_a_planner_starts_from_what_was_tuned(pair: tuple[Loaded, Loaded], kept: Path) -> None:
     said: list[str] = []
     found = tune(*pair, FEW, lambda stage, fraction: said.append(stage))
     assert {"rounds", "ways"} == set(said)
@@ -55,16 +60,9 @@ CARD_IS_BETTER = {"auto": 50.0, "card": 52.0, "autoregressive": 40.0}
 @pytest.mark.parametrize(
     ("rates", "chosen"), [(PLAIN_IS_FASTEST, "auto"), (CARD_IS_AHEAD, "auto"), (CARD_IS_BETTER, "card")]
 )
-def test_a_drafter_beside_the_target_is_chosen_where_it_is_clearly_faster(
-    pair: tuple[Loaded, Loaded],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rates: dict[str, float],
-    chosen: str,
+def test_card_is_chosen_if_it_is_clearly_faster(
+    pair: tuple[Loaded, Loaded], kept: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], chosen: str
 ) -> None:
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(profiles, "FEWEST", 1)
-
     def race(llms: dict[str, LLM], *given: object) -> dict[str, float]:
         llms["auto"].generate(["one two three"], max_tokens=8)  # a profile is kept only of an engine that wrote
         return rates
@@ -93,14 +91,13 @@ def test_a_rate_is_all_tokens_over_all_time() -> None:
 
 
 def test_an_engine_that_wrote_enough_is_remembered(
-    pair: tuple[Loaded, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Loaded, Loaded], kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
-    for fewest, kept in ((10**6, False), (1, True)):
+    for fewest, is_kept in ((10**6, False), (1, True)):
         monkeypatch.setattr(profiles, "FEWEST", fewest)
         with LLM(*pair) as llm:
             llm.generate(["one two three"], max_tokens=24)
-        assert any(tmp_path.rglob("*.json")) is kept
+        assert any(kept.rglob("*.json")) is is_kept
     with LLM(*pair) as llm:
         assert llm.engine.costs.pass_seconds(1) > 0
         assert llm.method == "auto"
@@ -117,12 +114,9 @@ def test_a_wrong_option_is_named(values: dict, says: str) -> None:
 
 @pytest.mark.parametrize(("rates", "chosen"), [(CARD_IS_AHEAD, "auto"), (CARD_IS_BETTER, "card")])
 def test_the_command_prints_one_line_of_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], chosen: str
+    kept: Path, run: Run, monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], chosen: str
 ) -> None:
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr("outpace.bench.tune._race", lambda *given: rates)
-    path = folder(tmp_path, "target")
-    asked = ["tune", "--target", str(path), "--draft", "layers:0", "--runtime", "llama", "--max-tokens", "8"]
-    done = CliRunner().invoke(app, [*asked, "--rounds", "1", "--json"], catch_exceptions=False)
-    record = json.loads(done.stdout)
+    words = ["--draft", "layers:0", "--runtime", "llama", "--max-tokens", "8", "--rounds", "1", "--json"]
+    record = json.loads(run("tune", "--target", folder(kept, "target"), *words)[1])
     assert (record["chosen"], record["rates"]) == (chosen, rates)

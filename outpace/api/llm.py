@@ -109,19 +109,10 @@ class LLM(AbstractContextManager["LLM"]):
         profile: bool = True,
         **more: Any,
     ) -> None:
-        to_python = arrays.to_python
+        sizes = {"draft_threads": draft_threads, "nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse}
+        numbers: dict[str, Any] = {name: arrays.to_python(value) for name, value in sizes.items()}
         build = BuildOptions(
-            method,
-            drafter,
-            rule,
-            worker,
-            to_python(draft_threads),
-            to_python(nodes),
-            to_python(batch),
-            to_python(kv_memory),
-            to_python(reuse),
-            draft_device,
-            draft_dtype,
+            method, drafter, rule, worker, draft_device=draft_device, draft_dtype=draft_dtype, **numbers
         )
         target, loading, part_options = _split_kwargs(target, more)
         options = replace(options or LoadOptions(), **loading)
@@ -129,11 +120,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.tokenizer = self.target.tokenizer
         self.grammars = Grammars(self.tokenizer)
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
-        build = replace(build, part_options={name: to_python(value) for name, value in part_options.items()})
-        self._build(build.resolve(self.target, self.draft, self._profile.method if self._profile else None))
-
-    def _build(self, build: BuildOptions) -> None:
-        """Build the engine from resolved options; a wrong option raises before a thread starts."""
+        build = replace(build, part_options={name: arrays.to_python(value) for name, value in part_options.items()})
+        build = build.resolve(self.target, self.draft, self._profile.method if self._profile else None)
         self.build_options, self.method, self.rule = build, build.method, build.rule
         self._rules: dict[tuple[bool, bool], Rule] = {}  # one instance for all requests, so that they share batches
         self._decoder = registry.find("decoders", self.method)
@@ -142,9 +130,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.engine = build_engine(self.target, self.draft, build)
         self._is_closed = False
         self._shared = SharedEngine(self.engine)
-        is_known = self._profile is not None and self._profile.load(
-            self.engine.costs, self.engine.drafting.drafters.values()
-        )
+        drafters = self.engine.drafting.drafters.values()
+        is_known = self._profile is not None and self._profile.load(self.engine.costs, drafters)
         if self.method == PLANNED and not is_known:
             warm_up(self.engine, self.tokenizer.encode("The") or [0])  # any word
 
@@ -193,7 +180,11 @@ class LLM(AbstractContextManager["LLM"]):
         number of the answer, for several sampled answers to one prompt. `plain`: decode without speculation; the text
         is the same. `drafter`: name of one of the drafters that the LLM was created with.
         """
-        return self._stream(prompt, read_params(sampling_params, options), choice, plain, drafter)
+        params, choice = read_params(sampling_params, options), arrays.to_python(choice)
+        if params.n > 1:
+            raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
+        check_whole("choice", choice, 0)
+        return self._start(prompt, params, choice, plain, drafter)
 
     def generate(
         self,
@@ -236,15 +227,8 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Result:
         """Answer a conversation, rendered by the model's chat template; a text is one message of the user, like the
         prompt of the command `outpace generate`. The options are those of `stream`."""
-        params = read_params(sampling_params, options)
-        return self._stream(messages_of(messages), params, choice, plain, drafter).finish()
-
-    def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
-        if params.n > 1:
-            raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
-        choice = arrays.to_python(choice)
-        check_whole("choice", choice, 0)
-        return self._start(prompt, params, choice, plain, drafter)
+        prompt = messages_of(messages)
+        return self.stream(prompt, sampling_params, choice=choice, plain=plain, drafter=drafter, **options).finish()
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         new = self.prepare(prompt, params, choice, plain, drafter)
@@ -280,9 +264,10 @@ class LLM(AbstractContextManager["LLM"]):
         hidden = self.tokenizer.stop_ids.union(() if include_stop else params.stop_token_ids)
         stops = StopStrings(params.stop, include_stop)
         text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
-        decoder = self._plain if plain else self._decoder
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        options, method = (decoder.Options(), "autoregressive") if plain else (self._options, self.method)
+        decoder, options, method = self._decoder, self._options, self.method
+        if plain:
+            decoder, options, method = self._plain, self._plain.Options(), "autoregressive"
         return PreparedRequest(request, decoder, options, text, method, echo, drafter)
 
     def _rule(self, params: SamplingParams, plain: bool) -> Rule:
@@ -298,19 +283,20 @@ class LLM(AbstractContextManager["LLM"]):
 def _split_kwargs(target: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Split LLM's extra keyword arguments: the target (under its other name), fields of `LoadOptions`, and options of
     methods, drafters and rules. UserError for a name that no method has and that resembles a known one."""
-    if "model" in more and target is not None:
-        raise UserError("model is another name for target, give one of them")
-    loading = {field.name for field in fields(LoadOptions)}
-    allowed = [*loading, "model", *inspect.signature(LLM.__init__).parameters]
-    part_options = {name: value for name, value in more.items() if name not in loading and name != "model"}
-    for name in part_options:
+    if "model" in more:
+        if target is not None:
+            raise UserError("model is another name for target, give one of them")
+        target = more.pop("model")
+    loading = {field.name: more.pop(field.name) for field in fields(LoadOptions) if field.name in more}
+    allowed = [field.name for field in fields(LoadOptions)] + ["model", *inspect.signature(LLM.__init__).parameters]
+    for name in more:
         if registry.owners(name):
             continue
         if name in (field.name for field in fields(SamplingParams)):
             raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
         if near := difflib.get_close_matches(name, allowed, n=1, cutoff=_SIMILARITY):
             raise UserError(f"LLM has no argument {name!r}; did you mean {near[0]!r}?")
-    return more.get("model", target), {name: more[name] for name in loading & more.keys()}, part_options
+    return target, loading, more
 
 
 def load(target: Any = None, draft: Any = None, options: LoadOptions | None = None, **more: Any) -> LLM:

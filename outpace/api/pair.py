@@ -34,24 +34,24 @@ def load_pair(
     the first is returned, with the rest in its `others`."""
     if isinstance(draft, list | tuple):
         return _load_several(target, draft, options, build, tokenizer, progress)
-    has_none = draft is None or draft == NO_DRAFT
-    if isinstance(target, Loaded) and (has_none or isinstance(draft, Loaded)):
+    has_default = draft is None
+    draft = None if draft == NO_DRAFT else draft
+    if isinstance(target, Loaded) and (draft is None or isinstance(draft, Loaded)):
         _refuse_load_options(options, build, tokenizer)
-        return target, None if has_none else draft
+        return target, draft
     draft_options = options.of_draft(build.draft_device, build.draft_dtype)
     if str(draft).startswith(LAYERS) and draft_options != options.of_draft():
         shared = "has the target's own weights, with their device and dtype"
         raise UserError(f"{draft} {shared}: leave out draft_device and draft_dtype")
-    if target is None and draft is None and build.may_draft:
-        draft = shipped_draft(shipped_model().stem)
-        if draft is not None:
-            return _load_shipped(draft, options, draft_options, progress, build.needs_same_tokens)
+    if target is None and has_default and build.may_draft and (shipped := shipped_draft(shipped_model().stem)):
+        return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
     if not isinstance(target, Loaded):
-        check_pair(options, None if has_none or isinstance(draft, Loaded) else build.draft_device)
+        check_pair(options, None if draft is None or isinstance(draft, Loaded) else build.draft_device)
         target = load_model(target, options, tokenizer=tokenizer, progress=progress)
-    if draft is None or draft == NO_DRAFT or isinstance(draft, Loaded):
-        return target, draft if isinstance(draft, Loaded) else None
-    return target, load_draft(draft, target, draft_options, progress=progress, same_tokens=build.needs_same_tokens)
+    if draft is not None and not isinstance(draft, Loaded):
+        same_tokens = build.needs_same_tokens
+        draft = load_draft(draft, target, draft_options, progress=progress, same_tokens=same_tokens)
+    return target, draft
 
 
 def _load_several(

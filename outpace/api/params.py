@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,7 +9,7 @@ from typing import Any
 
 from outpace.core.arrays import to_python
 from outpace.core.constraints import BannedText
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions
 from outpace.grammar.structure import Structure
@@ -109,12 +108,21 @@ class SamplingParams:
         check_whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens is {self.min_tokens}, it must be at most max_tokens {self.max_tokens}")
-        self._check_logprobs()
-        self._check_choices()
-        self._check_allowed()
-        _ = self.sampling
-        _ = self.structure
-        self._adjustments(None)
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, 0, 1024)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise UserError(f"logprobs_mode is {self.logprobs_mode!r}, it must be {' or '.join(LOGPROBS_MODES)}")
+        if self.logprobs is None and self.logprobs_mode != "raw":
+            raise UserError("logprobs_mode has no effect without logprobs, give both or neither")
+        check_whole("n", self.n, 1, 1024)
+        if self.n > 1 and self.sampling.is_greedy:
+            alike = "greedy answers are all alike: ask for a temperature above 0 or for one answer"
+            raise UserError(f"n is {self.n}, {alike}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise UserError("allowed_token_ids has no token, at least one is needed, or None for all")
+        if self.allowed_token_ids and self.bad_words:
+            raise UserError("allowed_token_ids and bad_words may leave nothing to write, give one of them")
+        _ = self.sampling, self.structure, self._adjustments(None)  # which check their values
 
     @property
     def structure(self) -> Structure | None:
@@ -154,50 +162,21 @@ class SamplingParams:
             allowed=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         )
 
-    def _check_logprobs(self) -> None:
-        if self.logprobs is not None:
-            check_whole("logprobs", self.logprobs, 0, 1024)
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise UserError(f"logprobs_mode is {self.logprobs_mode!r}, it must be {' or '.join(LOGPROBS_MODES)}")
-        if self.logprobs is None and self.logprobs_mode != "raw":
-            raise UserError("logprobs_mode has no effect without logprobs, give both or neither")
-
-    def _check_allowed(self) -> None:
-        if self.allowed_token_ids is None:
-            return
-        if not self.allowed_token_ids:
-            raise UserError("allowed_token_ids has no token, at least one is needed, or None for all")
-        if self.bad_words:
-            raise UserError("allowed_token_ids and bad_words may leave nothing to write, give one of them")
-
-    def _check_choices(self) -> None:
-        check_whole("n", self.n, 1, 1024)
-        if self.n > 1 and self.sampling.is_greedy:
-            raise UserError(
-                f"n is {self.n}, greedy answers are all alike: ask for a temperature above 0 or for one answer"
-            )
-
-
-def params_from(options: Mapping[str, Any]) -> SamplingParams:
-    """Build the parameters from options by name; UserError for an unknown name."""
-    known = [option.name for option in fields(SamplingParams)]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown sampling parameter {name!r}, allowed are {', '.join(known)}{hint}")
-    return SamplingParams(**options)
-
 
 def read_params(given: Any, options: Mapping[str, Any]) -> SamplingParams:
     """Return the parameters that a caller gave as one object or as options by name; UserError for both or neither."""
     if given is not None and options:
         raise UserError(f"give SamplingParams or options by name, not both: {', '.join(options)}")
-    params = params_from(options) if given is None else given
-    if not isinstance(params, SamplingParams):
-        shown = reprlib.repr(params)
+    if isinstance(given, SamplingParams):
+        return given
+    if given is not None:
+        shown = reprlib.repr(given)
         raise UserError(f"sampling_params is {shown}, it must be SamplingParams; or give options by name")
-    return params
+    known = [option.name for option in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            raise unknown("sampling parameter", name, known)
+    return SamplingParams(**options)
 
 
 def read_params_each(given: Any, options: Mapping[str, Any], count: int) -> list[SamplingParams]:

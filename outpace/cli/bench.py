@@ -6,101 +6,76 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
+from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
-from outpace.cli.sampling_options import MaxTokens, Seed, Temperature
+from outpace.cli.sampling_options import BasicSamplingFlags
 from outpace.core.errors import UserError, check_whole
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
-
-
-MEASURED, KEPT = "What is measured", "What is kept"
+    from outpace.bench.run import Bench, BenchOptions
 
 
 @dataclass(frozen=True)
 class BenchFlags:
     """The methods, the prompts, and the number of repetitions."""
 
-    tasks: Annotated[
-        str,
-        flag(
-            "Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin,"
-            " repetition, summaries, answers, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
-            MEASURED,
-        ),
-    ] = "builtin"
-    methods: Annotated[
-        str,
-        flag(
-            "Methods, joined by commas, each with options of its own if needed, as in"
-            " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
-            MEASURED,
-        ),
-    ] = "auto,card,speculative"
-    rules: Annotated[
-        str,
-        flag(
-            "Rules, joined by commas, each with options of its own if needed, as in"
-            " block,lenience:lenience=0.4; each of the methods is measured with each of them. all: those that"
-            " fit a method and the temperature.",
-            MEASURED,
-        ),
-    ] = ""
-    peers: Annotated[str, flag("Other engines, joined by commas, as in llama_cpp,transformers; or all.", MEASURED)] = ""
-    prompts: Annotated[int, flag("Number of prompts taken from the start of each task.", MEASURED)] = 10
-    turns: Annotated[
-        int,
-        flag(
-            "Number of turns taken of each conversation, such as MT-bench's, with plain decoding's answers"
-            " between them. Each later turn is a task of its own.",
-            MEASURED,
-        ),
-    ] = 1
-    rounds: Annotated[int, flag("Number of repetitions of all measurements.", MEASURED)] = 1
-    batch: Annotated[str, flag("Numbers of concurrent requests, as in 1,2,8,16; not for peers.", MEASURED)] = "1"
-    inflate: Annotated[
-        int, flag("Emulate a target that is this many times as large, by layers that do not change its text.", MEASURED)
-    ] = 1
-    run_tests: Annotated[
-        bool,
-        flag(
-            "Score programs that the models write by running their tests, each in a confined process.",
-            MEASURED,
-            "--run-tests",
-        ),
-    ] = False
-    max_tokens: MaxTokens = 128
-    temperature: Temperature = 0.0
-    seed: Seed = 0
+    panel: ClassVar[str] = "What is measured"
+    tasks: str = flag(
+        "builtin",
+        "Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin, repetition,"
+        " summaries, answers, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
+    )
+    methods: str = flag(
+        "auto,card,speculative",
+        "Methods, joined by commas, each with options of its own if needed, as in"
+        " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
+    )
+    rules: str = flag(
+        "",
+        "Rules, joined by commas, each with options of its own if needed, as in block,lenience:lenience=0.4; each"
+        " of the methods is measured with each of them. all: those that fit a method and the temperature.",
+    )
+    peers: str = flag("", "Other engines, joined by commas, as in llama_cpp,transformers; or all.")
+    prompts: int = flag(10, "Number of prompts taken from the start of each task.")
+    turns: int = flag(
+        1,
+        "Number of turns taken of each conversation, such as MT-bench's, with plain decoding's answers between"
+        " them. Each later turn is a task of its own.",
+    )
+    rounds: int = flag(1, "Number of repetitions of all measurements.")
+    batch: str = flag("1", "Numbers of concurrent requests, as in 1,2,8,16; not for peers.")
+    inflate: int = flag(1, "Emulate a target that is this many times as large, by layers that do not change its text.")
+    run_tests: bool = flag(
+        False, "Score programs that the models write by running their tests, each in a confined process."
+    )
 
 
 @dataclass(frozen=True)
 class ResultFlags:
     """The files of the results."""
 
-    out: Annotated[
-        Path | None,
-        flag("Folder to which each result is written at once; run again to continue a bench that stopped.", KEPT),
-    ] = None
-    json: Annotated[Path | None, flag("File for the rows of the table.", KEPT)] = None
-    plot: Annotated[Path | None, flag("File for a plot: .png, .svg or .pdf.", KEPT)] = None
-    trace: Annotated[
-        Path | None,
-        flag("File for a trace of what the draft proposes, for outpace simulate; nothing is measured.", KEPT),
-    ] = None
+    panel: ClassVar[str] = "What is kept"
+    out: Path | None = flag(
+        None, "Folder to which each result is written at once; run again to continue a bench that stopped."
+    )
+    json: Path | None = flag(None, "File for the rows of the table.")
+    plot: Path | None = flag(None, "File for a plot: .png, .svg or .pdf.")
+    trace: Path | None = flag(
+        None, "File for a trace of what the draft proposes, for outpace simulate; nothing is measured."
+    )
 
 
 LINE_SECONDS = 60.0  # between two progress lines without a terminal
@@ -110,12 +85,12 @@ MIN_WIDTH = 120  # of the table; a narrower terminal wraps it
 @flags
 def bench(
     model: ModelFlags,
-    bench_flags: BenchFlags,
+    measured: BenchFlags,
+    sampling: BasicSamplingFlags,
     results: ResultFlags,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        flag("Compare two results, files of --json or folders of --out; nothing is measured.", metavar="A B"),
-    ] = None,
+    compare: tuple[Path, Path] | None = flag(
+        None, "Compare two results, files of --json or folders of --out; nothing is measured.", metavar="A B"
+    ),
 ) -> None:
     """Measure methods and other engines on the same prompts, and compare their texts."""
     if compare is not None:
@@ -125,15 +100,16 @@ def bench(
     check_file("--trace", results.trace)
     check_folder("--out", results.out)
     check_plot("--plot", results.plot)
-    options = _options(model, bench_flags)
-    with sigterm_as_interrupt(), _open(model, options) as llm:
+    options = _options(model, measured, sampling)
+    loading = replace(model, nodes=None, rule="auto", worker=None, draft_threads=1)
+    with sigterm_as_interrupt(), loading.open({"inflate": options.inflate, "profile": False}) as llm:
         if results.trace is not None:
             _trace(llm, options, results.trace)
-        elif not _measure(llm, options, results, model.options.device, bench_flags.run_tests):
+        elif not _measure(llm, options, results, model.options.device, measured.run_tests):
             raise typer.Exit(INTERRUPTED)
 
 
-def _options(model: ModelFlags, bench_flags: BenchFlags) -> Any:
+def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFlags) -> BenchOptions:
     """Convert the flags to BenchOptions, and check names before a model is loaded."""
     from outpace.api.params import SamplingParams
     from outpace.bench import contenders, sandbox
@@ -142,28 +118,28 @@ def _options(model: ModelFlags, bench_flags: BenchFlags) -> Any:
 
     if model.method != "auto":
         raise UserError(f"--method is {model.method!r}, a bench takes several: write --methods {model.method}")
-    check_whole("inflate", bench_flags.inflate, 1, 64)
-    common = _common(model)
-    if bench_flags.run_tests and not sandbox.is_available():
+    check_whole("inflate", measured.inflate, 1, 64)
+    if measured.run_tests and not sandbox.is_available():
         raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
-    sampling = SamplingParams(
-        max_tokens=bench_flags.max_tokens, temperature=bench_flags.temperature, seed=bench_flags.seed
-    )
-    methods = contenders.parse_methods(bench_flags.methods, common)
-    if bench_flags.rules:
-        methods = contenders.with_rules(methods, bench_flags.rules, sampling.sampling)
-    peers = ",".join(contenders.peer_names()) if bench_flags.peers == "all" else bench_flags.peers
+    params = SamplingParams(**asdict(sampling))
+    given = {name: getattr(model, name) for name in ("drafter", "rule", "worker", "draft_threads", "nodes")}
+    common = {name: value for name, value in given.items() if value != getattr(ModelFlags, name)}
+    methods = contenders.parse_methods(measured.methods, common)
+    if measured.rules:
+        methods = contenders.with_rules(methods, measured.rules, params.sampling)
+    peers = ",".join(contenders.peer_names()) if measured.peers == "all" else measured.peers
+    says = f"--batch is {measured.batch!r}, it must be whole numbers joined by commas, as in 1,2,8"
     options = BenchOptions(
-        tasks=tuple(part.strip() for part in bench_flags.tasks.split(",") if part.strip()),
+        tasks=tuple(part.strip() for part in measured.tasks.split(",") if part.strip()),
         methods=tuple(methods),
         peers=tuple(contenders.parse_peers(peers)),
-        prompts=bench_flags.prompts,
-        turns=bench_flags.turns,
-        rounds=bench_flags.rounds,
-        batch=_counts(bench_flags.batch),
-        inflate=bench_flags.inflate,
+        prompts=measured.prompts,
+        turns=measured.turns,
+        rounds=measured.rounds,
+        batch=tuple(numbers(measured.batch, int, says)),
+        inflate=measured.inflate,
         target=model.target,
-        sampling_params=sampling,
+        sampling_params=params,
     )
     check_batches(options, collect(options.tasks, options.prompts, options.turns))
     if options.inflate > 1:
@@ -171,35 +147,16 @@ def _options(model: ModelFlags, bench_flags: BenchFlags) -> Any:
     return options
 
 
-def _common(model: ModelFlags) -> dict[str, Any]:
-    """Return the given flags that are options of every method with a drafter."""
-    names = ("drafter", "rule", "worker", "draft_threads", "nodes")
-    return {name: value for name in names if (value := getattr(model, name)) != getattr(ModelFlags, name)}
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--batch is {text!r}, it must be whole numbers joined by commas, as in 1,2,8") from None
-
-
-def _check_inflated(model: ModelFlags, options: Any) -> None:
+def _check_inflated(model: ModelFlags, options: BenchOptions) -> None:
     """Refuse drafts of added layers or without them: these layers change no text, so the results would be too good."""
-    drafters = [str(contender.options.get("drafter", "")) for contender in options.methods]
-    skips = next((name for name in drafters if "layer" in name), None)
-    layers = next((draft for draft in model.draft or () if draft.startswith("layers:")), None)
-    if layers or skips:
-        named = skips or layers
+    drafters = (str(contender.options.get("drafter", "")) for contender in options.methods)
+    skips = (name for name in drafters if "layer" in name)
+    layers = (draft for draft in model.draft or () if draft.startswith("layers:"))
+    for named in (*skips, *layers):
         raise UserError(f"--inflate does not go with {named}: its added layers cost time and write nothing")
 
 
-def _open(model: ModelFlags, options: Any) -> LLM:
-    extra = {"inflate": options.inflate, "profile": False}
-    return replace(model, nodes=None, rule="auto", worker=None, draft_threads=1).open(extra)
-
-
-def _measure(llm: LLM, options: Any, results: ResultFlags, device: str, runs_tests: bool) -> bool:
+def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str, runs_tests: bool) -> bool:
     """Run what has no result yet, and show all finished results. Return False after Ctrl-C."""
     from outpace.bench import report
     from outpace.bench.run import Bench
@@ -216,7 +173,7 @@ def _measure(llm: LLM, options: Any, results: ResultFlags, device: str, runs_tes
     return is_complete
 
 
-def _run(running: Any, runs_tests: bool) -> bool:
+def _run(running: Bench, runs_tests: bool) -> bool:
     """Measure, then score, with a progress bar, or a line a minute without a terminal. Return False after Ctrl-C."""
     from outpace.bench.judging import judge
 
@@ -241,7 +198,7 @@ def _run(running: Any, runs_tests: bool) -> bool:
     return True
 
 
-def _show(running: Any, facts: dict[str, Any], results: ResultFlags) -> list[UserError]:
+def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> list[UserError]:
     """Show the table, and write the files and the line of JSON. Return errors of writing."""
     from outpace.bench import report
     from outpace.bench.judging import with_score_gaps
@@ -280,7 +237,7 @@ def _compare(one: Path, other: Path) -> None:
     display.print_for_machines({"a": str(one), "b": str(other), "rows": found})
 
 
-def _trace(llm: LLM, options: Any, file: Path) -> None:
+def _trace(llm: LLM, options: BenchOptions, file: Path) -> None:
     """Record the text of plain decoding and the draft's proposals at each position."""
     from outpace.bench.tasks import Conversations, check_turns, collect
     from outpace.simulate.trace import RecordOptions, record
@@ -290,22 +247,22 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     tasks = collect(options.tasks, options.prompts, options.turns)
     check_turns(tasks, llm.tokenizer)
     params = options.sampling_params
-    conversations = Conversations(
-        llm.tokenizer, lambda prompt: llm.generate(list(prompt), params, plain=True)[0].tokens
-    )
-    prompts: Sequence[Sequence[int]] = [conversations.prompt(one) for one in tasks]
+
+    def answer(prompt: Sequence[int]) -> Sequence[int]:
+        return llm.generate(list(prompt), params, plain=True)[0].tokens
+
+    conversations = Conversations(llm.tokenizer, answer)
+    prompts = [conversations.prompt(one) for one in tasks]
+    names = [one.task for one in tasks]
+    settings = RecordOptions(params.max_tokens, sampling=params.sampling, seed=params.seed)
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))
-        settings = RecordOptions(params.max_tokens, sampling=params.sampling, seed=params.seed)
-        trace = record(
-            llm.target,
-            llm.draft,
-            prompts,
-            settings,
-            tasks=[one.task for one in tasks],
-            progress=lambda done, total: progress.update(task, completed=done),
-        )
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done)
+
+        trace = record(llm.target, llm.draft, prompts, settings, tasks=names, progress=show)
     trace.save(file)
     found = {"trace": str(file), "answers": len(prompts), "tokens": trace.tokens}
     display.say(f"trace: {file}, {trace.tokens} tokens of {len(prompts)} answers")

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import ModelFlags, System
-from outpace.cli.sampling_options import MaxTokens, SamplingFlags
+from outpace.cli.options import SYSTEM, ModelFlags
+from outpace.cli.sampling_options import MAX_TOKENS, SamplingFlags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyPressEvent
 
-    from outpace.api.llm import LLM, Result
+    from outpace.api.llm import LLM
     from outpace.cli.remote import RemoteModel
 
 PROMPT, CONTINUED = "> ", "  "
-SAMPLE_TOKENS = 16  # of plain decoding, from which its speed is estimated
-MIN_SAMPLE_TOKENS = 4  # with fewer there is no estimate
 ANSWER_SHARE = 4  # the context keeps space for max_tokens, or for this part of it if that is less
 COMMANDS = {
     "/help": "list the commands; Alt-Enter starts a new line of the same question",
@@ -37,7 +35,7 @@ HINT = "/help lists the commands, /quit or Ctrl-D ends"
 class ChatFlags(SamplingFlags):
     """Sampling flags with longer answers."""
 
-    max_tokens: MaxTokens = 1024
+    max_tokens: int = flag(1024, MAX_TOKENS)
 
 
 @flags
@@ -45,12 +43,12 @@ def chat(
     ctx: typer.Context,
     model: ModelFlags,
     sampling: ChatFlags,
-    system: System = None,
-    color: Annotated[bool, flag("Show accepted draft tokens in colour.", None, "--color")] = False,
-    url: Annotated[
-        str | None, flag("Talk to a server with the OpenAI API, such as outpace serve; --target names its model.")
-    ] = None,
-    api_key: Annotated[str | None, flag("API key for --url.", envvar="OUTPACE_API_KEY")] = None,
+    system: str | None = SYSTEM,
+    color: bool = flag(False, "Show accepted draft tokens in colour."),
+    url: str | None = flag(
+        None, "Talk to a server with the OpenAI API, such as outpace serve; --target names its model."
+    ),
+    api_key: str | None = flag(None, "API key for --url.", envvar="OUTPACE_API_KEY"),
 ) -> None:
     """Talk to the model.
 
@@ -87,26 +85,22 @@ def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
 
 
 def _talk(session: ChatSession, name: str) -> None:
-    """Answer lines until the end of the input."""
+    """Answer lines until the end of the input. Ctrl-C clears a typed line, and ends a command whose input is a pipe."""
     with process.standard_input() as stream:
         is_typed = stream.isatty()
-    read = _typed_lines() if is_typed else _piped_line
     if is_typed:
         display.say(f"{name}. Ctrl-C stops an answer; {HINT}.")
-    while (line := _next_line(read, is_typed)) is not None:
-        if not session.take(line.rstrip("\n")):
-            break
-
-
-def _next_line(read: Callable[[], str | None], is_typed: bool) -> str | None:
-    """Return the next line; None at the end. Ctrl-C clears a typed line, and ends a command whose input is a pipe."""
-    try:
-        return read()
-    except KeyboardInterrupt:
-        if not is_typed:
-            raise
-        display.say(HINT)
-        return ""
+    read = _typed_lines() if is_typed else _piped_line
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:
+            if not is_typed:
+                raise
+            display.say(HINT)
+            continue
+        if line is None or not session.take(line.rstrip("\n")):
+            return
 
 
 def _piped_line() -> str | None:
@@ -144,9 +138,9 @@ def _typed_lines() -> Callable[[], str | None]:
 class ChatSession:
     """The messages so far, and the commands."""
 
-    def __init__(self, system: str | None) -> None:
+    def __init__(self, system: str | None, color: bool = False) -> None:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._opening)
+        self._messages, self._color = list(self._opening), color
 
     def take(self, line: str) -> bool:
         """Answer a line or run its command; return False if it ends the conversation."""
@@ -165,11 +159,22 @@ class ChatSession:
         return True
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
-        """Show the answer, and keep the messages with it."""
-        raise NotImplementedError
+        """Show the answer and a summary of it, and keep the messages with it."""
+        printer = display.TextPrinter(self._color)
+        try:
+            text, summary = self._ask(messages, printer)
+        except UserError as error:
+            display.say(f"error: {error}", "red")
+            return
+        finally:
+            printer.end()
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        if summary:
+            display.say(summary)
 
-    def _keep(self, messages: list[dict[str, str]], answer: str) -> None:
-        self._messages = [*messages, {"role": "assistant", "content": answer}]
+    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
+        """Write the answer as it comes; return its text and summary. Messages that do not fit are removed in place."""
+        raise NotImplementedError
 
 
 class RemoteChat(ChatSession):
@@ -182,77 +187,38 @@ class RemoteChat(ChatSession):
         always = ("max_tokens", "temperature", "seed")
         self._fields = {name: value for name, value in given.items() if name in always or value != defaults[name]}
 
-    def _answer(self, messages: list[dict[str, str]]) -> None:
-        printer = display.TextPrinter()
-        try:
-            answer = self._remote.answer(messages, self._fields, printer.write)
-        except UserError as error:
-            display.say(f"error: {error}", "red")
-            return
-        finally:
-            printer.end()
-        self._keep(messages, answer.text)
+    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
+        answer = self._remote.answer(messages, self._fields, printer.write)
         rate = answer.timings.get("predicted_per_second")
         parts = [f"{rate:.1f} tokens/s"] if isinstance(rate, (int, float)) else []
         parts += [ENDS[answer.finish_reason]] if answer.finish_reason in ENDS else []
-        if parts:
-            display.say(f"{self._remote.model}: {', '.join(parts)}")
+        return answer.text, f"{self._remote.model}: {', '.join(parts)}" if parts else ""
 
 
 class LocalChat(ChatSession):
     """A conversation with a model in this process."""
 
     def __init__(self, llm: LLM, sampling: SamplingFlags, system: str | None, color: bool) -> None:
-        super().__init__(system)
-        self._llm, self._sampling, self._color = llm, sampling, color
-        self._plain_rate: float | None = None
-        self._plain_length = 0  # characters of the conversation when plain decoding was timed
+        super().__init__(system, color)
+        self._llm, self._sampling = llm, sampling
 
-    def _answer(self, messages: list[dict[str, str]]) -> None:
-        printer = display.TextPrinter(self._color)
-        try:
-            messages = self._fit(messages)
-            stream = self._llm.stream(messages, **self._sampling.options())
-            display.write_answer(stream, printer.show)
-            result = stream.finish()
-        except UserError as error:
-            display.say(f"error: {error}", "red")
-            return
-        finally:
-            printer.end()
-        self._keep(messages, result.text)
-        display.say(display.summary(result, self._speedup(result, messages)))
+    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
+        self._remove_oldest(messages)
+        stream = self._llm.stream(messages, **self._sampling.options())
+        display.write_answer(stream, printer.show)
+        result = stream.finish()
+        return result.text, display.summary(result)
 
-    def _fit(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _remove_oldest(self, messages: list[dict[str, str]]) -> None:
         """Remove the oldest questions and answers until the context has space for a good answer."""
-        first, dropped = len(self._opening), 0
+        first, before = len(self._opening), len(messages)
         context = self._llm.target.model.max_positions
         reserved = min(self._sampling.max_tokens, context // ANSWER_SHARE)
         while len(messages) > first + 1 and len(self._llm.tokenizer.chat(messages)) + reserved > context:
-            messages, dropped = messages[:first] + messages[first + 2 :], dropped + 1
-        if dropped:
+            del messages[first : first + 2]
+        if dropped := (before - len(messages)) // 2:
             oldest = "the oldest question and its answer"
             what = oldest if dropped == 1 else f"the {dropped} oldest questions and answers"
             display.say(
                 f"the model's context of {context} tokens is full: {what} were left out; /reset forgets all", "yellow"
             )
-        return messages
-
-    def _speedup(self, result: Result, messages: list[dict[str, str]]) -> str:
-        """Estimate the speedup over plain decoding, which is timed separately on a few tokens of the same prompt."""
-        length = sum(len(message["content"]) for message in messages)
-        if self._llm.method == "autoregressive" or len(result.tokens) < MIN_SAMPLE_TOKENS:
-            return ""
-        if self._plain_rate is None or length > 2 * self._plain_length:
-            self._plain_rate, self._plain_length = self._measure_plain(messages), length
-        rate = self._plain_rate
-        return f"about {result.tokens_per_second / rate:.2f}x plain (estimate)" if rate else ""
-
-    def _measure_plain(self, messages: list[dict[str, str]]) -> float | None:
-        """Return plain decoding's tokens/s; None after Ctrl-C or with too few tokens."""
-        options = self._sampling.options()
-        few = {name: min(SAMPLE_TOKENS, options[name]) for name in ("max_tokens", "min_tokens")}
-        sample = self._llm.stream(messages, plain=True, **options | few)
-        with process.stopping(sample.abort):
-            result = sample.finish()
-        return None if process.take() or len(result.tokens) < MIN_SAMPLE_TOKENS else result.tokens_per_second

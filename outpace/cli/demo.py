@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -16,12 +16,14 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import Drafter, DraftModel, Json, ModelFlags, Target
-from outpace.cli.sampling_options import MaxTokens, SamplingFlags, Seed, Temperature
+from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, ModelFlags
+from outpace.cli.sampling_options import BasicSamplingFlags
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM, Result
+    from outpace.api.params import SamplingParams
+    from outpace.api.text import Piece
 
 PROMPT = (
     "Correct the spelling of this letter:\n\nDear Mrs Miller,\n\nThank you for your letter of 3 May. We are sory that"
@@ -45,14 +47,11 @@ DIFFERENT = 1  # the exit status if the texts differ
 
 @dataclass(frozen=True)
 class DemoFlags:
-    """The models, and how answers are sampled."""
+    """The models and the drafter."""
 
-    target: Target = None
-    draft: DraftModel = None
-    drafter: Drafter = None
-    max_tokens: MaxTokens = 128
-    temperature: Temperature = 0.0
-    seed: Seed = 0
+    target: str | None = flag(None, TARGET, panel="Model")
+    draft: list[str] | None = flag(None, DRAFT, panel="Model")
+    drafter: str | None = flag(None, DRAFTER, panel=METHOD)
 
 
 @dataclass(frozen=True)
@@ -88,19 +87,25 @@ class Comparison:
 @flags
 def demo(
     ctx: typer.Context,
-    demo_flags: DemoFlags,
-    prompt: Annotated[str, flag("A prompt of your own instead of the first of the two.", show_default=False)] = PROMPT,
-    rounds: Annotated[int, flag("Runs of each method; the table shows their medians.")] = 3,
-    as_json: Json = False,
+    pair: DemoFlags,
+    sampling: BasicSamplingFlags,
+    prompt: str = flag(PROMPT, "A prompt of your own instead of the first of the two.", show_default=False),
+    rounds: int = flag(3, "Runs of each method; the table shows their medians."),
+    as_json: bool = JSON,
 ) -> None:
     """Compare four methods on two prompts: their speed, and whether their texts are equal."""
-    sampling = SamplingFlags(max_tokens=demo_flags.max_tokens, temperature=demo_flags.temperature, seed=demo_flags.seed)
-    sampling.check()
+    from outpace.api.params import SamplingParams
+
+    params = SamplingParams(**asdict(sampling))
     check_range("rounds", rounds, 1, 1000)
     with ExitStack() as stack:
-        drafter, llms = _open(demo_flags, ctx.obj or {}, as_json, stack)
-        runner = DemoRunner(llms, sampling, drafter, rounds, as_json)
-        found = [runner.stream(prompt), runner.time("a story", STORY)]
+        drafter, llms = _open(pair, ctx.obj, as_json, stack)
+        runner = DemoRunner(llms, params, rounds, as_json)
+        shown = runner.stream(prompt, drafter)
+        found = [
+            runner.compare("your prompt" if as_json else "the prompt above", prompt, shown),
+            runner.compare("a story", STORY, {}),
+        ]
     if as_json:
         display.print_json(_record(found, drafter))
     else:
@@ -109,27 +114,27 @@ def demo(
         raise typer.Exit(DIFFERENT)
 
 
-def _open(demo_flags: DemoFlags, extra: Mapping[str, Any], quiet: bool, stack: ExitStack) -> tuple[str, dict[str, LLM]]:
+def _open(pair: DemoFlags, extra: Mapping[str, Any], quiet: bool, stack: ExitStack) -> tuple[str, dict[str, LLM]]:
     """Return the drafter, and an LLM for each method over the same models. `extra` are passed-through options."""
     from outpace.api.llm import LLM
 
     first, *others = METHODS
-    chosen = demo_flags.drafter or ("model+ngram" if _has_draft(demo_flags) else "ngram")
-    flags_ = ModelFlags(target=demo_flags.target, draft=demo_flags.draft, drafter=chosen, method=first)
-    llm = stack.enter_context(flags_.open(_known(extra, first, chosen), quiet=quiet, bar_after=0.0))
+    drafter = pair.drafter or ("model+ngram" if _has_draft(pair) else "ngram")
+    model = ModelFlags(target=pair.target, draft=pair.draft, drafter=drafter, method=first)
+    llm = stack.enter_context(model.open(_known(extra, first, drafter), quiet=quiet, bar_after=0.0))
     llms = {first: llm}
     for name in others:
-        known = _known(extra, name, chosen)
-        llms[name] = stack.enter_context(LLM(llm.target, llm.draft, method=name, drafter=chosen, **known))
-    return chosen, llms
+        known = _known(extra, name, drafter)
+        llms[name] = stack.enter_context(LLM(llm.target, llm.draft, method=name, drafter=drafter, **known))
+    return drafter, llms
 
 
-def _has_draft(demo_flags: DemoFlags) -> bool:
+def _has_draft(pair: DemoFlags) -> bool:
     from outpace.models.files.find import shipped_model
     from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 
-    if demo_flags.draft is not None or demo_flags.target is not None:
-        return bool(demo_flags.draft) and demo_flags.draft != [NO_DRAFT]
+    if pair.draft is not None or pair.target is not None:
+        return bool(pair.draft) and pair.draft != [NO_DRAFT]
     return shipped_draft(shipped_model().stem) is not None
 
 
@@ -147,53 +152,39 @@ def _known(extra: Mapping[str, Any], method: str, drafter: str) -> dict[str, Any
 
 
 class DemoRunner:
-    """Runs the methods one after the other over the same models, and shows the first round."""
+    """Runs the methods one after the other over the same models."""
 
-    def __init__(
-        self, llms: Mapping[str, LLM], sampling: SamplingFlags, drafter: str, rounds: int, quiet: bool
-    ) -> None:
-        self._llms, self._drafter, self._rounds, self._quiet = llms, drafter, rounds, quiet
-        self._options = sampling.options()
-
-    def stream(self, prompt: str) -> Comparison:
-        """Time a prompt; unless quiet, stream the first answers of plain decoding and the first method."""
-        self._warm_up()
-        if self._quiet:
-            return self.time("your prompt", prompt)
-        console = display.stdout()
-        console.print("Prompt", style="bold")
-        console.print(prompt, style=display.GREY)
-        shown: dict[str | None, Result] = {}
-        for title, method in (("Plain decoding", None), (TITLE.format(drafter=self._drafter), METHODS[0])):
-            console.print(f"\n{title}", style="bold")
-            shown[method] = self._answer(prompt, method, display.TextPrinter(color=True))
-        return self._compare("the prompt above", "the same again", prompt, shown)
-
-    def time(self, title: str, prompt: str) -> Comparison:
-        """Time a prompt without showing answers."""
-        return self._compare(title, title, prompt, {})
-
-    def _warm_up(self) -> None:
-        for llm in self._llms.values():
+    def __init__(self, llms: Mapping[str, LLM], params: SamplingParams, rounds: int, quiet: bool) -> None:
+        """Open the runner and warm up all methods."""
+        self._llms, self._params, self._rounds, self._quiet = llms, params, rounds, quiet
+        for llm in llms.values():
             for plain in (True, False):
                 llm.generate(["one two three one two three"], max_tokens=8, plain=plain)
 
-    def _answer(self, prompt: str, method: str | None, printer: display.TextPrinter | None = None) -> Result:
-        llm = self._llms[method or METHODS[0]]
-        stream = llm.stream([{"role": "user", "content": prompt}], plain=method is None, **self._options)
-        is_complete = display.write_answer(stream, printer.show if printer else lambda piece: None)
-        if printer:
-            printer.end()
-        if not is_complete:
-            raise KeyboardInterrupt
-        return stream.finish()
+    def stream(self, prompt: str, drafter: str) -> dict[str | None, Result]:
+        """Stream the answers of plain decoding (None) and the first method; return none if quiet."""
+        shown: dict[str | None, Result] = {}
+        if self._quiet:
+            return shown
+        console = display.stdout()
+        console.print("Prompt", style="bold")
+        console.print(prompt, style=display.GREY)
+        for title, method in (("Plain decoding", None), (TITLE.format(drafter=drafter), METHODS[0])):
+            console.print(f"\n{title}", style="bold")
+            printer = display.TextPrinter(color=True)
+            try:
+                shown[method] = self._answer(prompt, method, printer.show)
+            finally:
+                printer.end()
+        return shown
 
-    def _compare(self, title: str, doing: str, prompt: str, shown: Mapping[str | None, Result]) -> Comparison:
+    def compare(self, title: str, prompt: str, shown: Mapping[str | None, Result]) -> Comparison:
         """Run all rounds of all methods. Answers in `shown` count as the first round."""
         console = display.stderr()
         found: dict[str | None, list[Result]] = {method: [] for method in (None, *self._llms)}
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
         hidden = self._quiet or not console.is_terminal
+        doing = "the same again" if shown else title
         with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
             task = progress.add_task("")
             for number in range(self._rounds):
@@ -202,6 +193,13 @@ class DemoRunner:
                     is_shown = number == 0 and method in shown
                     results.append(shown[method] if is_shown else self._answer(prompt, method))
         return Comparison(title, found.pop(None), {str(method): results for method, results in found.items()})
+
+    def _answer(self, prompt: str, method: str | None, show: Callable[[Piece], None] | None = None) -> Result:
+        llm = self._llms[method or METHODS[0]]
+        stream = llm.stream([{"role": "user", "content": prompt}], self._params, plain=method is None)
+        if not display.write_answer(stream, show or (lambda piece: None)):
+            raise KeyboardInterrupt
+        return stream.finish()
 
 
 def _report(found: Sequence[Comparison], drafter: str) -> None:

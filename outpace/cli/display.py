@@ -6,12 +6,12 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from outpace.cli import process
 
@@ -119,7 +119,7 @@ def percent(value: float | None) -> str:
 
 def summary(result: Result, second: str = "") -> str:
     """Return the summary of an answer: tokens/s, `second`, mean accepted length, hit rate, and whether it was cut."""
-    method = result.method if result.lossless else f"{result.method} (lossy)"
+    method = f"{result.method}{'' if result.lossless else ' (lossy)'}"
     if not result.tokens:
         return f"{method}: stopped before the first token"
     found = result.figures
@@ -133,38 +133,27 @@ def summary(result: Result, second: str = "") -> str:
     return f"{method}: " + ", ".join(part for part in parts if part)
 
 
-class LoadingBar:
-    """A progress bar on stderr once loading takes longer than `after` seconds; none with `quiet` or without a terminal.
+@contextmanager
+def loading_bar(quiet: bool = False, after: float = 0.5) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows the progress of a stage; each call of it is a safe point for interrupts.
 
-    The library calls it as `progress(stage, fraction)`.
+    The bar appears on stderr once the block takes longer than `after` seconds; never if `quiet` or without a terminal.
     """
+    console = stderr()
+    columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task, due = bar.add_task("", total=1.0), time.monotonic() + after
 
-    def __init__(self, quiet: bool = False, after: float = 0.5) -> None:
-        console = stderr()
-        columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._is_silent = quiet or not console.is_terminal
-        self._due = time.monotonic() + after
-        self._task: TaskID | None = None
-        self._points = process.at_safe_points()
-
-    def __enter__(self) -> LoadingBar:
-        self._points.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._bar.stop()
-        self._points.__exit__(kind, error, trace)
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        """Show the progress of a stage. Each call is a safe point for interrupts."""
+    def show(stage: str, fraction: float) -> None:
         process.check()
-        if self._is_silent or time.monotonic() < self._due:
+        if quiet or not console.is_terminal or time.monotonic() < due:
             return
-        if self._task is None:
-            self._task = self._bar.add_task(stage, total=1.0)
-            self._bar.start()
-        self._bar.update(self._task, description=stage if fraction < 1.0 else "preparing", completed=fraction)
+        bar.update(task, description=stage if fraction < 1.0 else "preparing", completed=fraction)
+        bar.start()
+
+    with process.at_safe_points():
+        try:
+            yield show
+        finally:
+            if bar.live.is_started:
+                bar.stop()

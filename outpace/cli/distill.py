@@ -7,14 +7,17 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
-from outpace.cli.options import Json, Target
+from outpace.cli.flags import common_fields, flag, flags, numbers
+from outpace.cli.options import JSON, TARGET
 from outpace.cli.process import sigterm_as_interrupt
-from outpace.cli.sampling_options import Seed
+from outpace.cli.sampling_options import SEED, TEXT
 from outpace.core.errors import UserError, check_range, check_whole
+
+if TYPE_CHECKING:
+    from outpace.distill.options import DistillOptions
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -27,107 +30,85 @@ def seconds(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-AMOUNT, SHAPE, TRAINING, EVALUATION, PACKING = "Amount", "Draft", "Training", "Evaluation", "Packing"
-
-
 @dataclass(frozen=True)
 class TextFlags:
     """The text to train on."""
 
-    prompts: Annotated[
-        list[str] | None, flag("Prompts: a .jsonl file, hub:NAME or builtin; may be repeated.", AMOUNT)
-    ] = None
-    write_prompts: Annotated[
-        int | None,
-        flag("Let the target write this many prompts to prompts.jsonl in --out, and do nothing else.", AMOUNT),
-    ] = None
-    begin: Annotated[
-        list[str] | None,
-        flag("With --write-prompts, how they begin: 'Write a Python function'; several are used alternately.", AMOUNT),
-    ] = None
-    budget: Annotated[str | None, flag("Time for text and training together: 90s, 30m, 2h.", AMOUNT)] = None
-    tokens: Annotated[
-        int | None,
-        flag("Instead of a budget: tokens of text that the target writes; started answers are finished.", AMOUNT),
-    ] = None
-    epochs: Annotated[float, flag("How often training goes through the text.", AMOUNT)] = 3.0
-    answer_tokens: Annotated[int, flag("The longest answer, in tokens.", AMOUNT)] = 256
-    rows: Annotated[
-        int | None,
-        flag("Answers that the target writes at once; the default is 128 on a CPU and at most 1,024 on a GPU.", AMOUNT),
-    ] = None
-    temperatures: Annotated[
-        str,
-        flag("Temperatures of the answers, used alternately; one that is named twice gets twice the share.", AMOUNT),
-    ] = "0,0.8,1"
-    stage: Annotated[str, flag("The stage to run: text, train, judge or all.", AMOUNT)] = "all"
+    panel: ClassVar[str] = "Amount"
+    prompts: list[str] | None = flag(None, "Prompts: a .jsonl file, hub:NAME or builtin; may be repeated.")
+    write_prompts: int | None = flag(
+        None, "Let the target write this many prompts to prompts.jsonl in --out, and do nothing else."
+    )
+    begin: list[str] | None = flag(
+        None, "With --write-prompts, how they begin: 'Write a Python function'; several are used alternately."
+    )
+    budget: str | None = flag(None, "Time for text and training together: 90s, 30m, 2h.")
+    tokens: int | None = flag(
+        None, "Instead of a budget: tokens of text that the target writes; started answers are finished."
+    )
+    epochs: float = flag(3.0, "How often training goes through the text.")
+    answer_tokens: int = flag(256, "The longest answer, in tokens.")
+    rows: int | None = flag(
+        None, "Answers that the target writes at once; the default is 128 on a CPU and at most 1,024 on a GPU."
+    )
+    temperatures: str = flag(
+        "0,0.8,1", "Temperatures of the answers, used alternately; one that is named twice gets twice the share."
+    )
+    stage: str = flag("all", "The stage to run: text, train, judge or all.")
 
 
 @dataclass(frozen=True)
 class ShapeFlags:
     """The shape of the draft."""
 
-    layers: Annotated[
-        str, flag("Layers of the draft: a number, or the indices of target layers, as in 0,14,29.", SHAPE)
-    ] = "3"
-    hidden: Annotated[int | None, flag("Width of the draft; the default is the target's.", SHAPE)] = None
-    init: Annotated[
-        str,
-        flag("Start from the target's layers (layers), random weights (fresh) or a draft (folder, or shipped).", SHAPE),
-    ] = "layers"
-    vocab: Annotated[int, flag("Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.", SHAPE)] = 0
+    panel: ClassVar[str] = "Draft"
+    layers: str = flag("3", "Layers of the draft: a number, or the indices of target layers, as in 0,14,29.")
+    hidden: int | None = flag(None, "Width of the draft; the default is the target's.")
+    init: str = flag(
+        "layers", "Start from the target's layers (layers), random weights (fresh) or a draft (folder, or shipped)."
+    )
+    vocab: int = flag(0, "Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.")
 
 
 @dataclass(frozen=True)
 class TrainingFlags:
     """The training."""
 
-    learning_rate: Annotated[float, flag("The highest learning rate.", TRAINING)] = 1e-3
-    cooldown: Annotated[float, flag("Share of training over which the learning rate falls.", TRAINING)] = 1.0
-    warmup: Annotated[int, flag("Steps over which the learning rate rises.", TRAINING)] = 40
-    batch_rows: Annotated[
-        int | None, flag("Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.", TRAINING)
-    ] = None
-    length: Annotated[int, flag("Tokens in a row.", TRAINING)] = 512
-    divergence: Annotated[
-        str, flag("Divergence from the target: forward_kl, reverse_kl or total_variation.", TRAINING)
-    ] = "forward_kl"
-    token_weight: Annotated[float, flag("Weight of the cross-entropy in the loss.", TRAINING)] = 0.2
-    distribution_weight: Annotated[float, flag("Weight of the divergence in the loss.", TRAINING)] = 0.8
-    save_every: Annotated[float, flag("Seconds between checkpoints.", TRAINING)] = 180.0
-    part_size: Annotated[
-        float | None,
-        flag("Maximum size of a file of a checkpoint and of the draft, in MB; larger ones are split.", TRAINING),
-    ] = None
+    panel: ClassVar[str] = "Training"
+    learning_rate: float = flag(0.001, "The highest learning rate.")
+    cooldown: float = flag(1.0, "Share of training over which the learning rate falls.")
+    warmup: int = flag(40, "Steps over which the learning rate rises.")
+    batch_rows: int | None = flag(None, "Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.")
+    length: int = flag(512, "Tokens in a row.")
+    divergence: str = flag("forward_kl", "Divergence from the target: forward_kl, reverse_kl or total_variation.")
+    token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
+    distribution_weight: float = flag(0.8, "Weight of the divergence in the loss.")
+    save_every: float = flag(180.0, "Seconds between checkpoints.")
+    part_size: float | None = flag(
+        None, "Maximum size of a file of a checkpoint and of the draft, in MB; larger ones are split."
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationFlags:
     """The evaluation."""
 
-    evaluate: Annotated[
-        str | None, flag("Evaluate this draft (a folder, or shipped), and do nothing else.", EVALUATION)
-    ] = None
-    tasks: Annotated[
-        list[str] | None, flag("A .jsonl file of prompts to evaluate on; may be repeated.", EVALUATION)
-    ] = None
-    judged: Annotated[int, flag("Prompts of each task that are evaluated.", EVALUATION)] = 20
-    runtime: Annotated[
-        str, flag("Runtime of both models in the evaluation: auto, llama, native or transformers.", EVALUATION)
-    ] = "auto"
+    panel: ClassVar[str] = "Evaluation"
+    evaluate: str | None = flag(None, "Evaluate this draft (a folder, or shipped), and do nothing else.")
+    tasks: list[str] | None = flag(None, "A .jsonl file of prompts to evaluate on; may be repeated.")
+    judged: int = flag(20, "Prompts of each task that are evaluated.")
+    runtime: str = flag("auto", "Runtime of both models in the evaluation: auto, llama, native or transformers.")
 
 
 @dataclass(frozen=True)
 class PackingFlags:
     """Packing removes the parts of a draft that its target has too; both directions write to `--out`."""
 
-    pack: Annotated[
-        str | None,
-        flag("Store this run's draft without its target's embeddings; with --tasks it is evaluated first.", PACKING),
-    ] = None
-    unpack: Annotated[
-        str | None, flag("Give this packed draft its embeddings back, for transformers and other engines.", PACKING)
-    ] = None
+    panel: ClassVar[str] = "Packing"
+    pack: str | None = flag(
+        None, "Store this run's draft without its target's embeddings; with --tasks it is evaluated first."
+    )
+    unpack: str | None = flag(None, "Give this packed draft its embeddings back, for transformers and other engines.")
 
 
 CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once, at most; a GPU's memory may allow fewer
@@ -141,11 +122,11 @@ def distill(
     training: TrainingFlags,
     evaluation: EvaluationFlags,
     packing: PackingFlags,
-    target: Target = None,
-    out: Annotated[Path, flag("Folder of the run; a run that stopped is continued.")] = Path("distilled"),
-    device: Annotated[str, flag("Device of both models: cpu, cuda, cuda:1, ...")] = "cpu",
-    seed: Seed = 0,
-    as_json: Json = False,
+    target: str | None = flag(None, TARGET, panel="Model"),
+    out: Path = flag(Path("distilled"), "Folder of the run; a run that stopped is continued."),
+    device: str = flag("cpu", "Device of both models: cpu, cuda, cuda:1, ..."),
+    seed: int = flag(0, SEED, panel=TEXT),
+    as_json: bool = JSON,
 ) -> None:
     """Train a draft for a target on the target's own text; or write prompts, or evaluate, pack or unpack a draft."""
     actions = (text.write_prompts, evaluation.evaluate, packing.pack, packing.unpack)
@@ -156,39 +137,35 @@ def distill(
     if named:
         text = replace(text, stage="judge")  # evaluate only
     options = _options(text, shape, training, evaluation, target, out, device, seed)
-    if text.write_prompts is not None:
-        with sigterm_as_interrupt():
-            _write_prompts(text.write_prompts, options, tuple(text.begin or ("",)))
-    elif packing.unpack is not None:
-        _unpack(Path(packing.unpack), target, out)
-    elif packing.pack is not None:
+    if packing.unpack is not None:
+        from outpace.models.files.find import resolve
+        from outpace.models.files.packed import unpack
+
+        unpack(Path(packing.unpack), resolve(target), out)
+        display.say(f"unpacked: {out}")
+        return
+    if packing.pack is not None:
         _pack(Path(packing.pack), options, as_json)
-    else:
-        with sigterm_as_interrupt():  # finished work is kept
+        return
+    with sigterm_as_interrupt():  # finished work is kept
+        if text.write_prompts is None:
             _run(options, as_json)
+        else:
+            _write_prompts(text.write_prompts, options, tuple(text.begin or ("",)))
 
 
-def _write_prompts(count: int, options: Any, begins: tuple[str, ...]) -> None:
+def _write_prompts(count: int, options: DistillOptions, begins: tuple[str, ...]) -> None:
     from outpace.distill import magpie
     from outpace.distill.progress_display import ProgressDisplay
     from outpace.models.files.find import resolve
 
+    target = resolve(options.target)
     with ProgressDisplay() as progress:
-        file = magpie.write_prompts(
-            resolve(options.target), count, options.out, options.writer, options.device, progress.show, begins
-        )
+        file = magpie.write_prompts(target, count, options.out, options.writer, options.device, progress.show, begins)
     display.say(f"written: {file}; read some of them, then train with --prompts {file}")
 
 
-def _unpack(draft: Path, target: str | None, out: Path) -> None:
-    from outpace.models.files.find import resolve
-    from outpace.models.files.packed import unpack
-
-    unpack(draft, resolve(target), out)
-    display.say(f"unpacked: {out}")
-
-
-def _pack(folder: Path, options: Any, as_json: bool) -> None:
+def _pack(folder: Path, options: DistillOptions, as_json: bool) -> None:
     """Pack the draft of a run; evaluate it first if there are tasks."""
     from outpace.distill.run import pack_run
     from outpace.models.files.find import resolve
@@ -201,7 +178,7 @@ def _pack(folder: Path, options: Any, as_json: bool) -> None:
     display.say(f"packed: {options.out}, {sum(file.stat().st_size for file in options.out.iterdir()) / 1e6:.1f} MB")
 
 
-def _run(options: Any, as_json: bool) -> None:
+def _run(options: DistillOptions, as_json: bool) -> None:
     """Run the requested stages, or the evaluation of a draft, and show the results."""
     from outpace.distill import report, run
     from outpace.distill.progress_display import ProgressDisplay
@@ -230,7 +207,7 @@ def _options(
     out: Path,
     device: str,
     seed: int,
-) -> Any:
+) -> DistillOptions:
     """Convert the flags to DistillOptions."""
     from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.losses import LossOptions
@@ -248,13 +225,20 @@ def _options(
         check_range("part_size", training.part_size, 0.1, 1e6)
     has_gpu = not device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
-    losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
+    says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
+    train = TrainOptions(
+        rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
+        seed=seed,
+        part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
+        loss=LossOptions(training.token_weight, training.distribution_weight, training.divergence),
+        **common_fields(training, TrainOptions),
+    )
     return DistillOptions(
         target=target,
         out=out,
         prompts=tuple(text.prompts or (BUILT_IN,)),
         stage=text.stage,
-        temperatures=_temperatures(text.temperatures),
+        temperatures=tuple(numbers(text.temperatures, float, says)),
         runtime=evaluation.runtime,
         tokens=text.tokens,
         seconds=None if text.budget is None else seconds(text.budget),
@@ -264,24 +248,7 @@ def _options(
         tasks=tuple(evaluation.tasks or ()),
         shape=shape_from_options(shape.layers, shape.hidden, shape.init, shape.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
-        train=TrainOptions(
-            learning_rate=training.learning_rate,
-            cooldown=training.cooldown,
-            warmup=training.warmup,
-            rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
-            length=training.length,
-            seed=seed,
-            save_every=training.save_every,
-            part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
-            loss=losses,
-        ),
+        train=train,
         evaluation=EvaluationOptions(evaluation.judged, seed=seed),
         command=shlex.join(["outpace", *sys.argv[1:]]),
     )
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"temperatures is {text!r}, it must be numbers as in 0,0.8,1") from None

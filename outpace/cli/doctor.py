@@ -8,17 +8,16 @@ import platform
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display, process
-from outpace.cli.flags import flag
-from outpace.cli.options import Json
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import JSON
 from outpace.core.errors import UserError, install_command
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
@@ -49,25 +48,21 @@ NOT_CONVERTED = (
 )
 
 
-Clean = Annotated[
-    bool,
-    flag(
-        "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are"
-        " made again when needed, and the tables that outpace tune --corpus made. Files that"
-        " outpace did not make are kept.",
-        None,
-        "--clean",
+@flags
+def doctor(
+    as_json: bool = JSON,
+    clean: bool = flag(
+        False,
+        "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are made"
+        " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
     ),
-]
-
-
-def doctor(as_json: Json = False, clean: Clean = False) -> None:
+) -> None:
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
-    found = clean_cache() if clean else collect(quiet=as_json)
+    found = _clean_cache() if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)
     elif clean:
-        for line in clean_report(found):
+        for line in _clean_report(found):
             display.stdout().print(line, soft_wrap=True)
     else:
         display.stdout().print(_table(found))
@@ -95,7 +90,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
         "packed_product": torch.backends.mkldnn.is_available(),
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
-        "cache": cache_contents(),
+        "cache": _cache_contents(),
         "extras": {name: all(map(_is_installed, modules)) for name, (_, modules) in EXTRAS.items()},
     }
 
@@ -116,24 +111,22 @@ def _kernels() -> dict[str, Any]:
 
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     """Describe the default model: exactness, memory limit and a measured pass; or why it does not run."""
-    try:
-        from outpace.api.llm import load
+    from outpace.api.llm import load
 
-        with process.at_safe_points(), display.LoadingBar(quiet) as bar:
-            progress = partial(_show_loading, bar)
+    try:
+        with display.loading_bar(quiet) as bar:
+
+            def progress(stage: str, fraction: float) -> None:
+                if stage != "loading":  # it had to be converted first, which fills the disk
+                    raise UserError(NOT_CONVERTED)
+                bar(stage, fraction)
+
             with load(draft=NO_DRAFT, method="autoregressive", progress=progress) as llm:
                 return _measured(llm, bandwidth)
     except UserError as error:
         return {"missing": str(error)}
     except Exception as error:
         return {"missing": f"it fails to load or to run ({type(error).__name__}: {error})"}
-
-
-def _show_loading(bar: display.LoadingBar, stage: str, fraction: float) -> None:
-    """Show the progress of loading; raise UserError if the model had to be converted first, which fills the disk."""
-    if stage != "loading":
-        raise UserError(NOT_CONVERTED)
-    bar(stage, fraction)
 
 
 def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
@@ -164,22 +157,29 @@ def _table(found: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column()
-    for name, value in [*_machine(found), *_default_model(found["model"]), *_cache_and_extras(found)]:
+    rows = [*_machine(found), *_default_model(found["model"]), *_cache_rows(found["cache"])]
+    for name, (purpose, _) in EXTRAS.items():
+        there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
+        rows.append((f"extra {name}", f"{there} ({purpose})"))
+    for name, value in rows:
         table.add_row(name, Text(value))
     return table
 
 
 def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
     one_dnn = "available in torch" if found["packed_product"] else "missing in this torch: its passes take longer"
-    return [
+    rows = [
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
         ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
         ("devices", ", ".join(found["devices"])),
         ("native kernels", _kernels_line(found["kernels"])),
         ("oneDNN", one_dnn),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
-        *_busy(found),
     ]
+    if (found["load"] or 0) >= 0.5 * found["cores"]:
+        busy = f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than measured here"
+        rows.append(("busy", busy))
+    return rows
 
 
 def _kernels_line(kernels: dict[str, Any]) -> str:
@@ -193,43 +193,25 @@ def _kernels_line(kernels: dict[str, Any]) -> str:
     )
 
 
-def _busy(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Warn about a busy machine, which makes the measurements slower."""
-    if (found["load"] or 0) < 0.5 * found["cores"]:
-        return []
-    return [
-        ("busy", f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than measured here")
-    ]
-
-
 def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     if "missing" in model:
         return [("default model", model["missing"])]
     floor, measured = model["floor_seconds"], model["pass_seconds"]
     faster = " (memory is faster than estimated, or caches contain some of the weights)" if measured < floor else ""
     padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
-    exact = f"on{padding}" if model["exact"] else "not available on this machine"
     weights = "the file's own weights" if model["precision"] == FILE else model["precision"]
-    rate = f"about {1 / floor:.0f} tokens/s by plain decoding"
     runs = f"{weights} by {model['instruction_set'] or 'torch'}"
+    rate = f"about {1 / floor:.0f} tokens/s by plain decoding"
     return [
-        ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read in each pass"),
+        ("default model", f"{model['name']}, {_megabytes(model['weight_bytes'], 0)} of weights read in each pass"),
         ("computed in", "; ".join(filter(None, (runs, model["notice"])))),
-        ("exact mode", exact),
+        ("exact mode", f"on{padding}" if model["exact"] else "not available on this machine"),
         ("floor of a pass", f"about {1000 * floor:.1f} ms (estimate): {rate}, if memory is the limit"),
         ("measured pass", f"{1000 * measured:.1f} ms, {measured / floor:.2f} times the floor{faster}"),
     ]
 
 
-def _cache_and_extras(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = cache_rows(found["cache"])
-    for name, (gives, _) in EXTRAS.items():
-        there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
-        rows.append((f"extra {name}", f"{there} ({gives})"))
-    return rows
-
-
-def cache_contents() -> dict[str, Any]:
+def _cache_contents() -> dict[str, Any]:
     """Return the cache folder, its entries and its size; or why there is none."""
     from outpace.models.files import cache
     from outpace.models.files.cache_folder import cache_folder
@@ -238,15 +220,11 @@ def cache_contents() -> dict[str, Any]:
         folder = cache_folder()
     except UserError as error:
         return {"missing": str(error), "folder": None, "bytes": 0, "entries": []}
-    found = cache.list_entries(folder)
-    return {
-        "folder": str(folder),
-        "bytes": sum(entry.bytes for entry in found),
-        "entries": [_cache_entry(entry, folder) for entry in found],
-    }
+    entries = [_cache_entry(entry, folder) for entry in cache.list_entries(folder)]
+    return {"folder": str(folder), "bytes": _total(entries), "entries": entries}
 
 
-def cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return lines of the table: the folder, the largest entries, and the number of others."""
     if found["folder"] is None:
         return [("cache", found["missing"])]
@@ -255,56 +233,45 @@ def cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']} ({entry['kind']})") for entry in large]
     if small:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(entry["kind"] for entry in small).items())
-        lines.append(("", f"{_megabytes(sum(entry['bytes'] for entry in small)):>10}  {len(small)} more ({kinds})"))
+        lines.append(("", f"{_megabytes(_total(small)):>10}  {len(small)} more ({kinds})"))
     return lines
 
 
-def clean_cache() -> dict[str, Any]:
+def _clean_cache() -> dict[str, Any]:
     """Remove what outpace has made in its cache folder; return what was removed, kept and why, and others' files."""
     from outpace.models.files import cache
     from outpace.models.files.cache_folder import cache_folder
 
     folder = cache_folder()
-    removed: list[CacheEntry] = []
-    kept: list[dict[str, Any]] = []
+    removed, kept = list[dict[str, Any]](), list[dict[str, Any]]()
     for entry in cache.list_entries(folder):
-        reason = cache.remove_entry(entry)
-        if reason is None:
-            removed.append(entry)
+        shown = _cache_entry(entry, folder)
+        if (reason := cache.remove_entry(entry)) is None:
+            removed.append(shown)
         else:
-            kept.append(_cache_entry(entry, folder) | {"reason": reason})
+            kept.append(shown | {"reason": reason})
     cache.remove_empty_folders(folder)
-    return {
-        "folder": str(folder),
-        "bytes": sum(entry.bytes for entry in removed),
-        "removed": [_cache_entry(entry, folder) for entry in removed],
-        "kept": kept,
-        "others": [path.name for path in cache.list_foreign(folder)],
-    }
+    others = [path.name for path in cache.list_foreign(folder)]
+    return {"folder": str(folder), "bytes": _total(removed), "removed": removed, "kept": kept, "others": others}
 
 
-def clean_report(found: dict[str, Any]) -> list[str]:
-    """Describe what `clean_cache` did."""
-    lines = [
-        f"removed {_megabytes(each['bytes'])}: {each['name']} ({each['kind']}){_again(each)}"
-        for each in found["removed"]
-    ]
-    lines += [f"kept {each['name']} ({each['kind']}): {each['reason']}" for each in found["kept"]]
-    if found["others"]:
-        lines.append(f"left alone, not made by outpace: {_listed(found['others'])}")
+def _clean_report(found: dict[str, Any]) -> list[str]:
+    """Describe what `_clean_cache` did."""
+    from outpace.models.files.cache import TABLES
+
+    lines = []
+    for entry in found["removed"]:
+        drafter = Path(entry["name"]).name.rpartition("-")[0]
+        again = f"; `outpace tune --drafter {drafter} --corpus FILE` makes them again"
+        line = f"removed {_megabytes(entry['bytes'])}: {entry['name']} ({entry['kind']})"
+        lines.append(line + again if entry["kind"] == TABLES else line)
+    lines += [f"kept {entry['name']} ({entry['kind']}): {entry['reason']}" for entry in found["kept"]]
+    if others := found["others"]:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        lines.append(f"left alone, not made by outpace: {', '.join(others[:5])}{more}")
     count = len(found["removed"])
     freed = f"{count} {'entry' if count == 1 else 'entries'} removed, {_megabytes(found['bytes'])}"
     return [*lines, f"{found['folder']}: {freed if count else 'there was nothing to remove'}"]
-
-
-def _again(entry: dict[str, Any]) -> str:
-    """Return how to make an entry again, if outpace does not do it by itself."""
-    from outpace.models.files.cache import TABLES
-
-    if entry["kind"] != TABLES:
-        return ""
-    drafter = Path(entry["name"]).name.rpartition("-")[0]
-    return f"; `outpace tune --drafter {drafter} --corpus FILE` makes them again"
 
 
 def _cache_entry(entry: CacheEntry, folder: Path) -> dict[str, Any]:
@@ -312,9 +279,9 @@ def _cache_entry(entry: CacheEntry, folder: Path) -> dict[str, Any]:
     return {"name": name, "kind": entry.kind, "bytes": entry.bytes, "used": round(entry.used)}
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _total(entries: Iterable[dict[str, Any]]) -> int:
+    return sum(entry["bytes"] for entry in entries)
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+def _megabytes(count: int, digits: int = 1) -> str:
+    return f"{count / 1e6:.{digits}f} MB"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, field, fields, is_dataclass
 from functools import wraps
+from itertools import islice
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -15,26 +16,34 @@ import typer.core
 from outpace.core.errors import UserError
 
 
-def flag(text: str, panel: str | None = None, *names: str, **options: Any) -> Any:
-    """Declare a flag: its help text, the panel of --help that lists it, and its names if not those of the field."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **options)
+def flag(default: Any, text: str, *names: str, panel: str | None = None, **options: Any) -> Any:
+    """Declare a field of a dataclass or a parameter of a command as a flag, by its default and its help text.
+
+    `names`: other flags than the name of the field. `panel`: the section of --help that lists it; the default is the
+    `panel` of the dataclass. `options`: further arguments of `typer.Option`. A switch that is off by default has no
+    flag that turns it off.
+    """
+    return field(default=default, metadata={"flag": (text, names, panel, options)})
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses: the fields of each become flags of the command.
+    """Turn the parameters of a command that `flag` declares into options of typer.
 
-    A field may be a dataclass too. One that knows no command line has its flags in the field's metadata "flags", by
-    name; its other fields keep their defaults.
+    A parameter may be a dataclass: its fields become flags. A field may be a dataclass too. One that knows no command
+    line has the help texts of its flags in the field's metadata "texts", by name; its other fields keep their defaults.
     """
     hints = get_type_hints(command, include_extras=True)
-    own = inspect.signature(command).parameters
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if name in own and is_dataclass(kind)}
-    parameters = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in own.items()
-        if name not in groups
-    ]
-    parameters += [parameter for group in groups.values() for parameter in _parameters(group)]
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+        elif isinstance(parameter.default, Field):
+            parameters.append(_option(name, hints[name], parameter.default))
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    for group in groups.values():
+        parameters += _options(group)
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -47,32 +56,39 @@ def flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameters(group: Any, declared: Mapping[str, Any] | None = None) -> Iterator[inspect.Parameter]:
-    for field, kind in _flag_fields(group, declared):
+def _options(
+    group: Any, texts: Mapping[str, str] | None = None, panel: str | None = None
+) -> Iterator[inspect.Parameter]:
+    """Yield the options of a dataclass; `texts` are the help texts of one that declares no flags."""
+    hints, panel = get_type_hints(group), getattr(group, "panel", panel)
+    for one in fields(group):
+        kind = hints[one.name]
         if is_dataclass(kind):
-            yield from _parameters(kind, field.metadata.get("flags"))
-            continue
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            yield from _options(kind, one.metadata.get("texts"), panel)
+        elif texts is None:
+            yield _option(one.name, kind, one, panel)
+        elif one.name in texts:
+            yield _option(one.name, kind, flag(one.default, texts[one.name]), panel)
 
 
-def _build(group: Any, given: dict[str, Any], declared: Mapping[str, Any] | None = None) -> Any:
+def _option(name: str, kind: Any, declared: Field[Any], group_panel: str | None = None) -> inspect.Parameter:
+    text, names, panel, options = declared.metadata["flag"]
+    if declared.default is False and not names:
+        names = (f"--{name.replace('_', '-')}",)
+    option = typer.Option(*names, help=text, rich_help_panel=panel or group_panel, **options)
+    annotation: Any = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared.default, annotation=annotation)
+
+
+def _build(group: Any, given: dict[str, Any], texts: Mapping[str, str] | None = None) -> Any:
     """Build a dataclass from its flags, which are removed from `given`."""
-    values = {
-        field.name: _build(kind, given, field.metadata.get("flags")) if is_dataclass(kind) else given.pop(field.name)
-        for field, kind in _flag_fields(group, declared)
-    }
+    hints, values = get_type_hints(group), {}
+    for one in fields(group):
+        if is_dataclass(hints[one.name]):
+            values[one.name] = _build(hints[one.name], given, one.metadata.get("texts"))
+        elif texts is None or one.name in texts:
+            values[one.name] = given.pop(one.name)
     return group(**values)
-
-
-def _flag_fields(group: Any, declared: Mapping[str, Any] | None) -> Iterator[tuple[Any, Any]]:
-    """Yield the fields of a dataclass that are flags or contain flags, each with its annotated type."""
-    hints = get_type_hints(group, include_extras=True)
-    for field in fields(group):
-        if declared is None:
-            yield field, hints[field.name]
-        elif field.name in declared:
-            yield field, Annotated[hints[field.name], declared[field.name]]
 
 
 class PassthroughCommand(typer.core.TyperCommand):
@@ -84,8 +100,10 @@ class PassthroughCommand(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remove the passed-through flags, wherever they are, and parse the rest."""
-        own = {name: bool(getattr(param, "is_flag", False)) for param in self.params for name in _names(param)}
-        own["--help"] = True
+        is_switch = {"--help": True}
+        for param in self.params:
+            if param.param_type_name == "option":
+                is_switch |= dict.fromkeys([*param.opts, *param.secondary_opts], bool(getattr(param, "is_flag", False)))
         rest: list[str] = []
         found: dict[str, str] = {}
         words = iter(args)
@@ -93,21 +111,15 @@ class PassthroughCommand(typer.core.TyperCommand):
             name, equals, value = word.partition("=")
             if word == "--":
                 rest += [word, *words]
-            elif name in own:
-                rest.append(word)
-                if not equals and not own[name] and (following := next(words, None)) is not None:
-                    rest.append(following)
-            elif word.startswith("--"):
-                option = _option_name(name, list(own))
+            elif word.startswith("--") and name not in is_switch:
+                option = _option_name(name, is_switch)
                 found[option] = value if equals else _value(name, words)
             else:
                 rest.append(word)
+                if not equals and not is_switch.get(name, True):
+                    rest += islice(words, 1)
         ctx.obj = found
         return list(super().parse_args(ctx, rest))
-
-
-def _names(param: Any) -> list[str]:
-    return [*param.opts, *param.secondary_opts] if param.param_type_name == "option" else []
 
 
 def _value(name: str, words: Iterator[str]) -> str:
@@ -117,7 +129,7 @@ def _value(name: str, words: Iterator[str]) -> str:
     return value
 
 
-def _option_name(given: str, own: Sequence[str]) -> str:
+def _option_name(given: str, own: Iterable[str]) -> str:
     """Return the name of an option of a method, drafter or rule; raise UserError if there is none."""
     from outpace.core import registry
 
@@ -131,5 +143,18 @@ def _option_name(given: str, own: Sequence[str]) -> str:
     allowed = {name.removeprefix("--") for name in own} | {name.replace("_", "-") for name in options}
     near = difflib.get_close_matches(given.removeprefix("--"), sorted(allowed), n=1, cutoff=0.7)
     lists = "--help lists the command's own options, `outpace methods NAME` those of a method"
-    hint = f"did you mean --{near[0]}?" if near else lists
-    raise UserError(f"unknown option {given}; {hint}")
+    raise UserError(f"unknown option {given}; {f'did you mean --{near[0]}?' if near else lists}")
+
+
+def numbers(text: str, kind: Callable[[str], Any], says: str) -> list[Any]:
+    """Convert numbers joined by commas; raise UserError with the sentence `says` for anything else."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(says) from None
+
+
+def common_fields(given: Any, kind: Any) -> dict[str, Any]:
+    """Return the values of a dataclass whose names are fields of the dataclass `kind` too."""
+    names = {one.name for one in fields(kind)}
+    return {one.name: getattr(given, one.name) for one in fields(given) if one.name in names}

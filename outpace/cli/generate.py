@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import Json, ModelFlags, System
+from outpace.cli.options import JSON, SYSTEM, ModelFlags
 from outpace.cli.sampling_options import TEXT, SamplingFlags
 from outpace.core.errors import UserError
 
@@ -22,25 +22,22 @@ if TYPE_CHECKING:
 class AnswerFlags:
     """The number of answers, and what is written besides their text."""
 
-    n: Annotated[int, flag("Answers to write, each sampled independently.", TEXT)] = 1
-    echo: Annotated[bool, flag("Write the prompt before the answer.", TEXT, "--echo")] = False
-    logprobs: Annotated[
-        int | None, flag("With --json: log-probabilities of this many best tokens at each position.", TEXT)
-    ] = None
-    logprobs_mode: Annotated[
-        str, flag("Log-probabilities before (raw) or after (processed) penalties, temperature and filters.", TEXT)
-    ] = "raw"
-    prediction: Annotated[
-        Path | None,
-        flag("File with a guess of the answer: where it is right, the answer is written faster.", TEXT, metavar="FILE"),
-    ] = None
+    panel: ClassVar[str] = TEXT
+    n: int = flag(1, "Answers to write, each sampled independently.")
+    echo: bool = flag(False, "Write the prompt before the answer.")
+    logprobs: int | None = flag(None, "With --json: log-probabilities of this many best tokens at each position.")
+    logprobs_mode: str = flag(
+        "raw", "Log-probabilities before (raw) or after (processed) penalties, temperature and filters."
+    )
+    prediction: Path | None = flag(
+        None, "File with a guess of the answer: where it is right, the answer is written faster.", metavar="FILE"
+    )
 
     def options(self, as_json: bool) -> dict[str, Any]:
         """Return the arguments of SamplingParams."""
         if self.logprobs is not None and not as_json:
             raise UserError("--logprobs needs --json, add it")
-        options = {"echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
-        return {"n": self.n, "prediction": _read_prediction(self.prediction), **options}
+        return asdict(self) | {"prediction": _read_prediction(self.prediction)}
 
 
 @flags
@@ -50,9 +47,9 @@ def generate(
     model: ModelFlags,
     sampling: SamplingFlags,
     answer: AnswerFlags,
-    system: System = None,
-    raw: Annotated[bool, flag("Continue the text as it is, without the chat template.", TEXT, "--raw")] = False,
-    as_json: Json = False,
+    system: str | None = SYSTEM,
+    raw: bool = flag(False, "Continue the text as it is, without the chat template.", panel=TEXT),
+    as_json: bool = JSON,
 ) -> None:
     """Answer one prompt.
 

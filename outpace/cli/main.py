@@ -47,8 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 def outpace(
-    ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False,
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False
 ) -> None:
     """Language models that write faster without changing what they write."""
     if version:
@@ -95,23 +94,16 @@ def _unexpected(error: Exception) -> int:
     if message is None or code is None:
         traceback.print_exception(error)
         return 1
-    text = _reworded(message().rstrip(".").replace(". Did", "; did"))
+    text = message().rstrip(".").replace(". Did", "; did")
+    for kind, allowed in (("number|float", "a number"), ("integer", "a whole number")):
+        said = rf"(Input should be a valid ({kind})\b|'.*' is not a valid ({kind})).*"  # by pydantic or click
+        text = re.sub(said, f"it must be {allowed}", text)
+    if text == "Missing argument 'PROMPT'":
+        text += "; - reads it from standard input"
     if text.startswith("No such command") and "did you mean" not in text:
         text += f", there are {', '.join(sorted(COMMANDS))}"
     display.say(f"error: {text[:1].lower()}{text[1:]}", "red")
     return int(code)
-
-
-def _reworded(text: str) -> str:
-    """Replace what pydantic or click say about numbers, and add a hint."""
-    if text == "Missing argument 'PROMPT'":
-        return f"{text}; - reads it from standard input"
-    for kind, allowed in (("number", "a number"), ("integer", "a whole number")):
-        click = "float" if kind == "number" else kind
-        text = re.sub(
-            rf"(Input should be a valid {kind}\b|'.*' is not a valid {click}).*", f"it must be {allowed}", text
-        )
-    return text
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
-from outpace.cli.flags import flag
-from outpace.cli.options import Json
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import JSON
 from outpace.core.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -39,13 +39,14 @@ while its pass runs; the other terms of these methods are in [card.md](card.md).
 HINT = "outpace methods NAME ... shows some of them in full, with their options; --markdown writes the whole list"
 
 
+@flags
 def methods(
     chosen: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME", help="Methods, drafters or rules to show in full.", show_default=False),
     ] = None,
-    as_json: Json = False,
-    markdown: Annotated[bool, flag("Write the list as a Markdown page.", None, "--markdown")] = False,
+    as_json: bool = JSON,
+    markdown: bool = flag(False, "Write the list as a Markdown page."),
 ) -> None:
     """List the methods, drafters and rules, one a line; with NAMEs: their requirements, costs, options and papers."""
     if as_json and markdown:
@@ -99,10 +100,8 @@ def _print_short(found: Mapping[str, Sequence[Method]]) -> None:
         console.print(_title(kind))
         for method in some:
             line = Text(method.name.ljust(width), style="cyan").append(method.help, style="default")
-            if console.is_terminal:
-                console.print(line, no_wrap=True, overflow="ellipsis")
-            else:
-                console.print(line, soft_wrap=True)
+            is_cut = console.is_terminal
+            console.print(line, no_wrap=True, overflow="ellipsis" if is_cut else "ignore", crop=is_cut)
         console.print()
     display.say(HINT)
 
@@ -135,15 +134,11 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
     if kind != "drafters":
         table.add_column("lossless", no_wrap=True)
     for method in found:
-        what = Text(method.help + "\n")
-        needs = [
-            text for text in (method.needs and f"needs {method.needs}", method.cost and f"costs {method.cost}") if text
-        ]
-        what.append("".join(f"{text}\n" for text in ("; ".join(needs), method.about) if text))
-        what.append(method.paper, style=display.GREY)
-        options = "\n".join(_flag(option) for option in method.options)
+        needs = [f"{verb} {text}" for verb, text in (("needs", method.needs), ("costs", method.cost)) if text]
+        lines = [method.help, "; ".join(needs), method.about]
+        what = Text("".join(f"{line}\n" for line in lines if line)).append(method.paper, style=display.GREY)
         row: list[str | Text] = [method.name, what]
-        row += [options] if has_options else []
+        row += ["\n".join(map(_flag, method.options))] if has_options else []
         row += ["yes" if method.lossless else "no"] if kind != "drafters" else []
         table.add_row(*row)
     return table

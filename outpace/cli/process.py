@@ -47,14 +47,8 @@ def at_safe_points() -> Iterator[None]:
     They become KeyboardInterrupt there. Nested blocks have no effect.
     """
     handler, before = _DeferredInterrupt(), signal.getsignal(signal.SIGINT)
-    if before not in (signal.SIG_DFL, signal.default_int_handler) or not _is_main_thread():
+    with _handled_by(handler, before in (signal.SIG_DFL, signal.default_int_handler)):
         yield
-        return
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
     if handler.is_pending:
         raise KeyboardInterrupt
 
@@ -64,12 +58,20 @@ def at_any_point() -> Iterator[None]:
     """Raise KeyboardInterrupt wherever an interrupt occurs in the block, and at once for one that was deferred."""
     if take():
         raise KeyboardInterrupt
-    before = signal.getsignal(signal.SIGINT)
-    if not (before is signal.SIG_DFL or isinstance(before, _DeferredInterrupt)) or not _is_main_thread():
+    is_default = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    with _handled_by(signal.default_int_handler, is_default or _handler() is not None):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any], may_replace: bool) -> Iterator[None]:
+    """Handle interrupts in the block by `handler`, if it may replace the present one and this is the main thread."""
+    if not may_replace or threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = signal.getsignal(signal.SIGINT)
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, handler)
         yield
     finally:
         signal.signal(signal.SIGINT, before)
@@ -107,11 +109,6 @@ def take() -> bool:
 def _handler() -> _DeferredInterrupt | None:
     handler = signal.getsignal(signal.SIGINT)
     return handler if isinstance(handler, _DeferredInterrupt) else None
-
-
-def _is_main_thread() -> bool:
-    """Whether this thread may set signal handlers."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _die() -> None:

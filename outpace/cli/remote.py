@@ -6,7 +6,8 @@ import http.client
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -32,7 +33,11 @@ class RemoteModel:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"--url is {url!r}, it must be an address such as http://127.0.0.1:8000")
-        self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, _port(parts, url)
+        try:
+            self._port = parts.port
+        except ValueError:
+            raise UserError(f"--url is {url!r}, its port must be a number between 0 and 65535") from None
+        self._is_secure, self._host = parts.scheme == "https", parts.hostname
         path = parts.path.rstrip("/")
         self._path = path if path.endswith("/v1") else f"{path}/v1"
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
@@ -44,19 +49,12 @@ class RemoteModel:
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
     ) -> RemoteAnswer:
         """Request an answer and show it as it comes. Ctrl-C ends it, on the server too."""
-        connection = self._connect()
         texts: list[str] = []
         reason, timings = "stop", dict[str, Any]()
-
-        def stop() -> None:
-            with suppress(OSError):
-                if connection.sock is not None:
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-
+        body = {"model": self.model, "messages": list(messages), "stream": True, **fields}
         with process.at_safe_points():
             try:
-                with process.stopping(stop):
-                    body = {"model": self.model, "messages": list(messages), "stream": True, **fields}
+                with self._connection() as connection, process.stopping(partial(_shut_down, connection)):
                     for event in self._events(connection, body):
                         timings = event.get("timings") or timings
                         for choice in event.get("choices") or ():
@@ -64,21 +62,16 @@ class RemoteModel:
                             text = (choice.get("delta") or {}).get("content") or ""
                             texts.append(text)
                             show(text)
-            except (UserError, OSError, http.client.HTTPException) as error:
+            except UserError:
                 if not process.take():
-                    raise error if isinstance(error, UserError) else _connection_error(self._host, error) from None
+                    raise
                 reason = "abort"
             else:
                 reason = "abort" if process.take() else reason
-            finally:
-                connection.close()
         return RemoteAnswer("".join(texts), reason, timings)
 
     def _events(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        connection.request("POST", f"{self._path}/chat/completions", json.dumps(body).encode(), self._headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise _status_error(self._host, response)
+        response = self._request(connection, "POST", "/chat/completions", json.dumps(body).encode())
         while line := response.readline(MAX_LINE):
             data = line.decode("utf-8", "replace").strip()
             if not data.startswith("data:") or data == "data: [DONE]":
@@ -89,46 +82,46 @@ class RemoteModel:
             yield event
 
     def _first_model(self) -> str:
-        connection = self._connect()
-        try:
-            connection.request("GET", f"{self._path}/models", headers=self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise _status_error(self._host, response)
+        with self._connection() as connection:
+            response = self._request(connection, "GET", "/models")
             listed = _parse(response.read(MAX_LINE).decode("utf-8", "replace")).get("data")
-        except (OSError, http.client.HTTPException) as error:
-            raise _connection_error(self._host, error) from None
-        finally:
-            connection.close()
         names = [entry.get("id") for entry in listed or () if isinstance(entry, Mapping)]
         if not names or not isinstance(names[0], str):
             raise UserError(f"{self._host} lists no model, name one by --target")
         return names[0]
 
-    def _connect(self) -> http.client.HTTPConnection:
+    @contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection; UserError if it fails in the block."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=TIMEOUT)
+        connection = kind(self._host, self._port, timeout=TIMEOUT)
+        try:
+            yield connection
+        except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise UserError(f"--url: no answer from {self._host} ({why})") from None
+        finally:
+            connection.close()
+
+    def _request(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
+    ) -> http.client.HTTPResponse:
+        """Return the response; UserError for any status but 200."""
+        connection.request(method, f"{self._path}{path}", body, self._headers)
+        response = connection.getresponse()
+        if response.status == 200:
+            return response
+        try:
+            message = _error_message(_parse(response.read(MAX_LINE).decode("utf-8", "replace")))
+        except UserError:
+            message = response.reason
+        raise UserError(f"{self._host} answers with status {response.status}: {message}")
 
 
-def _connection_error(host: str, error: Exception) -> UserError:
-    why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return UserError(f"--url: no answer from {host} ({why})")
-
-
-def _status_error(host: str, response: http.client.HTTPResponse) -> UserError:
-    try:
-        message = _error_message(_parse(response.read(MAX_LINE).decode("utf-8", "replace")))
-    except UserError:
-        message = response.reason
-    return UserError(f"{host} answers with status {response.status}: {message}")
-
-
-def _port(parts: Any, url: str) -> int | None:
-    try:
-        port: int | None = parts.port
-    except ValueError:
-        raise UserError(f"--url is {url!r}, its port must be a number between 0 and 65535") from None
-    return port
+def _shut_down(connection: http.client.HTTPConnection) -> None:
+    with suppress(OSError):
+        if connection.sock is not None:
+            connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -5,28 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 from outpace.cli.flags import flag
 from outpace.core.errors import UserError
 from outpace.models.files.reading import read_text
 
-TEXT = "Text"
-PENALTIES = "Penalties and bans"
-STRUCTURE = "Structured output"
+TEXT, PENALTIES = "Text", "Penalties and bans"
+TEMPERATURE = "Sampling temperature; 0 is greedy."
+SEED = "Seed of the sampling: the same seed gives the same text."
+MAX_TOKENS = "Maximum number of tokens of an answer."
 
-Temperature = Annotated[float, flag("Sampling temperature; 0 is greedy.", TEXT)]
-Seed = Annotated[int, flag("Seed of the sampling: the same seed gives the same text.", TEXT)]
-MaxTokens = Annotated[int, flag("Maximum number of tokens of an answer.", TEXT)]
+
+@dataclass(frozen=True)
+class BasicSamplingFlags:
+    """How short answers are sampled that are timed."""
+
+    panel: ClassVar[str] = TEXT
+    max_tokens: int = flag(128, MAX_TOKENS)
+    temperature: float = flag(0.0, TEMPERATURE)
+    seed: int = flag(0, SEED)
 
 
 @dataclass(frozen=True)
 class StructureFlags:
     """The structure of an answer."""
 
-    json_schema: Annotated[str | None, flag("Answer with JSON that follows the schema in this file.", STRUCTURE)] = None
-    regex: Annotated[str | None, flag("Answer with text that this regex matches as a whole.", STRUCTURE)] = None
-    grammar: Annotated[str | None, flag("Answer with text of the Lark grammar in this file.", STRUCTURE)] = None
+    panel: ClassVar[str] = "Structured output"
+    json_schema: str | None = flag(None, "Answer with JSON that follows the schema in this file.")
+    regex: str | None = flag(None, "Answer with text that this regex matches as a whole.")
+    grammar: str | None = flag(None, "Answer with text of the Lark grammar in this file.")
 
     def structured_outputs(self) -> dict[str, str] | None:
         """Return this field of SamplingParams; raise UserError for several flags or an unreadable file."""
@@ -49,35 +57,33 @@ def _read(option: str, file: str) -> str:
 class SamplingFlags:
     """How an answer is sampled, and where it ends."""
 
-    max_tokens: MaxTokens = 256
-    temperature: Temperature = 0.0
-    top_p: Annotated[float, flag("Sample from the likeliest tokens up to this probability mass.", TEXT)] = 1.0
-    top_k: Annotated[int, flag("Sample from the k likeliest tokens; 0: all.", TEXT)] = 0
-    min_p: Annotated[
-        float, flag("Sample from tokens with at least this share of the likeliest token's probability.", TEXT)
-    ] = 0.0
-    seed: Seed = 0
-    stop: Annotated[list[str] | None, flag("A string that ends the text before it appears; may be repeated.", TEXT)] = (
-        None
+    panel: ClassVar[str] = TEXT
+    max_tokens: int = flag(256, MAX_TOKENS)
+    temperature: float = flag(0.0, TEMPERATURE)
+    top_p: float = flag(1.0, "Sample from the likeliest tokens up to this probability mass.")
+    top_k: int = flag(0, "Sample from the k likeliest tokens; 0: all.")
+    min_p: float = flag(0.0, "Sample from tokens with at least this share of the likeliest token's probability.")
+    seed: int = flag(0, SEED)
+    stop: list[str] | None = flag(None, "A string that ends the text before it appears; may be repeated.")
+    ignore_eos: bool = flag(False, "Do not stop at the model's stop tokens.")
+    repetition_penalty: float = flag(
+        1.0, "Above 1: tokens of the prompt and the answer become less likely.", panel=PENALTIES
     )
-    ignore_eos: Annotated[bool, flag("Do not stop at the model's stop tokens.", TEXT, "--ignore-eos")] = False
-    repetition_penalty: Annotated[
-        float, flag("Above 1: tokens of the prompt and the answer become less likely.", PENALTIES)
-    ] = 1.0
-    presence_penalty: Annotated[
-        float, flag("Subtracted from the logits of tokens that the answer contains.", PENALTIES)
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, flag("Subtracted from a token's logit for each time that the answer contains it.", PENALTIES)
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, flag("TOKEN=BIAS: added to the logit of a token id, -100 to 100; may be repeated.", PENALTIES)
-    ] = None
-    bad_words: Annotated[
-        list[str] | None,
-        flag("A string that the answer never contains, not even inside a longer word; may be repeated.", PENALTIES),
-    ] = None
-    min_tokens: Annotated[int, flag("Minimum number of tokens of an answer.", PENALTIES)] = 0
+    presence_penalty: float = flag(
+        0.0, "Subtracted from the logits of tokens that the answer contains.", panel=PENALTIES
+    )
+    frequency_penalty: float = flag(
+        0.0, "Subtracted from a token's logit for each time that the answer contains it.", panel=PENALTIES
+    )
+    logit_bias: list[str] | None = flag(
+        None, "TOKEN=BIAS: added to the logit of a token id, -100 to 100; may be repeated.", panel=PENALTIES
+    )
+    bad_words: list[str] | None = flag(
+        None,
+        "A string that the answer never contains, not even inside a longer word; may be repeated.",
+        panel=PENALTIES,
+    )
+    min_tokens: int = flag(0, "Minimum number of tokens of an answer.", panel=PENALTIES)
     structured_outputs: StructureFlags = field(default_factory=StructureFlags)
 
     def options(self) -> dict[str, Any]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
+from outpace.cli.flags import common_fields, flag, flags
 from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
 
-SERVER = "Server"
-BOUNDS = "Limits"
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
@@ -26,47 +24,37 @@ NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 class ListenFlags:
     """The address of the server, and the requests that it accepts."""
 
-    host: Annotated[str, flag("Address to listen on; one that other machines can reach needs API keys.", SERVER)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, flag("Port to listen on; 0: any free port.", SERVER)] = 8000
-    served_name: Annotated[list[str] | None, flag("Name of the model in requests; may be repeated.", SERVER)] = None
-    api_key_file: Annotated[
-        Path | None, flag("File with API keys, one a line, in addition to those in OUTPACE_API_KEY.", SERVER)
-    ] = None
-    insecure: Annotated[bool, flag("Serve other machines without API keys.", SERVER, "--insecure")] = False
-    allow_host: Annotated[list[str] | None, flag("Host header to accept without keys; may be repeated.", SERVER)] = None
-    allow_method: Annotated[
-        list[str] | None, flag("Method, drafter or rule that a request may choose; may be repeated.", SERVER)
-    ] = None
-    ignore_unknown: Annotated[
-        bool, flag("List unknown fields in a header instead of refusing them.", SERVER, "--ignore-unknown")
-    ] = False
-    tool_prompt: Annotated[
-        bool, flag("Describe tools in the system message if the chat template ignores them.", SERVER, "--tool-prompt")
-    ] = False
-    metrics_prefix: Annotated[str, flag("Prefix of the metrics: outpace, vllm or both.", SERVER)] = "outpace"
-    log_prompts: Annotated[bool, flag("Write the bodies of requests into the log.", SERVER, "--log-prompts")] = False
-    ssl_certfile: Annotated[Path | None, flag("TLS certificate.", SERVER)] = None
-    ssl_keyfile: Annotated[Path | None, flag("Key of the TLS certificate.", SERVER)] = None
+    panel: ClassVar[str] = "Server"
+    host: str = flag("127.0.0.1", "Address to listen on; one that other machines can reach needs API keys.")
+    port: int = flag(8000, "Port to listen on; 0: any free port.")
+    served_name: list[str] | None = flag(None, "Name of the model in requests; may be repeated.")
+    api_key_file: Path | None = flag(None, "File with API keys, one a line, in addition to those in OUTPACE_API_KEY.")
+    insecure: bool = flag(False, "Serve other machines without API keys.")
+    allow_host: list[str] | None = flag(None, "Host header to accept without keys; may be repeated.")
+    allow_method: list[str] | None = flag(None, "Method, drafter or rule that a request may choose; may be repeated.")
+    ignore_unknown: bool = flag(False, "List unknown fields in a header instead of refusing them.")
+    tool_prompt: bool = flag(False, "Describe tools in the system message if the chat template ignores them.")
+    metrics_prefix: str = flag("outpace", "Prefix of the metrics: outpace, vllm or both.")
+    log_prompts: bool = flag(False, "Write the bodies of requests into the log.")
+    ssl_certfile: Path | None = flag(None, "TLS certificate.")
+    ssl_keyfile: Path | None = flag(None, "Key of the TLS certificate.")
 
 
 @dataclass(frozen=True)
 class LimitFlags:
     """Limits of requests."""
 
-    batch: Annotated[int, flag("Answers written at the same time.", BOUNDS)] = 16
-    max_queue: Annotated[int, flag("Answers that may wait; further ones are refused with 429.", BOUNDS)] = 128
-    max_queued_tokens: Annotated[int, flag("Prompt tokens that may wait in total.", BOUNDS)] = 1 << 20
-    max_requests_per_key: Annotated[int, flag("Concurrent requests of one API key; 0: no limit.", BOUNDS)] = 0
-    max_connections: Annotated[int, flag("Concurrent connections.", BOUNDS)] = 512
-    max_body: Annotated[int, flag("Largest body of a request, in bytes.", BOUNDS)] = 4 << 20
-    queue_timeout: Annotated[float, flag("Seconds that a request may wait in the queue.", BOUNDS)] = 60.0
-    request_timeout: Annotated[float, flag("Seconds that an answer may take.", BOUNDS)] = 600.0
-    write_timeout: Annotated[float, flag("Seconds without reading until a client is dropped.", BOUNDS)] = 30.0
-    drain: Annotated[float, flag("Maximum seconds for finishing running answers after SIGTERM or Ctrl-C.", BOUNDS)] = (
-        30.0
-    )
+    panel: ClassVar[str] = "Limits"
+    batch: int = flag(16, "Answers written at the same time.")
+    max_queue: int = flag(128, "Answers that may wait; further ones are refused with 429.")
+    max_queued_tokens: int = flag(1 << 20, "Prompt tokens that may wait in total.")
+    max_requests_per_key: int = flag(0, "Concurrent requests of one API key; 0: no limit.")
+    max_connections: int = flag(512, "Concurrent connections.")
+    max_body: int = flag(4 << 20, "Largest body of a request, in bytes.")
+    queue_timeout: float = flag(60.0, "Seconds that a request may wait in the queue.")
+    request_timeout: float = flag(600.0, "Seconds that an answer may take.")
+    write_timeout: float = flag(30.0, "Seconds without reading until a client is dropped.")
+    drain: float = flag(30.0, "Maximum seconds for finishing running answers after SIGTERM or Ctrl-C.")
 
 
 @flags
@@ -83,37 +71,29 @@ def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: Lim
 
     options = _options(listen, limit)
     with run.listen(options) as listener, model.open({**ctx.obj, "batch": limit.batch}) as llm:
-        address = _address(options, listener.getsockname()[1])
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        address = f"http{'s' if options.certificate else ''}://{host}:{listener.getsockname()[1]}"
         run.serve(llm, options, listener, lambda: _greet(llm.target.name, llm.method, options, address))
 
 
 def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
     from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
 
-    own = {field.name for field in fields(ServerLimits)}
-    limits = {field.name: getattr(limit, field.name) for field in fields(limit) if field.name in own}
-    limits |= {"per_key": limit.max_requests_per_key, "connections": limit.max_connections}
+    renamed = {
+        "body_bytes": limit.max_body,
+        "per_key": limit.max_requests_per_key,
+        "connections": limit.max_connections,
+    }
     return ServerOptions(
-        host=listen.host,
-        port=listen.port,
         names=tuple(listen.served_name or ()),
         keys=read_api_keys(listen.api_key_file),
         hosts=tuple(name.lower() for name in listen.allow_host or ()),
-        insecure=listen.insecure,
         methods=tuple(listen.allow_method or ()),
-        ignore_unknown=listen.ignore_unknown,
-        tool_prompt=listen.tool_prompt,
-        metrics_prefix=listen.metrics_prefix,
-        log_prompts=listen.log_prompts,
         certificate=listen.ssl_certfile,
         certificate_key=listen.ssl_keyfile,
-        limits=ServerLimits(body_bytes=limit.max_body, **limits),
+        limits=ServerLimits(**common_fields(limit, ServerLimits), **renamed),
+        **common_fields(listen, ServerOptions),
     )
-
-
-def _address(options: ServerOptions, port: int) -> str:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"http{'s' if options.certificate else ''}://{host}:{port}"
 
 
 def _greet(name: str, method: str, options: ServerOptions, address: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
+from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
 from outpace.core.errors import UserError
 
@@ -17,28 +16,22 @@ if TYPE_CHECKING:
     from outpace.simulate.run import LiveModels
     from outpace.simulate.trace import Trace
 
-PAIR, TIMES, OUTPUT = "Pair", "Times", "Output"
-
 
 @dataclass(frozen=True)
 class PairFlags:
     """The acceptance rate: that of a recorded trace, or an assumed one."""
 
-    trace: Annotated[Path | None, flag("A trace that outpace bench --trace recorded.", PAIR)] = None
-    acceptance: Annotated[
-        float | None, flag("Instead of a trace: the chance that a draft token is accepted.", PAIR)
-    ] = None
-    answers: Annotated[int | None, flag("Use at most this many of the trace's answers.", PAIR)] = None
-    tasks: Annotated[str | None, flag("Use the answers of these tasks only, as in gsm8k,mt_bench.", PAIR)] = None
-    target: Annotated[
-        str | None,
-        flag(
-            "The target of the trace, as for outpace bench: for rows of methods that score wrong"
-            " branches with it (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
-            PAIR,
-        ),
-    ] = None
-    draft: Annotated[str | None, flag("The draft of the trace, for the same rows; or auto.", PAIR)] = None
+    panel: ClassVar[str] = "Pair"
+    trace: Path | None = flag(None, "A trace that outpace bench --trace recorded.")
+    acceptance: float | None = flag(None, "Instead of a trace: the chance that a draft token is accepted.")
+    answers: int | None = flag(None, "Use at most this many of the trace's answers.")
+    tasks: str | None = flag(None, "Use the answers of these tasks only, as in gsm8k,mt_bench.")
+    target: str | None = flag(
+        None,
+        "The target of the trace, as for outpace bench: for rows of methods that score wrong branches with it"
+        " (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
+    )
+    draft: str | None = flag(None, "The draft of the trace, for the same rows; or auto.")
 
     @property
     def names_models(self) -> bool:
@@ -50,30 +43,26 @@ class PairFlags:
 class TimeFlags:
     """The times of passes and draft steps, and the devices."""
 
-    ratio: Annotated[
-        str,
-        flag(
-            "Time of a target pass over that of a draft step, or several, joined by commas. More rows cost nothing.",
-            TIMES,
-        ),
-    ] = "3.5,7,15"
-    target_times: Annotated[
-        str | None,
-        flag(
-            "Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10.", TIMES
-        ),
-    ] = None
-    draft_times: Annotated[str | None, flag("With --target-times: those of a draft step.", TIMES)] = None
-    devices: Annotated[int, flag("2: the drafter has a device of its own; 1: both share one.", TIMES)] = 2
+    panel: ClassVar[str] = "Times"
+    ratio: str = flag(
+        "3.5,7,15",
+        "Time of a target pass over that of a draft step, or several, joined by commas. More rows cost nothing.",
+    )
+    target_times: str | None = flag(
+        None, "Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10."
+    )
+    draft_times: str | None = flag(None, "With --target-times: those of a draft step.")
+    devices: int = flag(2, "2: the drafter has a device of its own; 1: both share one.")
 
 
 @dataclass(frozen=True)
 class OutputFlags:
     """The output of the results."""
 
-    rows: Annotated[Path | None, flag("File for the rows of the table.", OUTPUT, "--json")] = None
-    plot: Annotated[Path | None, flag("File for a plot, as in FILE.png.", OUTPUT)] = None
-    markdown: Annotated[bool, flag("Print the table as markdown.", OUTPUT, "--markdown")] = False
+    panel: ClassVar[str] = "Output"
+    rows: Path | None = flag(None, "File for the rows of the table.", "--json")
+    plot: Path | None = flag(None, "File for a plot, as in FILE.png.")
+    markdown: bool = flag(False, "Print the table as markdown.")
 
 
 @flags
@@ -81,34 +70,33 @@ def simulate(
     pair: PairFlags,
     times: TimeFlags,
     output: OutputFlags,
-    methods: Annotated[
-        str | None,
-        flag(
-            "Rows of the table to simulate, as in speculative,card,card-chain. The default is every complete"
-            " method; all: also variants without one of their parts."
-        ),
-    ] = None,
-    nodes: Annotated[int, flag("Tree nodes verified in a pass, with the root.")] = 32,
-    width: Annotated[
-        str,
-        flag("Nodes that the drafter expands in one forward (K). Further widths, as in 16,5,25, add rows for CARD."),
-    ] = "16",
+    methods: str | None = flag(
+        None,
+        "Rows of the table to simulate, as in speculative,card,card-chain. The default is every complete method;"
+        " all: also variants without one of their parts.",
+    ),
+    nodes: int = flag(32, "Tree nodes verified in a pass, with the root."),
+    width: str = flag(
+        "16", "Nodes that the drafter expands in one forward (K). Further widths, as in 16,5,25, add rows for CARD."
+    ),
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--json", output.rows)
     check_plot("--plot", output.plot)
     costs = _costs(times)
+    from outpace.bench.report import write_json
     from outpace.simulate import report, run
     from outpace.simulate.setups import SetupSizes, select_setups
 
-    first, *others = _widths(width)
+    says = f"width is {width!r}, it must be whole numbers such as 16 or 16,5,25"
+    first, *others = numbers(width, int, says)
     sizes = SetupSizes(nodes, first, others=tuple(others))
     rows = select_setups(sizes, [name.strip() for name in methods.split(",")] if methods else [], pair.names_models)
     trace = _trace(pair)
     live = _live(pair, trace)
     outcomes: list[Any] = []
     failed: list[UserError] = []
-    with display.LoadingBar() as bar:
+    with display.loading_bar() as bar:
         for outcome in run.simulate(
             trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every), live
         ):
@@ -117,7 +105,7 @@ def simulate(
                 line = f"{len(outcomes)} of {len(rows) * len(costs)}: {outcome.setup.title}"
                 display.stderr().print(line, markup=False)
             if output.rows is not None:  # finished rows are kept if the rest is interrupted
-                failed = write_all([partial(_write, output.rows, report.as_rows(outcomes))])
+                failed = write_all([partial(write_json, output.rows, report.as_rows(outcomes))])
     summary = report.about(trace, sizes, times.devices)
     title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
     if output.markdown:
@@ -128,13 +116,6 @@ def simulate(
         failed += write_all([partial(report.plot, outcomes, title, output.plot)])
     display.print_for_machines({**summary, "rows": report.as_rows(outcomes)})
     raise_last(failed)
-
-
-def _widths(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"width is {text!r}, it must be whole numbers such as 16 or 16,5,25") from None
 
 
 def _costs(times: TimeFlags) -> list[Any]:
@@ -177,10 +158,3 @@ def _live(pair: PairFlags, trace: Trace) -> LiveModels | None:
         raise UserError("--target and --draft name the models of a trace, give it with --trace FILE")
     target = load_model(pair.target)
     return LiveModels(trace, target.model, load_draft(pair.draft or "auto", target).model)
-
-
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    try:
-        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}") from error

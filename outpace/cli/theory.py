@@ -2,60 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.flags import flag
-from outpace.cli.options import Json
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.cli.flags import flag, flags, numbers
+from outpace.cli.options import JSON
+from outpace.core import theory as formulas
+from outpace.core.errors import check_range, check_whole
 
 
+@flags
 def theory(
-    acceptance: Annotated[
-        str,
-        flag(
-            "Acceptance rate of a drafted token (alpha); or one for each position, with commas between them, as"
-            " `outpace bench` reports them: the last one holds for all further positions."
-        ),
-    ] = "0.8",
-    cost: Annotated[float, flag("Cost coefficient (c): time of a draft step over that of a plain pass.")] = 0.1,
-    verify: Annotated[float, flag("Time that each further row adds to a pass, as a share of a plain pass.")] = 0.0,
-    overhead: Annotated[float, flag("Other time in a round, as a share of a plain pass.")] = 0.0,
-    lengths: Annotated[int, flag("Show draft lengths (gamma) up to this one.")] = 10,
-    as_json: Json = False,
+    acceptance: str = flag(
+        "0.8",
+        "Acceptance rate of a drafted token (alpha); or one for each position, with commas between them, as"
+        " `outpace bench` reports them: the last one holds for all further positions.",
+    ),
+    cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
+    verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
+    overhead: float = flag(0.0, "Other time in a round, as a share of a plain pass."),
+    lengths: int = flag(10, "Show draft lengths (gamma) up to this one."),
+    as_json: bool = JSON,
 ) -> None:
     """Show possible gains of speculation: tokens a round, speedups by draft length, and their limits."""
-    positions = _positions(acceptance)
-    check_range("cost", cost, 0.0, 100.0)
-    check_range("verify", verify, 0.0, 100.0)
-    check_range("overhead", overhead, 0.0, 100.0)
+    says = f"acceptance is {acceptance!r}, it must be numbers with commas between them, as in 0.8,0.7"
+    positions: list[float] = numbers(acceptance, float, says)
+    for position in positions:
+        check_range("acceptance", position, 0.0, 1.0)
+    for name, share in (("cost", cost), ("verify", verify), ("overhead", overhead)):
+        check_range(name, share, 0.0, 100.0)
     check_whole("lengths", lengths, 1, 256)
     rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)]
-    limits = _limits(positions[-1], cost)
+    bounds = {
+        "limit_in_turn": formulas.sequential_limit(positions[-1]),
+        "limit_in_parallel": formulas.parallel_limit(cost),
+    }
+    limits = {name: value if value < float("inf") else None for name, value in bounds.items()}
     if as_json:
         display.print_json({"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits})
         return
     display.stdout().print(_table(rows))
-    for name, value in limits.items():
+    for name, limit in limits.items():
         title = name.replace("in_turn", "sequential").replace("_", " ")
-        display.stdout().print(f"{title}: {'none' if value is None else f'{value:.2f}'}")
-
-
-def _positions(text: str) -> list[float]:
-    try:
-        positions = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"acceptance is {text!r}, it must be numbers with commas between them, as in 0.8,0.7") from None
-    for position in positions:
-        check_range("acceptance", position, 0.0, 1.0)
-    return positions
+        display.stdout().print(f"{title}: {'none' if limit is None else f'{limit:.2f}'}")
 
 
 def _row(positions: list[float], gamma: int, cost: float, verify: float, overhead: float) -> dict[str, Any]:
-    from outpace.core import theory as formulas
-
     known = (positions + positions[-1:] * gamma)[:gamma]
     tokens = formulas.expected_tokens_by_position(known)
     return {
@@ -64,13 +58,6 @@ def _row(positions: list[float], gamma: int, cost: float, verify: float, overhea
         "in_turn": formulas.speedup(tokens, gamma, cost, verify, overhead),
         "in_parallel": formulas.pearl_speedup(positions[0], gamma, cost) if len(set(positions)) == 1 else None,
     }
-
-
-def _limits(alpha: float, cost: float) -> dict[str, float | None]:
-    from outpace.core import theory as formulas
-
-    found = {"limit_in_turn": formulas.sequential_limit(alpha), "limit_in_parallel": formulas.parallel_limit(cost)}
-    return {name: value if value < float("inf") else None for name, value in found.items()}
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import Json, ModelFlags
+from outpace.cli.options import JSON, ModelFlags
 from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError
 
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 @flags
 def tune(
     model: ModelFlags,
-    max_tokens: Annotated[int, flag("Tokens of each timed answer.")] = 96,
-    rounds: Annotated[int, flag("Answers of each method to each prompt.")] = 2,
-    corpus: Annotated[
-        list[Path] | None,
-        flag(
-            "Make the file of --drafter cacheback or retrieval, or find what --drafter layer_skip leaves out,"
-            " from this text file, or .jsonl file with text or turns in each line; may be repeated."
-        ),
-    ] = None,
-    to: Annotated[Path | None, flag("With --corpus: the file to write; the default is in the cache folder.")] = None,
-    trials: Annotated[int, flag("Sets of sublayers that are tried for --drafter layer_skip.")] = 200,
-    as_json: Json = False,
+    max_tokens: int = flag(96, "Tokens of each timed answer."),
+    rounds: int = flag(2, "Answers of each method to each prompt."),
+    corpus: list[Path] | None = flag(
+        None,
+        "Make the file of --drafter cacheback or retrieval, or find what --drafter layer_skip leaves out, from"
+        " this text file, or .jsonl file with text or turns in each line; may be repeated.",
+    ),
+    to: Path | None = flag(None, "With --corpus: the file to write; the default is in the cache folder."),
+    trials: int = flag(200, "Sets of sublayers that are tried for --drafter layer_skip."),
+    as_json: bool = JSON,
 ) -> None:
     """Time a pair of models on this machine and keep the times for method auto; with several drafts, rank them.
 
@@ -48,13 +46,12 @@ def tune(
     from outpace.bench.tune import TuneOptions, tune
 
     options = TuneOptions(max_tokens=max_tokens, rounds=rounds)
-    with (
-        model.open({}, quiet=as_json) as llm,
-        display.LoadingBar(as_json, 0.0) as progress,
-    ):
+    with model.open({}, quiet=as_json) as llm, display.loading_bar(as_json, 0.0) as progress:
         found = tune(llm.target, llm.draft, options, progress)
     if as_json:
-        display.print_json(_record(found))
+        record = asdict(found) | {"path": str(found.path) if found.path else None}
+        del record["options"]
+        display.print_json(record)
         return
     display.stdout().print(_table(found))
     if found.path is None:
@@ -71,7 +68,7 @@ def _make(model: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool)
     check_file("--to", to)
     from outpace.bench.table_files import make_table
 
-    with display.LoadingBar(as_json, 0.0) as progress:
+    with display.loading_bar(as_json, 0.0) as progress:
         made = make_table(model.drafter, corpus, model.target, to, progress)
     if as_json:
         display.print_json(made._asdict() | {"path": str(made.path)})
@@ -93,38 +90,31 @@ def _search(
 
     check_corpus(corpus)
     options = SearchOptions(max_tokens=max_tokens, trials=trials)
-    with display.LoadingBar(as_json, 0.0) as progress:
+    with display.loading_bar(as_json, 0.0) as progress:
         found = search(load_model(model.target, model.options, progress=progress), corpus, options, progress)
-    length = f"--draft-length {found.draft_length}"
     if as_json:
         sets = {f"skip_{kind}": list(layers) for kind, layers in found.sublayers._asdict().items()}
         figures = {"speed": found.speed, "draft_length": found.draft_length, "agreement": found.agreement}
         display.print_json(sets | figures | {"trials": found.trials, "tokens": found.tokens})
         return
-    display.stdout().print(f"--method speculative --drafter layer_skip {found.sublayers} {length}", highlight=False)
+    flags_ = f"--drafter layer_skip {found.sublayers} --draft-length {found.draft_length}"
+    display.stdout().print(f"--method speculative {flags_}", highlight=False)
     what = f"the best of {found.trials} sets agrees with {found.agreement:.0%} of {found.tokens} tokens"
     loss = "" if found.speed > 1 else ": plain decoding is faster here"
     display.say(f"{what} and is predicted to write {found.speed:.2f} times as fast as plain decoding{loss}")
-
-
-def _record(found: TuneResult) -> dict[str, Any]:
-    record = asdict(found)
-    del record["options"]
-    return record | {"path": str(found.path) if found.path else None}
 
 
 def _table(found: TuneResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), title="measured on this machine", title_justify="left")
     table.add_column("", style="cyan")
     table.add_column("", justify="right")
+    plain = found.rates.get("autoregressive", 0.0)
+    rates = {f"by {name}": rate for name, rate in found.rates.items()}
+    rates |= {f"draft {place}: {name}": rate for place, (name, rate) in enumerate(found.drafts.items(), 1)}
     for rows, seconds in found.rounds.items():
         table.add_row(f"a round of {rows} row{'s' if rows > 1 else ''}", f"{seconds * 1e3:.2f} ms")
     if found.draft:
         table.add_row("a step of the draft", f"{found.draft * 1e3:.2f} ms")
-    plain = found.rates.get("autoregressive", 0.0)
-    for name, rate in found.rates.items():
-        times = f"  {rate / plain:.2f}x" if plain else ""
-        table.add_row(f"by {name}", f"{rate:.1f} tokens/s{times}")
-    for place, (name, rate) in enumerate(found.drafts.items(), 1):
-        table.add_row(f"draft {place}: {name}", f"{rate:.1f} tokens/s" + (f"  {rate / plain:.2f}x" if plain else ""))
+    for name, rate in rates.items():
+        table.add_row(name, f"{rate:.1f} tokens/s" + (f"  {rate / plain:.2f}x" if plain else ""))
     return table

@@ -55,14 +55,6 @@ class Vocabulary:
         return b"".join(self.tokens[index] for index in ids)
 
 
-def tokenizer_of(tokenizer: Tokenizer) -> Any:
-    """Return the vocabulary as llguidance's object. This takes a tenth of a second and serves all grammars."""
-    import llguidance
-
-    vocabulary: Any = Vocabulary(tokenizer)
-    return llguidance.LLTokenizer(vocabulary, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.stop_ids)
-
-
 SECONDS = 5.0  # of processor time for one grammar
 BUSY = 6  # times as much elapsed time, for a busy machine
 KEPT = 64  # grammars in the cache
@@ -70,7 +62,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 _FREE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
 _COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ", "key_separator": ": "}
 _FIXED = {"coerce_one_of": False, "lenient": False}  # options that a schema must not override
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -122,10 +114,14 @@ class Grammars:
         return matcher
 
     def _matcher(self, structure: Structure) -> Any:
-        llguidance = _library()
+        try:
+            import llguidance
+        except ImportError as error:
+            raise UserError(f"structured output needs the package llguidance: {install_command('grammar')}") from error
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = tokenizer_of(self._tokenizer)
+            if self._vocabulary is None:  # made once, which takes a tenth of a second
+                tokens: Any = Vocabulary(self._tokenizer)
+                self._vocabulary = llguidance.LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=tokens.stop_ids)
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:
             text = _written(llguidance.LLMatcher, structure)
@@ -151,13 +147,10 @@ def _written(library: Any, structure: Structure) -> str:
         text = library.grammar_from_regex(structure.text)
     else:
         text = library.grammar_from_lark(structure.text)
-    return _behind(structure.thought, text) if structure.thought else text
-
-
-def _behind(thought: str, text: str) -> str:
-    """Put a thought before a grammar in llguidance's own form."""
+    if not structure.thought:
+        return text
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-    first = {"lark_grammar": f"start: thought /[ \\n]*/ @answer\n{thought}"}
+    first = {"lark_grammar": f"start: thought /[ \\n]*/ @answer\n{structure.thought}"}
     return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
 
 
@@ -168,11 +161,12 @@ def _within(seconds: float, structure: Structure, work: Any) -> Any:
     """
     results: list[Any] = []
     errors: list[BaseException] = []
-    clocks: list[int] = []  # the thread's own
+    clocks: list[int] = []  # the id of the thread's processor-time clock, which others can read; none on Windows
 
     def body() -> None:
         try:
-            clocks.extend(_own_clock())
+            if hasattr(time, "pthread_getcpuclockid"):
+                clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
             results.append(work(structure))
         except BaseException as error:
             errors.append(error)
@@ -192,11 +186,6 @@ def _within(seconds: float, structure: Structure, work: Any) -> Any:
     return results[0]
 
 
-def _own_clock() -> list[int]:
-    """Return the id of this thread's processor-time clock, which other threads can read; none on Windows."""
-    return [time.pthread_getcpuclockid(threading.get_ident())] if hasattr(time, "pthread_getcpuclockid") else []
-
-
 def _used(clocks: Sequence[int], waited: float) -> float:
     """Return the seconds of processor time of a thread, or the elapsed ones if the system does not measure it."""
     try:
@@ -208,11 +197,3 @@ def _used(clocks: Sequence[int], waited: float) -> float:
 def _refused(structure: Structure, said: str) -> UserError:
     words = " ".join(said.partition("<state>")[0].split()) or "no reason given"
     return UserError(f"the {NAMES[structure.kind]} cannot be enforced: {words[:_LONGEST]}")
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UserError(f"structured output needs the package llguidance: {install_command('grammar')}") from error
-    return llguidance

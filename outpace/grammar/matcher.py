@@ -34,9 +34,13 @@ class _Cursor:
         """Move to the end of a text; raise UserError if the grammar refuses it."""
         same = len(self.tokens)
         if text is not self.text or len(text) < self.start + same:
-            same = _common(self.tokens, list(text[self.start :]))
-            self._back(len(self.tokens) - same)
-            del self.tokens[same:]
+            answer = list(text[self.start :])
+            same = min(len(self.tokens), len(answer))
+            if self.tokens[:same] != answer[:same]:
+                same = next(place for place in range(same) if self.tokens[place] != answer[place])
+            if same < len(self.tokens):
+                self.matcher.rollback(len(self.tokens) - same)
+                del self.tokens[same:]
             self.text = text
         fresh = list(text[self.start + same :])
         count = self.matcher.try_consume_tokens(fresh) if fresh else 0
@@ -57,10 +61,6 @@ class _Cursor:
         count = matcher.try_consume_tokens(list(path)) if path else 0
         self.check(matcher)
         return matcher if count == len(path) else None
-
-    def _back(self, count: int) -> None:
-        if count:
-            self.matcher.rollback(count)
 
 
 class _CachedResult(NamedTuple):
@@ -168,14 +168,6 @@ class GrammarConstraint(Constraint):
             if len(self._idle) >= _MAX_CURSORS:
                 return self._idle.popleft()
         return _Cursor(self._first.deep_copy(), self._start)
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix."""
-    count = min(len(one), len(other))
-    if one[:count] == other[:count]:
-        return count
-    return next(place for place in range(count) if one[place] != other[place])
 
 
 def unpacked(bits: bytes) -> np.ndarray:

@@ -8,7 +8,7 @@ unknown keywords), unless it looks like a misspelt keyword.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError, unknown
@@ -55,23 +55,51 @@ _OWN = ("_", "@", "//", "x-")  # prefixes of comments, of JSON-LD and of extensi
 
 
 def enforceable(schema: Any) -> Any:
-    """Return the schema without unknown annotations; raise UserError as `check` does."""
-    check(schema)
-    return _without_notes(schema)
+    """Return the schema without unknown annotations.
+
+    Raises UserError for a schema that is too large or too deep, or has a keyword that cannot be enforced.
+    """
+    return _Checker().check(schema, 1)
 
 
-def _without_notes(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
-    kept = {name: value for name, value in schema.items() if name in KNOWN}
-    for name in _MAPS:
-        if isinstance(inner := kept.get(name), Mapping):
-            kept[name] = {key: _without_notes(value) for key, value in inner.items()}
-    for name in (*_LISTS, *_ONES):
-        if name in kept:
-            inner = kept[name]
-            kept[name] = [_without_notes(one) for one in inner] if isinstance(inner, list) else _without_notes(inner)
-    return kept
+class _Checker:
+    """Checks one schema and all schemas in it, which count together."""
+
+    def __init__(self) -> None:
+        self._properties = 0
+        self._notes: set[str] = set()
+
+    def check(self, schema: Any, depth: int) -> Any:
+        """Return a schema at this depth without unknown annotations; UserError if it cannot be enforced."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise UserError(f"the JSON schema holds {schema!r:.50} where a schema belongs")
+        if depth > DEEPEST:
+            raise UserError(f"the JSON schema is deeper than {DEEPEST} levels")
+        kept = {keyword: value for keyword, value in schema.items() if self._is_known(keyword)}
+        for name in _MAPS:
+            if isinstance(inner := kept.get(name), Mapping):
+                self._properties += len(inner)
+                if self._properties > PROPERTIES:
+                    raise UserError(f"the JSON schema has more than {PROPERTIES} properties and definitions")
+                kept[name] = {key: self.check(value, depth + 1) for key, value in inner.items()}
+        for name in (*_LISTS, *_ONES):
+            if isinstance(inner := kept.get(name), list):
+                kept[name] = [self.check(one, depth + 1) for one in inner]
+            elif inner is not None:
+                kept[name] = self.check(inner, depth + 1)
+        return kept
+
+    def _is_known(self, keyword: str) -> bool:
+        """Return whether a keyword is enforced or a known annotation; UserError if it limits values in another way."""
+        if keyword not in KNOWN and keyword not in self._notes:
+            if _has_meaning(keyword):
+                raise unknown("or unsupported keyword of a JSON schema", keyword, KNOWN)
+            self._notes.add(keyword)
+            if len(self._notes) > NOTES:
+                raise UserError(f"the JSON schema has more than {NOTES} different keywords that are not known")
+        return keyword in KNOWN
 
 
 def _has_meaning(keyword: str) -> bool:
@@ -81,45 +109,4 @@ def _has_meaning(keyword: str) -> bool:
     lower = keyword.lower()[:60]
     if keyword.startswith(_OWN) or lower in _NOTED:
         return False
-    alike = difflib.get_close_matches(lower, _LONG_ENOUGH, 1, _ALIKE)
-    return lower in _LIMITING or bool(alike)
-
-
-def check(schema: Any) -> None:
-    """Raise UserError for a schema that is too large or too deep, or has a keyword that cannot be enforced."""
-    properties = 0
-    notes: set[str] = set()
-    left = [(schema, 1)]
-    while left:
-        one, depth = left.pop()
-        if isinstance(one, bool):
-            continue
-        if not isinstance(one, Mapping):
-            raise UserError(f"the JSON schema holds {one!r:.50} where a schema belongs")
-        if depth > DEEPEST:
-            raise UserError(f"the JSON schema is deeper than {DEEPEST} levels")
-        for keyword in one:
-            if keyword in KNOWN or keyword in notes:
-                continue
-            if _has_meaning(keyword):
-                raise unknown("or unsupported keyword of a JSON schema", keyword, KNOWN)
-            notes.add(keyword)
-            if len(notes) > NOTES:
-                raise UserError(f"the JSON schema has more than {NOTES} different keywords that are not known")
-        properties += sum(len(one[name]) for name in _MAPS if isinstance(one.get(name), Mapping))
-        if properties > PROPERTIES:
-            raise UserError(f"the JSON schema has more than {PROPERTIES} properties and definitions")
-        left += [(inner, depth + 1) for inner in _inside(one)]
-
-
-def _inside(schema: Mapping[str, Any]) -> Iterator[Any]:
-    for name in _MAPS:
-        inner = schema.get(name)
-        if isinstance(inner, Mapping):
-            yield from inner.values()
-    for name in (*_LISTS, *_ONES):
-        inner = schema.get(name)
-        if isinstance(inner, list):
-            yield from inner
-        elif inner is not None:
-            yield inner
+    return lower in _LIMITING or bool(difflib.get_close_matches(lower, _LONG_ENOUGH, 1, _ALIKE))

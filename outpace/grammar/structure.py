@@ -43,11 +43,7 @@ NAMES = {"json": "JSON schema", "regex": "regex", "lark": "grammar"}
 
 def read_structure(response_format: Any, structured_outputs: Any) -> Structure | None:
     """Return what either field requests, None for plain text; raise UserError for invalid values, or for both."""
-    asked = _response_format(response_format)
-    if isinstance(structured_outputs, Structure):
-        other: Structure | None = structured_outputs
-    else:
-        other = _structured_outputs(structured_outputs)
+    asked, other = _response_format(response_format), _structured_outputs(structured_outputs)
     if asked is not None and other is not None:
         raise UserError("response_format and structured_outputs both say what the answer is, give one of them")
     return asked or other
@@ -55,7 +51,8 @@ def read_structure(response_format: Any, structured_outputs: Any) -> Structure |
 
 def choice_of(texts: Any) -> Structure:
     """Return the structure of a choice of texts."""
-    if not _is_list(texts) or not texts or not all(isinstance(text, str) and text for text in texts):
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
+    if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"choice is {reprlib.repr(texts)}, it must be a list of texts, none of them empty")
     return Structure("lark", "start: " + " | ".join(map(quoted, dict.fromkeys(texts))))
 
@@ -68,7 +65,8 @@ def quoted(text: str) -> str:
 def schema_of(schema: Any, compact: bool = False) -> Structure:
     """Return the structure of a JSON schema, given as an object or as its text."""
     if isinstance(schema, str):
-        _check_size(schema)
+        if len(schema) > LARGEST:
+            raise UserError(f"the JSON schema has {len(schema)} characters, at most {LARGEST} bytes are allowed")
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -101,21 +99,19 @@ def _response_format(value: Any) -> Structure | None:
 
 
 def _structured_outputs(value: Any) -> Structure | None:
-    if value is None:
-        return None
+    if value is None or isinstance(value, Structure):
+        return value
     if not isinstance(value, Mapping):
-        raise UserError(
-            f"structured_outputs is {reprlib.repr(value)}, it must be an object with one of {_listed(KINDS)}"
-        )
+        kinds = ", ".join(KINDS)
+        raise UserError(f"structured_outputs is {reprlib.repr(value)}, it must be an object with one of {kinds}")
     given = {name: asked for name, asked in value.items() if asked is not None and asked is not False}
     compact = given.pop("disable_any_whitespace", False) is True
     for name in given:
         if name not in KINDS:
             raise unknown("field of structured_outputs", str(name), (*KINDS, "disable_any_whitespace"))
     if len(given) != 1:
-        raise UserError(
-            f"structured_outputs has {_listed(tuple(given)) or 'nothing'}, it must have one of {_listed(KINDS)}"
-        )
+        found = ", ".join(given) or "nothing"
+        raise UserError(f"structured_outputs has {found}, it must have one of {', '.join(KINDS)}")
     ((kind, asked),) = given.items()
     if kind == "json":
         return schema_of(asked, compact)
@@ -126,16 +122,3 @@ def _structured_outputs(value: Any) -> Structure | None:
     if not isinstance(asked, str) or not asked:
         raise UserError(f"{kind} is {reprlib.repr(asked)}, it must be a text that is not empty")
     return Structure("regex" if kind == "regex" else "lark", asked)
-
-
-def _check_size(text: str) -> None:
-    if len(text) > LARGEST:
-        raise UserError(f"the JSON schema has {len(text)} characters, at most {LARGEST} bytes are allowed")
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
