@@ -18,17 +18,16 @@ from outpace.core.noise import FACTORS, UNIT, key_words, row_key, row_words
 from outpace.core.noise import gumbel as gumbel_noise
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions, Request, Row, TopK
-from outpace.rules import _ranking, greedy, gumbel, match
-from outpace.rules._ranking import clear_winner
-from outpace.rules.base import top_k_rows
+from outpace.rules import base, greedy, gumbel, match
+from outpace.rules.base import clear_winner, top_k_rows
 
 GREEDY, GUMBEL, MATCH = greedy.Greedy(), gumbel.Gumbel(), match.Match()
 SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 2048, 10007)
-needs_kernels = pytest.mark.skipif(_ranking.native_rank() is None, reason="the kernels are not installed")
+needs_kernels = pytest.mark.skipif(base.native_rank() is None, reason="the kernels are not installed")
 
 
 def rank(scores: np.ndarray, count: int, temperature: float, keys: list[int], ids: object, whole: bool) -> list:
-    native = _ranking.native_rank()
+    native = base.native_rank()
     assert native is not None
     return native(scores, count, [temperature] * len(scores), keys, ids, whole)
 
@@ -118,7 +117,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (scores, 2, [1.0, 1.0], [], ids, True, [(1, 1.0, 0.0), (1, 1.0, math.nan)]),
     ):
         with pytest.raises(ValueError, match=r"must|has the wrong shape"):
-            _ranking.native_rank()(*bad)
+            base.native_rank()(*bad)
 
 
 @needs_kernels
@@ -135,7 +134,7 @@ def test_a_row_without_an_order_is_left_to_the_definition(odd: float) -> None:
 @pytest.mark.parametrize("is_there", [True, False])
 def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there:
-        monkeypatch.setattr(_ranking, "native_rank", lambda: None)
+        monkeypatch.setattr(base, "native_rank", lambda: None)
     requests = (
         Request((1,), GREEDY),
         Request((1, 2), GUMBEL, sampling=Sampling(0.8), seed=3),
@@ -159,7 +158,7 @@ def by_both(patch: pytest.MonkeyPatch, held: SparseLogits, rows: list[Row], coun
     """Return each row's best tokens with the kernels, and without them."""
     fast = top_k_rows(held, rows, count)
     with patch.context() as patched:
-        patched.setattr(_ranking, "native_rank", lambda: None)
+        patched.setattr(base, "native_rank", lambda: None)
         return [*zip(fast, top_k_rows(held, rows, count), strict=True)]
 
 
@@ -190,7 +189,7 @@ def test_filters_leave_what_their_definition_leaves(held: int) -> None:
             seeds = chance.integers(1 << 40, size=len(scores)).tolist()
             rows = [Row(Request((1,), GUMBEL, sampling=sampling, seed=seed), [1] * 9) for seed in seeds]
             keys = [row_key(seed, 0, 9) for seed in seeds]
-            two = _ranking.ranked(scores, [sampling] * len(rows), 2, keys=keys, whole=False)
+            two = base.ranked(scores, [sampling] * len(rows), 2, keys=keys, whole=False)
             assert two is not None
             winners = [clear_winner(*best) for best in two]
             picks = GUMBEL.run(torch.from_numpy(scores), rows)
@@ -228,7 +227,7 @@ def test_a_winner_is_called_where_it_is_clear() -> None:
 @pytest.mark.parametrize("found", [None, object()], ids=["missing", "old"])
 def test_kernels_that_are_missing_or_old_are_done_without(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "outpace_kernels", found)
-    assert _ranking.native_rank.__wrapped__() is None
+    assert base.native_rank.__wrapped__() is None
 
 
 def test_the_noise_of_single_tokens_is_that_of_the_row() -> None:
@@ -261,8 +260,8 @@ VOCABULARIES = (1, 2, 63, 64, 130, 2048, 49152)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Rank by the kernels, or as without them."""
     if request.param == "torch":
-        monkeypatch.setattr(_ranking, "native_rank", lambda: None)
-    elif _ranking.native_rank() is None:
+        monkeypatch.setattr(base, "native_rank", lambda: None)
+    elif base.native_rank() is None:
         pytest.skip("the kernels are not installed")
     name: str = request.param
     return name

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
 from outpace.core.lazy import torch
 from outpace.core.logits import host_rows, tensor_of
-from outpace.core.types import Adjustments, Request, Row
+from outpace.core.types import Adjustments, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,10 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Co
         scores[:, at] += _like(scores, [*map(bias.__getitem__, known.tolist())])
     _penalise(scores, rows, settings, places)
     for number, row in enumerate(rows):
-        if forbidden := [*_forbidden(request, row, settings)]:
+        forbidden = list(request.stop_ids) if row.position - len(request.prompt) < settings.min_tokens else []
+        if settings.banned is not None:
+            forbidden += settings.banned.after(_answer_backwards(row))
+        if forbidden:
             scores[number, places.of(forbidden)[1]] = _FORBIDDEN
     if settings.banned is not None:
         scores[:, places.of(settings.banned.always.tolist())[1]] = _FORBIDDEN
@@ -178,16 +181,7 @@ def _penalised(values: Any, counts: Sequence[int] | None, settings: Adjustments)
     return values - amount * (weight > 0)
 
 
-def _forbidden(request: Request, row: Row, settings: Adjustments) -> Iterator[int]:
-    """Yield the tokens that a row's minimum length and banned strings forbid."""
-    if row.position - len(request.prompt) < settings.min_tokens:
-        yield from request.stop_ids
-    if settings.banned is not None:
-        yield from settings.banned.after(_answer_backwards(row))
-
-
 def _answer_backwards(row: Row) -> Iterator[int]:
-    """Yield the answer's tokens before the row's, last one first."""
-    yield from reversed(row.path)
-    for place in range(len(row.committed) - 1, len(row.request.prompt) - 1, -1):
-        yield row.committed[place]
+    """Return the answer's tokens before the row's, last one first."""
+    committed = islice(reversed(row.committed), len(row.committed) - len(row.request.prompt))
+    return chain(reversed(row.path), committed)

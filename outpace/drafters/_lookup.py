@@ -109,48 +109,37 @@ class LookupDrafter(Drafter, Generic[State]):
             assert child is not None
         return child
 
-    def attach_phrase(
+    def attach_branch(
         self,
         state: State,
         tree: TokenTree,
-        node: int,
-        phrase: Sequence[int],
+        tokens: Sequence[int],
+        length: int,
         grade: Certainty,
+        least: float = 0.0,
+        node: int = 0,
         origin: int = 0,
-        least: float = -math.inf,
-        most_nodes: float = math.inf,
+        most_nodes: int | None = None,
     ) -> int:
-        """Attach a phrase that follows a node's token, as far as the log probability of reaching a token is at least
-        `least` and the tree has fewer than `most_nodes` nodes; return its last node."""
-        for place, token in enumerate(phrase):
-            kind = kind_of(1 + place, grade, origin)
-            if len(tree) >= most_nodes or tree.scores[node] + self.log_rate(state, kind) < least:
-                break
-            is_new = token not in state.proposed.get(tree.ids[node], ())
-            node = self.attach(state, tree, node, token, kind)
-            grade = Certainty.SURE if is_new else grade
-        return node
+        """Attach a chain below `node`, as far as the probability of reaching a token is at least `least` and the tree
+        has at most `most_nodes` nodes; return the last node.
 
-    def attach_branch(
-        self, state: State, tree: TokenTree, tokens: Sequence[int], length: int, grade: Certainty, least: float = 0.0
-    ) -> None:
-        """Attach a chain below the root, as far as the probability of reaching a token is at least `least`. `length`:
-        number of matching tokens before it; `grade`: certainty of the first token that no other branch shares."""
-        tokens, planted, ids, floor = allowed(state, tokens), state.proposed, tree.ids, math.log(least or NEVER)
-        node = place = 0
-        while (
-            place < len(tokens) and (child := tree.child(node, tokens[place])) is not None
-        ):  # shared with another branch
-            kind, below = kind_of(length + place, grade), planted.setdefault(ids[node], {})
+        `length`: number of matching tokens before the chain; `grade`: certainty of the first token that no other branch
+        shares.
+        """
+        planted, ids, floor = state.proposed, tree.ids, math.log(least or NEVER)
+        tokens, place = tokens if node else allowed(state, tokens), 0
+        while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # shared with a branch
+            kind, below = kind_of(length + place, grade, origin), planted.setdefault(ids[node], {})
             if tree.scores[node] + self.log_rate(state, kind) < floor:
-                return
+                return node
             if tokens[place] not in below:
                 below[tokens[place]], grade = kind, Certainty.SURE
             node, place = child, place + 1
-        rest = tokens[place:]
+        rest = tokens[place:] if most_nodes is None else tokens[place : place + max(most_nodes - len(tree), 0)]
         kinds, scores, score = [], [], tree.scores[node]
-        for number in range(length + place, length + len(tokens)):
-            kind = kind_of(number, grade)
+        for number in range(length + place, length + place + len(rest)):
+            kind = kind_of(number, grade, origin)
             score += self.log_rate(state, kind)
             if score < floor:
                 break
@@ -158,8 +147,7 @@ class LookupDrafter(Drafter, Generic[State]):
             scores.append(score)
             if len(kinds) > 1 or rest[0] not in planted.get(ids[node], ()):
                 grade = Certainty.SURE
-        if kinds:
-            self.attach_chain(state, tree, node, rest[: len(kinds)], kinds, scores)
+        return self.attach_chain(state, tree, node, rest[: len(kinds)], kinds, scores) if kinds else node
 
     def attach_chain(
         self,
@@ -169,12 +157,14 @@ class LookupDrafter(Drafter, Generic[State]):
         tokens: Sequence[int],
         kinds: Sequence[int],
         scores: Sequence[float],
-    ) -> None:
-        """Attach a chain with these path scores below `node`, which has no child with the first token."""
+    ) -> int:
+        """Attach a chain with these path scores below `node`, which has no child with the first token; return its last
+        node."""
         planted, first = state.proposed, tree.chain(node, tokens, scores)
         planted.setdefault(tree.ids[node], {}).setdefault(tokens[0], kinds[0])
         for above, token, kind in zip(tree.ids[first:], tokens[1:], kinds[1:], strict=False):
             planted[above] = {token: kind}
+        return first + len(tokens) - 1
 
     def rate(self, state: State, kind: int) -> float:
         """Return how often a copy of this kind is accepted."""

@@ -8,7 +8,6 @@ table (outpace tune --drafter cacheback --corpus ...) helps while the text itsel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -86,13 +85,13 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
 
     def propose(self, state: CachebackState, tree: TokenTree) -> None:
         """Extend the best node first; a node is extended once, however many phrases end there."""
-        least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
+        least = self._options.least_chance
         waiting, known = [(0.0, 0)], {0}  # -path score, node
         size = len(tree) + self._options.offered
         while waiting and len(tree) < size:
             node = heappop(waiting)[1]
             for phrase, origin, grade in islice(self._phrases(state.table, tree.tokens[node]), self._options.branches):
-                end = self.attach_phrase(state, tree, node, phrase, grade, origin, least)
+                end = self.attach_branch(state, tree, phrase, 1, grade, least, node, origin)
                 if end not in known:
                     known.add(end)
                     heappush(waiting, (-tree.scores[end], end))

@@ -105,7 +105,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         """Attach phrases after the draft's end."""
         end, grade = tree.ids.index(state.end), Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[end])[: self._options.suffixes]:
-            self.attach_phrase(state, tree, end, phrase, grade, most_nodes=self._options.tree_nodes)
+            self.attach_branch(state, tree, phrase, 1, grade, node=end, most_nodes=self._options.tree_nodes)
             grade = Certainty.OTHER
 
     def observe(self, state: OuroborosState, seen: Observation) -> None:

@@ -17,8 +17,7 @@ from outpace.core.noise import exponential, gumbel, row_key
 from outpace.core.sampling import log_probs
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Pick, Row, RuleTraits, TopK, Verdict
-from outpace.rules._ranking import clear_winner, ranked
-from outpace.rules.base import LogProbRule, follow_picks
+from outpace.rules.base import LogProbRule, clear_winner, follow_picks, ranked
 
 if TYPE_CHECKING:
     from torch import Tensor
