@@ -39,12 +39,17 @@ NATIVE_TINIES = {
     "phi": reference.PHI,
     "gemma": replace(reference.GEMMA, hidden_size=100, intermediate_size=70, windows=(7, None, 40, 19)),
 }
-NEEDS_KERNELS = pytest.mark.skipif(missing_kernels() is not None, reason="the native kernels are not installed")
+HAS_KERNELS = missing_kernels() is None
+NEEDS_KERNELS = pytest.mark.skipif(not HAS_KERNELS, reason="outpace-kernels is not installed")
 
 
-def tiny(config: LlamaConfig = TINY, exact: bool | None = None, kv_dtype: str = "auto", **options: Any) -> Llama:
-    tensor = reference.random_tensors(config).__getitem__
-    return Llama.from_tensors(config, tensor, exact=exact, kv_dtype=kv_dtype, **options)
+def build(kind: Any, config: LlamaConfig = TINY, **options: Any) -> Any:
+    """A model of random weights by one of torch's runtimes."""
+    return kind.from_tensors(config, reference.random_tensors(config).__getitem__, **options)
+
+
+def tiny(config: LlamaConfig = TINY, exact: bool | None = None, **options: Any) -> Llama:
+    return build(Llama, config, exact=exact, **options)
 
 
 def native_tiny(config: LlamaConfig = TINY, head_ids: Tensor | None = None, **options: Any) -> NativeLlama:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.config.rope import LongScaling
 
 TINY = LlamaConfig(
@@ -55,8 +55,6 @@ PHI = replace(
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of a random model by their Hugging Face names, float32; norms around 1."""
-    from outpace.models.llama.config.llama_config import tensor_shapes
-
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():

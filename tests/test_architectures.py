@@ -22,7 +22,6 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import Rotation, YarnScaling
 from outpace.models.llama.torch.attention import FastAttention
-from outpace.models.llama.torch.linear import can_pack
 from outpace.models.llama.torch.rope_tables import Rotary
 from outpace.models.llama.torch.runtime import Llama
 
@@ -243,7 +242,7 @@ def test_a_text_past_the_declared_length_where_yarn_scales_it(pairs: Callable[[s
     assert_near(model.score([chain(model.open(128, 128), tokens, range(120))]), pairs("qwen2_yarn").logits(tokens))
 
 
-def test_a_position_turns_alike_however_far_the_table_reaches() -> None:
+def test_rotary_factors_do_not_depend_on_the_table_size() -> None:
     short, steps, long = (Rotary(16, Rotation(10000.0, YARNED), CPU) for _ in range(3))
     short.reach(10)
     for positions in (5000, 20, 9000):
@@ -254,7 +253,7 @@ def test_a_position_turns_alike_however_far_the_table_reaches() -> None:
     assert torch.equal(short(places[:10]), long(places[:10]))
 
 
-def test_layers_keep_what_sets_them_apart_in_a_shallow_draft() -> None:
+def test_layers_keep_their_windows_and_rotations_in_a_shallow_draft() -> None:
     config = replace(reference.TINY, windows=(5, None, 9), rotary_layers=(True, False, True))
     tensors = reference.random_tensors(config)
     draft = Llama.from_tensors(config, tensors.__getitem__).select_layers([1, 2])
@@ -270,17 +269,11 @@ def test_layers_keep_what_sets_them_apart_in_a_shallow_draft() -> None:
     assert (got - reference.logits(alone, renumbered, tokens)).abs().max() < 2e-4
 
 
-def test_bfloat16_is_packed_where_the_machine_can() -> None:
-    assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
-    assert not can_pack(CPU, torch.float16)
-    assert not can_pack(torch.device("meta"), torch.float32)
-
-
 def config_of(family: str, **changes: Any) -> LlamaConfig:
     return from_dict(SIZES | {"model_type": family} | changes)
 
 
-def test_silent_configs_mean_what_transformers_takes() -> None:
+def test_missing_fields_default_as_in_transformers() -> None:
     assert config_of("mistral", max_position_embeddings=32768).windows == (4096,) * 4
     assert config_of("mistral", sliding_window=4096).windows == ()  # longer than the text may be
     assert config_of("qwen2", sliding_window=9).windows == ()  # not in use
@@ -314,7 +307,7 @@ def test_silent_configs_mean_what_transformers_takes() -> None:
         ("qwen3", "hidden_act", "gelu"),
     ],
 )
-def test_what_would_come_out_wrong_is_refused_and_the_adapter_named(family: str, field: str, value: Any) -> None:
+def test_unsupported_fields_are_refused_with_the_adapter(family: str, field: str, value: Any) -> None:
     with pytest.raises(UserError, match=rf"{field}.*--runtime transformers"):
         config_of(family, **{field: value})
 
@@ -341,7 +334,7 @@ def test_what_would_come_out_wrong_is_refused_and_the_adapter_named(family: str,
         ("use_sliding_window", "yes"),
     ],
 )
-def test_senseless_fields_are_named(field: str, value: Any) -> None:
+def test_invalid_fields_are_named(field: str, value: Any) -> None:
     changes = {field: value} | ({"rope_scaling": {**YARN, "rope_theta": None}} if field == "rope_theta" else {})
     with pytest.raises(UserError, match=field):
         config_of("smollm3", **({"sliding_window": 9} | changes))

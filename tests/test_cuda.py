@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder
-from test_llama import TINIES
+from passes import TINIES, build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
@@ -43,7 +43,7 @@ def test_captured_forwards_equal_the_slow_ones(dtype: torch.dtype, is_eager: boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_exact_mode_holds_bit_for_bit(dtype: torch.dtype) -> None:
+def test_exact_mode_bit_for_bit(dtype: torch.dtype) -> None:
     rows = gpu_checks.of_exact("cuda", dtype, is_eager=False)
     if "note" in rows[0]:
         pytest.skip(rows[0]["note"])
@@ -61,7 +61,7 @@ def test_texts_are_those_of_plain_decoding(folder: Path, options: dict[str, str]
     assert not [row for row in rows if not row["passed"]]
 
 
-def test_a_drafter_in_a_thread_has_a_stream_of_its_own(folder: Path) -> None:
+def test_a_drafter_in_a_thread_has_its_own_stream(folder: Path) -> None:
     streams = set()
     with outpace.load(folder, folder, device="cuda", method="card", worker="thread") as llm:
         score = llm.draft.model.score
@@ -76,12 +76,7 @@ def test_a_drafter_in_a_thread_has_a_stream_of_its_own(folder: Path) -> None:
     assert torch.cuda.default_stream().cuda_stream not in streams
 
 
-def test_a_files_weights_are_refused_before_anything_is_loaded(folder: Path) -> None:
-    with pytest.raises(UserError, match="file runs on a CPU"):
-        load_model(folder, device="cuda", dtype="file")
-
-
-def test_a_second_device_that_is_not_there_is_refused_first(folder: Path) -> None:
+def test_a_missing_second_device_is_refused_first(folder: Path) -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(UserError, match=missing):
         outpace.load(folder, folder, device="cuda", draft_device=missing)
@@ -89,11 +84,8 @@ def test_a_second_device_that_is_not_there_is_refused_first(folder: Path) -> Non
 
 def exact_on_cuda() -> Any:
     """A tiny model in float32, whose products keep a row's bits or refuse."""
-    config = test_draft_steps.reference.TINY
-    tensors = test_draft_steps.reference.random_tensors(config)
-    given = {"exact": True, "device": "cuda", "is_eager": False}
     try:
-        return ExactGraphLlama.from_tensors(config, tensors.__getitem__, **given)
+        return build(ExactGraphLlama, exact=True, device="cuda", is_eager=False)
     except UserError as refusal:
         pytest.skip(str(refusal))
 
@@ -119,7 +111,7 @@ def test_later_steps_draft_below_the_new_root(kind: str) -> None:
     assert test_root_updates.useful_steps(pair, move) >= test_root_updates.KINDS[kind]
 
 
-def test_steps_hear_what_is_written_while_they_run() -> None:
+def test_steps_follow_updates_that_are_sent_while_they_run() -> None:
     """The graph waits in its first forward for longer than the host takes to write."""
     model, forward = exact_on_cuda(), SteppingLlama._step_forward
 
@@ -158,7 +150,7 @@ def test_a_model_on_a_device_that_is_not_the_current_one(folder: Path) -> None:
     torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=2e-4)
 
 
-def test_captures_are_made_anew_when_all_are_gone(folder: Path) -> None:
+def test_passes_are_captured_again_after_the_pool_moved(folder: Path) -> None:
     """The pool of keys and values moves: every graph is dropped, and its memory's handle with them."""
     model = load_model(folder, device="cuda", dtype="float32").model
     session = model.open(120, 8)
@@ -235,10 +227,10 @@ def test_log_probabilities_are_those_of_the_host() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_kind_of_layer_by_kernels(config: Any, dtype: torch.dtype) -> None:
     """Windows, norms of heads, biases, layers without rotation; long texts, which are cut into pieces; wide trees."""
-    tensors = test_draft_steps.reference.random_tensors(config)
+    tensor = test_draft_steps.reference.random_tensors(config).__getitem__
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "exact": False}
-    model = gpu_checks.captured("fused", config, tensors.__getitem__, **given)
-    slow = gpu_checks.Llama.from_tensors(config, tensors.__getitem__, **given)
+    model = gpu_checks.captured("fused", config, tensor, **given)
+    slow = build(gpu_checks.Llama, config, **given)
     words = [number % config.vocab_size for number in range(300)]
     rows = []
     for runtime in (model, slow):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,21 +36,14 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         if torch.device(device).index not in (None, 0):
             raise UserError(f"device {device!r} is not available here, allowed are cpu, cuda:0")
 
-    class Chosen:
-        def __init__(self, device: object) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: object) -> None: ...
-
     monkeypatch.setattr(devices, "check_device", check)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", Chosen)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
 
 
-def test_each_gpu_is_asked_for_itself_whether_it_has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_chosen_for_each_gpu_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has it and is the current one, the second is older."""
     current = [0]
 
@@ -67,6 +60,8 @@ def test_each_gpu_is_asked_for_itself_whether_it_has_bfloat16(monkeypatch: pytes
     found = [LoadOptions(device=device).torch_dtype for device in ("cuda", "cuda:0", "cuda:1")]
     assert found == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert LoadOptions(device_map="auto").torch_dtype == torch.bfloat16
+    assert LoadOptions(device="cuda", dtype="float16").torch_dtype == torch.float16
+    assert LoadOptions().torch_dtype == torch.float32
     assert [_has_fast_bfloat16(torch.device("cuda", number)) for number in range(2)] == [True, False]
 
 
@@ -82,7 +77,9 @@ def test_each_gpu_is_asked_for_itself_whether_it_has_bfloat16(monkeypatch: pytes
     ],
     ids=str,
 )
-def test_what_a_device_cannot_do_is_told(one_gpu: None, options: dict[str, object], says: str) -> None:
+def test_options_that_a_device_does_not_support_are_refused(
+    one_gpu: None, options: dict[str, object], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         devices.check_options(LoadOptions(**options))
 
@@ -96,7 +93,7 @@ def test_a_second_device_is_checked_before_the_target_is_loaded(
         outpace.load(folder, folder, device="cuda", draft_device="cuda:1")
 
 
-def test_weights_that_do_not_fit_are_told_with_what_would(one_gpu: None) -> None:
+def test_weights_that_do_not_fit_are_refused(one_gpu: None) -> None:
     options = LoadOptions(device="cuda", dtype="float16")
     devices.check_memory({"weight": (500, 10**6)}, options)
     with pytest.raises(UserError, match=r"need 1\.2 GiB in float16, cuda has 1\.0 GiB free: a model of at most 0\.5"):
@@ -106,7 +103,7 @@ def test_weights_that_do_not_fit_are_told_with_what_would(one_gpu: None) -> None
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights_are_counted_as_they_are_held(dtype: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_counted_as_they_are_stored(dtype: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix that two names share counts once; one that is repacked next to its embedding counts twice."""
     seen: dict[int, int] = {}
 
@@ -126,20 +123,17 @@ def test_weights_are_counted_as_they_are_held(dtype: str, is_tied: bool, monkeyp
     assert 0 <= devices.torch_bytes(tensor_shapes(config), options) - sum(seen.values()) <= norms
 
 
-def test_unknown_graphs_are_refused() -> None:
-    with pytest.raises(UserError, match="unknown graphs 'on'"):
-        LoadOptions(graphs="on")
-
-
 @pytest.mark.parametrize(
     ("runtime", "says"), [("native", "graphs eager is for the runtime llama"), ("transformers", "leave it out")]
 )
-def test_other_runtimes_have_no_graphs(tmp_path: Path, runtime: str, says: str) -> None:
+def test_other_runtimes_and_unknown_graphs_are_refused(tmp_path: Path, runtime: str, says: str) -> None:
+    with pytest.raises(UserError, match="unknown graphs 'on'"):
+        LoadOptions(graphs="on")
     with pytest.raises(UserError, match=says):
         load_model(model_folder(tmp_path), runtime=runtime, graphs="eager")
 
 
-def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu_runs_on_the_native_kernels(tmp_path: Path) -> None:
+def test_a_draft_on_the_cpu_of_a_target_on_a_gpu_is_native(tmp_path: Path) -> None:
     pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
     of_draft = LoadOptions(device="cuda", graphs="cuda").of_draft("cpu")
     assert of_draft == LoadOptions()
@@ -163,7 +157,7 @@ def test_a_drafter_on_a_cpu_needs_no_stream() -> None:
         (torch.device("cpu"), None, "auto"),
     ],
 )
-def test_auto_means_card_where_the_draft_has_a_device_of_its_own(target: Any, draft: Any, method: str) -> None:
+def test_auto_means_card_if_the_draft_has_its_own_device(target: Any, draft: Any, method: str) -> None:
     """Runtimes name their devices by torch's objects or by strings, which are never equal."""
     models = [Loaded(SimpleNamespace(device=device), None, "") for device in (target, draft)]
     assert choose_method(models[0], models[1], "auto") == method

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from test_llama import TINIES
-from turns import in_turn
+from passes import TINIES, build
 
 import outpace
 from outpace.core.drafting import BuildContext, DraftDirectives
@@ -26,7 +24,6 @@ from outpace.drafters import model as model_drafter
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda import step_choice
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
-from outpace.models.llama.cuda.step_choice import own_bit
 from outpace.rules import base, greedy, gumbel, match
 
 RULES = {"greedy": greedy.Greedy, "gumbel": gumbel.Gumbel, "match": match.Match}
@@ -41,9 +38,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def exact(config: LlamaConfig = reference.TINY, dtype: torch.dtype = torch.float32, **more: Any) -> SteppingLlama:
     """In exact mode a row's bits depend on nothing but its path, so single steps and several give the same scores."""
-    tensors = reference.random_tensors(config)
-    model = ExactGraphLlama.from_tensors(config, tensors.__getitem__, exact=True, dtype=dtype, is_eager=True, **more)
-    assert isinstance(model, SteppingLlama)
+    model: SteppingLlama = build(ExactGraphLlama, config, exact=True, dtype=dtype, is_eager=True, **more)
     return model
 
 
@@ -131,7 +126,7 @@ def test_several_steps_grow_the_tree_of_single_ones(rule: str, steps: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scores_that_tie_are_ordered_alike(dtype: torch.dtype) -> None:
+def test_equal_scores_are_ordered_alike(dtype: torch.dtype) -> None:
     """In half precision many of a row's scores are equal."""
     model = exact(dtype=dtype)
     pair = Pair(model, [request_of("greedy", words(model, 12, seed)) for seed in range(2)], 4)
@@ -140,15 +135,13 @@ def test_scores_that_tie_are_ordered_alike(dtype: torch.dtype) -> None:
     assert (pair.forwards[0] > 6, pair.forwards[1]) == (True, 2)
 
 
-def test_equal_tokens_are_ordered_alike() -> None:
+def test_tokens_of_equal_scores_are_ordered_alike() -> None:
     """Each token has a twin with the same score; whole branches tie."""
-    config = replace(reference.TINY, tie_embeddings=True)
-    tensors = reference.random_tensors(config)
-    embedding = tensors["model.embed_tokens.weight"].clone()
+    tensors = reference.random_tensors(reference.TINY)
+    embedding = tensors["model.embed_tokens.weight"]
     half = len(embedding) // 2
     embedding[half : 2 * half] = embedding[:half]
-    tensors = {**tensors, "model.embed_tokens.weight": embedding}
-    model = ExactGraphLlama.from_tensors(config, tensors.__getitem__, exact=True, is_eager=True)
+    model = ExactGraphLlama.from_tensors(reference.TINY, tensors.__getitem__, exact=True, is_eager=True)
     pair = Pair(model, [request_of("greedy", words(model, 9))], 4)
     for _ in range(8):
         pair.grow([0])
@@ -157,7 +150,7 @@ def test_equal_tokens_are_ordered_alike() -> None:
     assert pair.forwards[1] == 2
 
 
-def test_what_was_taken_ahead_outlives_a_correction() -> None:
+def test_steps_taken_ahead_outlive_a_correction() -> None:
     """Also where the tree has not asked for it yet, and where it begins anew at the target's token."""
     model = exact()
     for is_alone in (False, True):
@@ -202,7 +195,7 @@ def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
     assert pair.forwards[1] < 0.75 * pair.forwards[0]
 
 
-def test_a_sliding_window_and_fewer_bits_hold_alike() -> None:
+def test_a_sliding_window_and_int8_keys_and_values() -> None:
     model = exact(TINIES["mixed"], kv_dtype="int8")
     pair = Pair(model, [request_of("gumbel", words(model, 30))], 4)
     for _ in range(8):
@@ -210,7 +203,7 @@ def test_a_sliding_window_and_fewer_bits_hold_alike() -> None:
     assert pair.forwards == [8, 2]
 
 
-def test_another_drafters_nodes_make_a_forward_of_their_own() -> None:
+def test_another_drafters_nodes_take_another_forward() -> None:
     """What the device did not know of is expanded by the host's choice; the trees are alike."""
     model = exact()
     pair = Pair(model, [request_of("greedy", words(model, 10))], 4)
@@ -223,14 +216,10 @@ def test_another_drafters_nodes_make_a_forward_of_their_own() -> None:
     assert 1 < pair.forwards[1] < pair.forwards[0]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "options"),
-    [(Sampling(0.8, top_p=0.9), {}), (Sampling(0.8, top_k=5), {})],
-    ids=["top_p", "top_k"],
-)
-def test_filters_are_drafted_step_by_step(sampling: Sampling, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.9), Sampling(0.8, top_k=5)], ids=["top_p", "top_k"])
+def test_filters_are_drafted_step_by_step(sampling: Sampling) -> None:
     model = exact()
-    pair = Pair(model, [request_of("gumbel", words(model, 10), sampling=sampling)], 4, **options)
+    pair = Pair(model, [request_of("gumbel", words(model, 10), sampling=sampling)], 4)
     for _ in range(4):
         pair.grow([0])
     assert pair.forwards == [4, 4]
@@ -258,7 +247,7 @@ def test_steps_follow_the_rounds() -> None:
     assert (twos, taken) == ([2], [4, 2])
 
 
-def test_steps_that_were_taken_together_share_their_time() -> None:
+def test_steps_of_one_graph_share_its_time() -> None:
     model = exact()
     drafter = drafter_of(model, 4)
     request = request_of("greedy", words(model, 10))
@@ -279,57 +268,7 @@ def test_a_draft_without_graphs_refuses_several_steps(tmp_path: Path) -> None:
         model_drafter.Options(steps=9)
 
 
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    in_turn([{"method": "speculative"}, {"method": "card", "worker": "thread"}, {"method": "auto"}], [0.0, 0.9]),
-    ids=str,
-)
-def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, str], temperature: float) -> None:
-    folder = model_folder(tmp_path)
-    prompts = ["the cat sat on the cat sat on the", "a b a b a b"]
-    sampling = {"max_tokens": 24, "temperature": temperature, "seed": 5}
-    given = {"graphs": "eager", "profile": False, "drafter": "model", "steps": 4}
-    with outpace.load(folder, "layers:0", **given, **options) as llm:
-        plain = [result.tokens for result in llm.generate(prompts, plain=True, **sampling)]
-        assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain
-        assert any(key[0] == "steps" for key in llm.draft.model.captures._made) or options["method"] == "auto"
-
-
-def sees_itself_alone(best: Any) -> Any:
-    def changed(choice: Any, step: int, slots: torch.Tensor) -> Any:
-        nodes = best(choice, step, slots)
-        return nodes._replace(bits=own_bit(slots))
-
-    return changed
-
-
-def keyed_one_further(proposed: Any) -> Any:
-    return lambda model, sizes, given, nodes, *rest: proposed(
-        model, sizes, given, nodes._replace(depths=nodes.depths + 1), *rest
-    )
-
-
-def _in_order_of_tokens(best: Any) -> Any:
-    return lambda values, count: tuple(part.flip(-1) for part in best(values, count))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "change"),
-    [
-        (step_choice.NodeSelection, "best", sees_itself_alone),
-        (SteppingLlama, "_propose", keyed_one_further),
-        (step_choice, "stable_top_k", _in_order_of_tokens),
-    ],
-)
-def test_a_mistake_on_the_device_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any
-) -> None:
-    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    with pytest.raises(AssertionError):
-        test_several_steps_grow_the_tree_of_single_ones("gumbel", 4)
-
-
-def test_a_choice_that_the_host_does_not_share_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_choice_of_the_device_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the device expands, the trees are those of single steps."""
     monkeypatch.setattr(step_choice.NodeSelection, "_log_chances", lambda choice, values: -values)
     model = exact()
@@ -340,7 +279,7 @@ def test_a_choice_that_the_host_does_not_share_costs_time_alone(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_largest_stand_in_order_and_equal_ones_by_place(dtype: torch.dtype) -> None:
+def test_stable_top_k_orders_equal_values_by_place(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     values = torch.randn(20, 300).mul(4).round().to(dtype)  # many are equal
     values[0, ::7], values[1] = 0.0, -torch.inf

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from passes import branch, fresh, prefilled, random_parents, text
+from passes import branch, fresh, random_parents, text, tree_scores
 from test_four_bits import CASES, CUT, folders
 from test_runtimes import PROMPT
 
 import outpace
-from outpace.models.base import Part
 from outpace.models.files.find import open_source
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
@@ -39,13 +38,8 @@ def model_of(folder: Path, **options: Any) -> NativeLlama:
         )
 
 
-def tree_scores(model: NativeLlama) -> torch.Tensor:
-    session = prefilled(model, text(model, 17))
-    return model.score([Part(session, text(model, 14, 2), random_parents(14, 1), range(14))])
-
-
 @pytest.mark.parametrize(("way", "group", "changes"), IN_BLOCKS, ids=str)
-def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int, changes: dict[str, Any]) -> None:
+def test_panels_hold_the_folders_values(tmp_path: Path, way: str, group: int, changes: dict[str, Any]) -> None:
     folder, plain = folders(tmp_path, way, group, **changes)
     with open_source(folder) as four, open_source(plain) as expected:
         for name in four.names():
@@ -65,29 +59,29 @@ def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int,
 
 
 @pytest.mark.parametrize(("way", "group", "changes"), [("gptq", 128, CUT), ("awq", 32, {})], ids=str)
-def test_a_model_is_what_the_emulation_says(
+def test_a_model_equals_its_emulation(
     tmp_path: Path, way: str, group: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, plain = folders(tmp_path, way, group, **changes)
-    expected = tree_scores(model_of(folder))
+    expected = tree_scores(model_of(folder))[0]
     for name in kernels.instruction_sets():
-        assert torch.equal(tree_scores(model_of(folder, instruction_set=name, threads=1)), expected)
-    assert not torch.equal(tree_scores(model_of(plain)), expected)  # in int8
+        assert torch.equal(tree_scores(model_of(folder, instruction_set=name, threads=1))[0], expected)
+    assert not torch.equal(tree_scores(model_of(plain))[0], expected)  # in int8
     monkeypatch.setattr(native, "load_kernels", lambda: emulation)
-    assert torch.equal(tree_scores(model_of(folder)), expected)
+    assert torch.equal(tree_scores(model_of(folder))[0], expected)
 
 
 def test_a_node_of_a_tree_has_the_scores_of_its_path(tmp_path: Path) -> None:
     model = model_of(folders(tmp_path, "gptq", 64)[0])
     prompt, tokens, parents = text(model, 17), text(model, 14, 2), random_parents(14, 1)
-    scores = tree_scores(model)
+    scores = tree_scores(model)[0]
     for node in range(14):
         assert torch.equal(scores[node], fresh(model, [*prompt, *(tokens[one] for one in branch(parents, node))]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("way", "method"), [("gptq", "auto"), ("awq", "speculative"), ("gptq_v2", "card")])
-def test_every_way_writes_what_plain_decoding_does(tmp_path: Path, way: str, method: str, temperature: float) -> None:
+def test_texts_are_those_of_plain_decoding(tmp_path: Path, way: str, method: str, temperature: float) -> None:
     folder, _ = folders(tmp_path, way, 64)
     asked: dict[str, Any] = {"max_tokens": 30, "temperature": temperature, "seed": 3}
     with outpace.load(folder, dtype="file", method="autoregressive", profile=False) as llm:
@@ -99,7 +93,7 @@ def test_every_way_writes_what_plain_decoding_does(tmp_path: Path, way: str, met
         assert llm.generate([PROMPT], **asked)[0].tokens == plain
 
 
-def test_without_being_asked_the_folders_own_weights_are_held(tmp_path: Path) -> None:
+def test_a_folders_own_weights_are_the_default(tmp_path: Path) -> None:
     folder, plain = folders(tmp_path, "gptq", 64)
     found, asked = load_model(folder), load_model(folder, dtype="file")
     assert (found.precision, found.notice) == ("file", None)  # that the embedding comes in float is nothing to tell
@@ -115,7 +109,7 @@ def test_without_being_asked_the_folders_own_weights_are_held(tmp_path: Path) ->
         ({"intermediate_size": 296}, "file", "F32, GPTQ with 296 inputs"),
     ],
 )
-def test_what_does_not_fit_is_rounded_and_told(
+def test_what_does_not_fit_is_rounded_with_a_notice(
     tmp_path: Path, changes: dict[str, Any], precision: str, slow: str
 ) -> None:
     folder, plain = folders(tmp_path, "gptq", 64, **changes)
@@ -142,14 +136,14 @@ def test_a_tensor_is_fetched_once(tmp_path: Path, changes: dict[str, Any], weigh
         assert set(asked) == set(source.names())
 
 
-def test_kernels_of_before_take_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_kernels_take_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = {name: inputs for name, inputs in kernels.FORMATS.items() if not name.startswith("U4")}
     monkeypatch.setattr(kernels, "FORMATS", old)
     found = load_model(folders(tmp_path, "gptq", 64)[0], dtype="file")
     assert (found.precision, found.notice) == ("int8", f"{ROUNDED}F32, U4_64")
 
 
-def test_a_silent_layer_is_silent(tmp_path: Path) -> None:
+def test_an_added_layer_changes_nothing(tmp_path: Path) -> None:
     one, four = (load_model(folders(tmp_path / str(factor), "awq", 64)[0], dtype="file", inflate=factor).model
                  for factor in (1, 4))  # fmt: skip
     assert four.num_layers > one.num_layers

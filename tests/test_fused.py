@@ -21,8 +21,8 @@ if torch.cuda.is_available():
 
 import reference
 import rounding
+from passes import TINIES, build, tiny
 from rounding import assert_within, relative_error
-from test_llama import TINIES
 
 from outpace.core import fused_noise, noise, triton_support
 from outpace.models import runtimes
@@ -32,14 +32,13 @@ from outpace.models.llama.cuda import captures, triton_kernels
 from outpace.models.llama.cuda.fused_runtime import FusedLlama
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.torch.attention import attend_batch, rotate_pairs, tree_mask
-from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import LoadOptions
 
 WORDS = 4
 
 
 @pytest.fixture(autouse=True)
-def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter computes by numpy, which a capture's stand-in takes for a read of the host's."""
     monkeypatch.setattr(captures, "guarded", lambda work: work())
 
@@ -47,7 +46,7 @@ def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", [1, 16, 100, 576])
 @pytest.mark.parametrize("has_weight", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm(width: int, has_weight: bool, dtype: torch.dtype) -> None:
+def test_norm(width: int, has_weight: bool, dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, width).to(dtype), torch.randn(width) if has_weight else None
     floor = torch.tensor(0.3)
     wide = x.double()
@@ -62,7 +61,7 @@ def test_a_norm(width: int, has_weight: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("is_gelu", [False, True])
 @pytest.mark.parametrize("width", [3, 64, 1536])
-def test_a_gate(width: int, is_gelu: bool) -> None:
+def test_gate(width: int, is_gelu: bool) -> None:
     both = torch.randn(3, 2 * width) * 2
     gate, up = both.double().chunk(2, -1)
     expected = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
@@ -70,30 +69,24 @@ def test_a_gate(width: int, is_gelu: bool) -> None:
     assert_within(triton_kernels.gated(both, is_gelu), expected * up, relative_error(16) * (gate * up).abs())
 
 
-def test_the_noise_that_is_tried_first_has_known_bits() -> None:
-    words = torch.tensor([triton_support.TRIED], dtype=torch.int32)
-    for made in (
-        noise.exponential_from_words(words, triton_support.COUNT),
-        fused_noise.noise(words, triton_support.COUNT, False),
-    ):
-        assert int(made.view(torch.int32).long().sum()) == triton_support.SUM
-
-
-def test_nothing_is_nothing() -> None:
+def test_empty_inputs_give_empty_results() -> None:
     assert triton_kernels.norm(torch.empty(0, 8), None, 1.0).shape == (0, 8)
     assert triton_kernels.gated(torch.empty(0, 8)).shape == (0, 4)
+    assert fused_noise.noise(torch.empty(0, 2, dtype=torch.int32), 9, False).shape == (0, 9)
 
 
 def test_noise_has_the_bits_of_every_other_device() -> None:
     words = torch.randint(-(2**31), 2**31, (7, 2), generator=torch.Generator().manual_seed(3)).to(torch.int32)
     assert torch.equal(fused_noise.noise(words, 5000, False), noise.exponential_from_words(words, 5000))
     assert torch.equal(fused_noise.noise(words, 5000, True), noise.gumbel_from_words(words, 5000))
-    assert fused_noise.noise(words[:0], 9, False).shape == (0, 9)
+    trial = torch.tensor([triton_support.TRIED], dtype=torch.int32)  # its bits are known where the kernels are tried
+    found = noise.exponential_from_words(trial, triton_support.COUNT)
+    assert int(found.view(torch.int32).long().sum()) == triton_support.SUM
 
 
-def fused_model(*given: Any, **more: Any) -> FusedLlama:
-    """One whose kernels run: where they fail, there is another model."""
-    model = FusedLlama.from_tensors(*given, **more)
+def fused(config: LlamaConfig = reference.TINY, **options: Any) -> FusedLlama:
+    """A model whose kernels run: if one fails, another model is returned."""
+    model = build(FusedLlama, config, is_eager=True, exact=False, **options)
     assert isinstance(model, FusedLlama), model.notice
     return model
 
@@ -142,7 +135,7 @@ def test_attention(shape: tuple[int, ...], window: int | None) -> None:
     assert_within(triton_kernels.attend(query, trees.kv, trees.given, slots, window), expected, bound)
 
 
-def test_attention_in_pieces_is_tried_too() -> None:
+def test_the_number_of_pieces() -> None:
     assert [triton_kernels.pieces_of(slots, 2) for slots in (64, 128, 129, 2048)] == [1, 1, 2, 16]
     assert triton_kernels.pieces_of(1 << 20, triton_kernels.PROGRAMS) == 1
 
@@ -150,7 +143,7 @@ def test_attention_in_pieces_is_tried_too() -> None:
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bool) -> None:
+def test_rotating_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bool) -> None:
     batch, nodes, heads, groups, width, slots = shape
     trees = Trees(batch, nodes, groups, width, slots)
     mixed = torch.randn(batch * nodes, (heads + 2 * groups) * width)
@@ -191,9 +184,7 @@ def test_what_is_stored_is_finite() -> None:
 
 @pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
 def test_every_kind_of_layer(config: LlamaConfig) -> None:
-    tensor = reference.random_tensors(config).__getitem__
-    model = fused_model(config, tensor, is_eager=True, exact=False)
-    slow = Llama.from_tensors(config, tensor, exact=False)
+    model, slow = fused(config), tiny(config, exact=False)
     words = [number % config.vocab_size for number in range(1, 71)]
     parents = [-1, 0, 0, 1, 2]
     rows = []
@@ -211,9 +202,7 @@ def test_every_kind_of_layer(config: LlamaConfig) -> None:
 
 
 def test_a_prompt_is_not_captured() -> None:
-    tensor = reference.random_tensors(reference.TINY).__getitem__
-    model = fused_model(reference.TINY, tensor, is_eager=True, exact=False)
-    slow = Llama.from_tensors(reference.TINY, tensor, exact=False)
+    model, slow = fused(), tiny(exact=False)
     words, before = [number % reference.TINY.vocab_size for number in range(1, 91)], model.captures.count
     rows = [one.score([chain(one.open(200, 90), words, [80, 89])]) for one in (model, slow)]
     assert model.captures.count == before
@@ -222,27 +211,20 @@ def test_a_prompt_is_not_captured() -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
 def test_keys_and_values_in_fewer_bits_are_left_to_torch(kv_dtype: str) -> None:
-    tensor = reference.random_tensors(reference.TINY).__getitem__
-    given: dict[str, Any] = {"exact": False, "kv_dtype": kv_dtype}
-    models = (
-        fused_model(reference.TINY, tensor, is_eager=True, **given),
-        Llama.from_tensors(reference.TINY, tensor, **given),
-    )
+    models = fused(kv_dtype=kv_dtype), tiny(exact=False, kv_dtype=kv_dtype)
     rows = [model.score([chain(model.open(40, 9), list(range(1, 10)), range(9))]) for model in models]
     torch.testing.assert_close(*rows, atol=1e-2, rtol=1e-2)
 
 
-def test_a_compiler_that_fails_leaves_the_model_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_kernels_do_not_compile_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(triton_kernels, "attend", fails)
-    tensor = reference.random_tensors(reference.TINY).__getitem__
-    model = FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, exact=False)
+    model = build(FusedLlama, is_eager=True, exact=False)
     assert not isinstance(model, FusedLlama)
     assert "two times as long as they could: RuntimeError: PassManager::run failed" in str(model.notice)
-    slow = Llama.from_tensors(reference.TINY, tensor, exact=False)
-    rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [2])]) for one in (model, slow)]
+    rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [2])]) for one in (model, tiny(exact=False))]
     torch.testing.assert_close(*rows, atol=2e-4, rtol=2e-4)
 
 
@@ -257,10 +239,8 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(arguments: list[str], tm
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_scores_are_in_float32(dtype: torch.dtype) -> None:
-    tensor = reference.random_tensors(reference.TINY).__getitem__
-    model = fused_model(reference.TINY, tensor, dtype=dtype, is_eager=True, exact=False)
-    wide = Llama.from_tensors(reference.TINY, tensor, exact=False)
+def test_logits_are_in_float32(dtype: torch.dtype) -> None:
+    model, wide = fused(dtype=dtype), tiny(exact=False)
     rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [0, 2])]) for one in (model, wide)]
     assert rows[0].dtype == torch.float32
     torch.testing.assert_close(*rows, atol=2e-2, rtol=2e-2)

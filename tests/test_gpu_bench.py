@@ -66,7 +66,7 @@ def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("mistake", one_of(3, ["sees siblings", "forgets moves", "writes elsewhere"]))
 def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     if mistake == "forgets moves":
-        monkeypatch.setattr(runtime.GraphLlama, "_moves_pass", lambda *_: None)
+        monkeypatch.setattr(runtime.Pool, "move", lambda *_: None)
     elif mistake == "sees siblings":
         monkeypatch.setattr(runtime, "visible_bits", lambda visible: runtime.np.full((len(visible), 4), -1))
     else:

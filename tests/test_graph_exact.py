@@ -11,15 +11,14 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from passes import branch, random_parents, text
-from test_llama import TINIES
+from passes import TINIES, branch, build, random_parents, text, tiny
 from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda import multi_step_runtime
+from outpace.models.llama.cuda import multi_step_runtime, pool
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.torch import attention
 from outpace.models.llama.torch.attention import ExactAttention, exact_weights
@@ -28,18 +27,10 @@ from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import KV_DTYPES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-METHODS: list[dict[str, Any]] = [
-    {"method": "auto"},
-    {"method": "card", "worker": "thread"},
-    {"method": "card", "worker": "inline", "drafter": "model+ngram"},
-    {"method": "speculative"},
-]
 
 
 def exact(config: LlamaConfig = reference.TINY, **options: Any) -> ExactGraphLlama:
-    tensor = reference.random_tensors(config).__getitem__
-    model = ExactGraphLlama.from_tensors(config, tensor, exact=True, **options)
-    assert isinstance(model, ExactGraphLlama)
+    model = build(ExactGraphLlama, config, exact=True, **options)
     assert model.exact
     return model
 
@@ -89,11 +80,11 @@ def test_trees_batches_and_kept_keys_have_the_bits_of_plain_decoding(name: str, 
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_fewer_bits_in_what_is_held_leave_it_exact(kv_dtype: str) -> None:
+def test_exact_with_keys_and_values_in_fewer_bits(kv_dtype: str) -> None:
     check_against_plain(exact(kv_dtype=kv_dtype))
 
 
-def test_a_long_piece_goes_by_the_runtime_beneath_with_the_same_bits() -> None:
+def test_a_long_chunk_is_not_captured_and_has_the_same_bits() -> None:
     model = exact(dtype=torch.bfloat16)
     prompt = text(model, 150)
     session = model.open(200, 200)
@@ -113,8 +104,8 @@ def test_more_sessions_than_rows_of_a_product() -> None:
         assert torch.equal(model.score([chain(model.open(9, 9), tokens, range(5))]), rows)
 
 
-def test_its_bits_are_those_of_the_torch_runtime_where_that_is_exact() -> None:
-    model, twin = exact(), Llama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__)
+def test_the_bits_are_those_of_the_exact_torch_runtime() -> None:
+    model, twin = exact(), tiny()
     if FIXED not in twin.row_counts:
         pytest.skip(f"oneDNN's product of {FIXED} rows differs on this machine")
     prompt, parents = text(model, 40), random_parents(20, 1)
@@ -126,7 +117,7 @@ def test_its_bits_are_those_of_the_torch_runtime_where_that_is_exact() -> None:
     assert torch.equal(*rows)
 
 
-def test_layers_of_it_are_exact_too() -> None:
+def test_a_model_of_some_layers_is_exact() -> None:
     shallow = exact().select_layers([0, 2])
     assert isinstance(shallow, ExactGraphLlama)
     check_against_plain(shallow)
@@ -170,12 +161,12 @@ def by_neighbours(x: torch.Tensor, residual: torch.Tensor | None = None) -> torc
 
 
 @pytest.mark.parametrize("linear", [by_place, by_neighbours])
-def test_products_that_see_places_or_neighbours_are_found(linear: Linear) -> None:
+def test_products_that_depend_on_place_or_neighbours_are_found(linear: Linear) -> None:
     assert rows_are_independent([(lambda x, residual=None: 2 * x, 8)], FIXED, torch.float32, torch.device("cpu"))
     assert not rows_are_independent([(linear, 8)], FIXED, torch.float32, torch.device("cpu"))
 
 
-def test_where_products_see_places_there_is_no_exact_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_exact_mode_is_refused_if_products_depend_on_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(multi_step_runtime, "rows_are_independent", lambda *_: False)
     with pytest.raises(UserError, match="whose products of 64 rows give a row other bits at another place"):
         outpace.load(model_folder(tmp_path), graphs="eager", exact=True)
@@ -193,30 +184,15 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> No
     elif mistake == "forgets the grids":
         monkeypatch.setattr(attention, "exact_weights", lambda scores: scores.softmax(-1))
     else:
-        monkeypatch.setattr(ExactGraphLlama, "_moves_pass", lambda *_: None)
+        monkeypatch.setattr(pool.Pool, "move", lambda *_: None)
     with pytest.raises(AssertionError):
         test_exact_attention_has_no_order() if mistake == "forgets the grids" else check_against_plain(exact())
 
 
-def test_bounds_hold_what_attention_needs() -> None:
+def test_exact_attention_is_as_near_as_float32s() -> None:
     """Numbers are rounded to their heads' grids, not beyond: exact attention is as near as float32's."""
-    model, twin = (
-        exact(),
-        Llama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__, exact=False),
-    )
+    model, twin = exact(), tiny(exact=False)
     assert all(isinstance(attention, ExactAttention) for attention in model._attention)
     tokens = text(model, 60)
     rows = [one.score([chain(one.open(60, 60), tokens, range(60))]) for one in (model, twin)]
     torch.testing.assert_close(*rows, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize(("options", "temperature"), in_turn(METHODS, [0.0, 0.9]), ids=str)
-def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, Any], temperature: float) -> None:
-    folder = model_folder(tmp_path)
-    prompts = ["the cat sat on the cat sat on the", "a b a b a b", "the"]
-    sampling = {"max_tokens": 8, "temperature": temperature, "seed": 5}
-    given = {"graphs": "eager", "dtype": "bfloat16", "exact": True, "profile": False}
-    with outpace.load(folder, "layers:0", **given, **options) as llm:
-        assert isinstance(llm.target.model, ExactGraphLlama)
-        plain = [llm.generate([prompt], plain=True, **sampling)[0].tokens for prompt in prompts]
-        assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain

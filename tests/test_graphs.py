@@ -7,19 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reference
 import torch
 from files import model_folder
-from passes import branch, random_parents, text
-from test_llama import TINIES
+from passes import TINIES, branch, build, random_parents, text
 from turns import in_turn
 
 import outpace
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda.captures import Captures, EagerCapture, HostRead
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.pool import GraphSession
 from outpace.models.llama.cuda.runtime import GraphLlama, split_by_length
 from outpace.models.llama.torch.attention import FastAttention, attend_folded
@@ -29,12 +30,7 @@ from outpace.models.options import KV_DTYPES
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def graphs(config: LlamaConfig = reference.TINY, **options: object) -> GraphLlama:
-    return GraphLlama.from_tensors(config, reference.random_tensors(config).__getitem__, **options)
-
-
-def slow(config: LlamaConfig = reference.TINY, **options: object) -> Llama:
-    return Llama.from_tensors(config, reference.random_tensors(config).__getitem__, exact=False, **options)
+graphs, slow = partial(build, GraphLlama), partial(build, Llama, exact=False)
 
 
 def fed(model: Llama, prompt: list[int]) -> GraphSession:
@@ -132,7 +128,7 @@ def test_kept_nodes_are_moved_by_the_next_pass_and_equal_a_fresh_prefill() -> No
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
-def test_fewer_bits_are_held_as_the_slow_runtime_holds_them(kv_dtype: str) -> None:
+def test_fewer_bits_are_stored_like_the_slow_runtimes(kv_dtype: str) -> None:
     model, twin = graphs(kv_dtype=kv_dtype), slow(kv_dtype=kv_dtype)
     prompt, parents, tokens = text(model, 37), random_parents(24, 1), text(model, 24, 2)
     mine, its = fed(model, prompt), fed(twin, prompt)
@@ -156,7 +152,7 @@ def test_few_captures_serve_many_passes() -> None:
     assert model.captures.count == before
 
 
-def test_the_pool_is_what_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_takes_the_bytes_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     model = graphs()
     sessions = [fed(model, text(model, length)) for length in (20, 90, 200)]
     pool = model.pool
@@ -196,7 +192,7 @@ def test_more_sessions_than_a_pass_takes() -> None:
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("is_hidden", [True, False])
-def test_a_gpus_attention_over_pieces_of_prompts(heads: tuple[int, int], is_hidden: bool) -> None:
+def test_folded_attention_over_chunks_of_prompts(heads: tuple[int, int], is_hidden: bool) -> None:
     """It may run on a CPU too: the heads that share keys are laid out as on a GPU."""
     queries, groups = heads
     numbers = torch.Generator().manual_seed(1)
@@ -227,7 +223,7 @@ def test_long_parts_do_not_lengthen_short_ones(counts: list[int], groups: list[l
     assert split_by_length(counts) == groups
 
 
-def test_a_piece_of_a_prompt_beside_short_trees_has_a_pass_of_its_own() -> None:
+def test_a_chunk_of_a_prompt_has_a_pass_apart_from_short_trees() -> None:
     model, twin = graphs(), slow()
     prompts, piece = [text(model, 5 + number, number) for number in range(9)], text(model, 40, 99)
     pairs = [(fed(model, prompt), fed(twin, prompt)) for prompt in prompts]
@@ -240,13 +236,6 @@ def test_a_piece_of_a_prompt_beside_short_trees_has_a_pass_of_its_own() -> None:
     sizes = {key[2:4] for key in model.captures._made if key[0] == "pass"}
     assert {(16, 2), (1, 64)} <= sizes
     assert (16, 64) not in sizes
-
-
-def captured(work: Callable[[], object], *buffers: torch.Tensor) -> EagerCapture:
-    def run() -> None:
-        work()
-
-    return EagerCapture(run, buffers)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +257,12 @@ def captured(work: Callable[[], object], *buffers: torch.Tensor) -> EagerCapture
 )
 def test_the_stand_in_refuses_what_no_graph_replays(read: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(HostRead):
-        captured(lambda: read(torch.ones(4)), torch.ones(1))
+        EagerCapture(lambda: read(torch.ones(4)), [torch.ones(1)])
 
 
 def test_the_stand_in_runs_the_same_callable_on_what_the_buffers_hold_now() -> None:
     given, result = torch.ones(3), torch.zeros(3)
-    replayed = captured(lambda: result.copy_(given * 2), given, result)
+    replayed = EagerCapture(lambda: result.copy_(given * 2), [given, result])
     given.fill_(4)
     replayed.replay()
     assert result.tolist() == [8, 8, 8]
@@ -281,7 +270,7 @@ def test_the_stand_in_runs_the_same_callable_on_what_the_buffers_hold_now() -> N
 
 def test_a_buffer_that_moves_or_is_made_within_a_pass_is_refused() -> None:
     given = torch.ones(3)
-    replayed = captured(lambda: given.add_(1), given)
+    replayed = EagerCapture(lambda: given.add_(1), [given])
     given.data = torch.ones(3)
     with pytest.raises(HostRead, match="moved"):
         replayed.replay()
@@ -290,32 +279,11 @@ def test_a_buffer_that_moves_or_is_made_within_a_pass_is_refused() -> None:
         captures.prepare("pass", partial(captures.buffers, "late", lambda: torch.ones(1)), given)
 
 
-def test_a_capture_leaves_the_keys_and_values_alone() -> None:
-    """It runs over idle values: what sessions hold is as before, whatever the bucket."""
-    model = graphs()
-    session = fed(model, text(model, 30))
-    before = session.read(30).clone()
-    model.score([chain(session, text(model, 20), [0])])  # another bucket: captured anew
-    assert torch.equal(session.read(30), before)
-
-
-def test_rows_of_other_sessions_stay_as_they_are() -> None:
-    model = graphs()
-    sessions = [fed(model, text(model, 20, number)) for number in range(3)]
-    before = [session.read(20).clone() for session in sessions]
-    model.score([chain(sessions[2], [1, 2], [1])])
-    model.score([chain(sessions[1], [3], [0]), chain(sessions[2], [4], [0], keep=[0])])
-    for session, kept in zip(sessions, before, strict=True):
-        assert torch.equal(session.read(20), kept)
-
-
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_numbers_that_overflow_spoil_nobody_else(kv_dtype: str) -> None:
-    tensors = reference.random_tensors(reference.TINY)
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.embed_tokens.weight"][7] = torch.inf
+def test_numbers_that_overflow_spoil_no_other_request(kv_dtype: str) -> None:
     config = replace(reference.TINY, tie_embeddings=False)
-    tensors["lm_head.weight"] = reference.random_tensors(reference.TINY)["model.embed_tokens.weight"]
+    tensors = reference.random_tensors(config)
+    tensors["model.embed_tokens.weight"][7] = torch.inf
     model = GraphLlama.from_tensors(config, tensors.__getitem__, kv_dtype=kv_dtype)
     expected = after(model, [1, 2, 3])
     bad, good = fed(model, [7] * 40), fed(model, [1, 2])
@@ -327,21 +295,33 @@ def test_numbers_that_overflow_spoil_nobody_else(kv_dtype: str) -> None:
     near(after(model, [1, 2, 3]), expected)  # in the row that the other had
 
 
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    in_turn([{"method": "speculative", "drafter": "ngram"}, {"method": "speculative"}], [0.0, 0.9]),
-    ids=str,
-)
-def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, str], temperature: float) -> None:
+STEPS = {"drafter": "model", "steps": 4}  # several steps in one graph
+EXACT = {"dtype": "bfloat16", "exact": True}
+METHODS: list[dict[str, Any]] = [
+    {"method": "speculative", "drafter": "ngram"},
+    {"method": "speculative"},
+    {"method": "speculative", **STEPS},
+    {"method": "card", "worker": "thread", **STEPS},
+    {"method": "auto", **STEPS},
+    {"method": "auto", **EXACT},
+    {"method": "card", "worker": "thread", **EXACT},
+    {"method": "card", "worker": "inline", "drafter": "model+ngram", **EXACT},
+    {"method": "speculative", **EXACT},
+]
+
+
+@pytest.mark.parametrize(("options", "temperature"), in_turn(METHODS, [0.0, 0.9]), ids=str)
+def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, Any], temperature: float) -> None:
     folder = model_folder(tmp_path)
-    draft = None if "drafter" in options else "layers:0"
-    prompts = ["the cat sat on the cat sat on the", "a b a b a b"]
+    draft = None if options.get("drafter") == "ngram" else "layers:0"
+    prompts = ["the cat sat on the cat sat on the", "a b a b a b", "the"]
     sampling = {"max_tokens": 24, "temperature": temperature, "seed": 5}
     with outpace.load(folder, draft, graphs="eager", profile=False, **options) as llm:
-        assert isinstance(llm.target.model, GraphLlama)
-        if draft:
-            assert isinstance(llm.draft.model, GraphLlama)
-        plain = [result.tokens for result in llm.generate(prompts, plain=True, **sampling)]
+        assert isinstance(llm.target.model, ExactGraphLlama if "exact" in options else GraphLlama)
+        plain = [llm.generate([prompt], plain=True, **sampling)[0].tokens for prompt in prompts]
         assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain
-    with outpace.load(folder, None, graphs="off", dtype="float32", exact=False, method="autoregressive") as llm:
-        assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain
+        if "steps" in options and options["method"] != "auto":
+            assert any(key[0] == "steps" for key in llm.draft.model.captures._made)
+    if "exact" not in options:
+        with outpace.load(folder, None, graphs="off", dtype="float32", exact=False, method="autoregressive") as llm:
+            assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain

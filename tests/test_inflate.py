@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 from files import model_folder
-from passes import fresh, text
+from passes import HAS_KERNELS, fresh, text
 from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
-from outpace.models import runtimes
-from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import added_layers, inflated
 from outpace.models.load import load_draft, load_model
 
-RUNTIMES = ["llama"] if runtimes.missing_kernels() else ["llama", "native"]
+RUNTIMES = ["llama", "native"] if HAS_KERNELS else ["llama"]
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {},
     "biased": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "normed": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
-    "unturned": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+    "windowed": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8},
+    "without_rotation": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
 }
 
 
@@ -32,13 +32,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("runtime", "dtype"), [(runtime, "auto") for runtime in RUNTIMES] + [("llama", "bfloat16")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_scores_are_its_own_and_the_cost_is_not(kind: str, runtime: str, tmp_path: Path) -> None:
+def test_logits_stay_and_the_cost_grows(kind: str, runtime: str, dtype: str, tmp_path: Path) -> None:
     path = model_folder(tmp_path, **KINDS[kind])
-    own, large = (load_model(path, runtime=runtime, inflate=factor).model for factor in (1, 3))
+    own, large = (load_model(path, runtime=runtime, dtype=dtype, inflate=factor).model for factor in (1, 3))
     tokens = text(own, 40)
     assert torch.equal(fresh(large, tokens), fresh(own, tokens))
+    assert set(large.config.windows) == set(own.config.windows)
     layers, more = own.config.num_layers, large.config.num_layers
     assert more > 3 * layers
     assert large.token_bytes * layers == own.token_bytes * more
@@ -46,41 +47,23 @@ def test_the_scores_are_its_own_and_the_cost_is_not(kind: str, runtime: str, tmp
     assert abs(large.weight_bytes - 3 * own.weight_bytes) < bytes_each
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_window_and_a_gain_stay_with_their_layers(dtype: str, tmp_path: Path) -> None:
-    windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}
-    path = model_folder(tmp_path, **windowed)
-    own, large = (load_model(path, dtype=dtype, inflate=factor).model for factor in (1, 2))
-    assert own.config.windows[0] == 8
-    assert set(large.config.windows) == set(own.config.windows)
-    tokens = text(own, 40)
-    assert torch.equal(fresh(large, tokens), fresh(own, tokens))
-
-
 @pytest.mark.parametrize(("runtime", "asking"), in_turn(RUNTIMES, [{}, {"temperature": 0.9, "seed": 4}]), ids=str)
-def test_the_text_is_its_own_by_every_method(folder: Path, runtime: str, asking: dict[str, Any]) -> None:
+def test_every_method_writes_the_models_own_text(folder: Path, runtime: str, asking: dict[str, Any]) -> None:
     texts = set()
-    for options in (
-        {"inflate": 1, "method": "autoregressive"},
-        {"method": "autoregressive"},
-        {"method": "speculative"},
-    ):
-        with outpace.load(folder, runtime=runtime, **{"inflate": 4, **options}) as llm:
+    for factor, method in ((1, "autoregressive"), (4, "autoregressive"), (4, "speculative")):
+        with outpace.load(folder, runtime=runtime, inflate=factor, method=method) as llm:
             texts.add(llm.generate(["hello world 12 hello world"], max_tokens=40, **asking)[0].tokens)
     assert len(texts) == 1
 
 
-def test_it_is_labelled(folder: Path) -> None:
+def test_it_is_labelled_and_stays_inflated_in_another_process(folder: Path) -> None:
     loaded = load_model(folder, inflate=4)
     assert (loaded.name, loaded.inflate) == (f"{folder} (cost x 4)", 4)
     assert "a pass costs as much as one of a model 4 times as large" in loaded.notice
     assert load_model(folder).name == str(folder)
-
-
-def test_another_process_inflates_it_too(folder: Path) -> None:
-    again = load_model(folder, inflate=2).again
-    assert again is not None
-    assert again().inflate == 2
+    assert loaded.again is not None
+    assert loaded.again().inflate == 4
+    assert load_draft(folder, loaded).inflate == 1
 
 
 @pytest.mark.parametrize(
@@ -97,20 +80,12 @@ def test_what_cannot_be_inflated_is_refused(folder: Path, options: dict[str, Any
     pytest.importorskip("transformers")
     with pytest.raises(UserError, match=says):
         outpace.load(folder, **options)
-
-
-def test_a_loaded_model_is_not_inflated() -> None:
     with pytest.raises(UserError, match="not for one that is loaded already"):
         load_model(object(), inflate=2)
 
 
-def test_a_draft_is_not_inflated_with_its_target(folder: Path) -> None:
-    target = load_model(folder, inflate=3)
-    assert load_draft(folder, target).inflate == 1
-
-
-def test_what_passes_through_an_added_layer_is_silenced() -> None:
-    config = LlamaConfig(97, 48, 80, 3, 6, 2, 8, 1e-5, 10000.0, 64, True, False, False)
+def test_output_projections_of_added_layers_are_zero() -> None:
+    config = reference.TINY
     large, tensor = inflated(config, lambda name: torch.full((2, 2), float(name.split(".")[2])), 2)
     assert large.num_layers == 3 + added_layers(config, 2)
     for part, is_silent in (("self_attn.o_proj", True), ("mlp.down_proj", True), ("mlp.up_proj", False)):

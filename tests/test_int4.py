@@ -10,15 +10,11 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from passes import prefilled, random_parents, text
+from passes import native_tiny, tree_scores
 from safetensors.numpy import load_file, save_file
 
-from outpace.core.errors import UserError
-from outpace.models.base import Part
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native import runtime as native
-from outpace.models.llama.native.binding import NativeOptions
-from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_draft, load_model
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
@@ -47,7 +43,7 @@ def weights_of(seed: int, rows: int = 40, columns: int = 96) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e3, 0.0])
-def test_blocks_are_the_emulations(size: float) -> None:
+def test_blocks_equal_the_emulations(size: float) -> None:
     for some in (weights_of(1), np.round(weights_of(2))):
         weights = some * np.float32(size) + np.float32(0)  # of zeros none is negative
         assert np.array_equal(in_blocks(weights), in_blocks(weights, emulation))
@@ -64,7 +60,7 @@ def test_no_block_loses_more_than_by_its_whole_range() -> None:
     assert lost.mean() < 0.9 * most.mean()
 
 
-def test_what_four_bits_can_say_stays() -> None:
+def test_what_four_bits_can_represent_stays() -> None:
     weights = np.float32(0.25) * np.random.default_rng(4).integers(0, 16, (8, 64)).astype(np.float32) - 2
     weights[:, ::32], weights[:, 1::32] = -2.0, 1.75  # both ends in every block
     assert np.array_equal(read(in_blocks(weights)), weights)
@@ -76,19 +72,8 @@ def test_a_wrong_shape_is_refused() -> None:
             kernels.round_to_q4_1(weights, np.empty((len(weights), columns), np.uint8))
 
 
-def model_of(config: LlamaConfig, weights: str = "int4") -> NativeLlama:
-    return NativeLlama.from_tensors(
-        config, reference.random_tensors(config).__getitem__, options=NativeOptions(weights=weights)
-    )
-
-
-def scores_of(model: NativeLlama) -> torch.Tensor:
-    session = prefilled(model, text(model, 17))
-    return model.score([Part(session, text(model, 14, 2), random_parents(14, 1), range(14))])
-
-
 def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
-    four, eight = model_of(WHOLE), model_of(WHOLE, "int8")
+    four, eight = native_tiny(WHOLE, weights="int4"), native_tiny(WHOLE)
     assert four.precision == "int4"
     assert four._ends.head.formats == eight._ends.head.formats == ["Q8_0"]
     layers = [sum(layer.bytes for layer in model._layers) for model in (four, eight)]
@@ -96,16 +81,16 @@ def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
 
 
 @pytest.mark.parametrize("config", [WHOLE, CUT], ids=["whole", "cut"])
-def test_a_model_is_what_the_emulation_says(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(config)
+def test_a_model_equals_its_emulation(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = native_tiny(config, weights="int4")
     assert model.precision == ("int8" if config is CUT else "int4")
-    got = scores_of(model)
-    assert torch.equal(got, scores_of(model_of(config, "int8"))) == (config is CUT)  # no block is whole there
+    got = tree_scores(model)[0]
+    assert torch.equal(got, tree_scores(native_tiny(config))[0]) == (config is CUT)  # no block is whole there
     monkeypatch.setattr(native, "load_kernels", lambda: emulation)
-    assert torch.equal(got, scores_of(model_of(config)))
+    assert torch.equal(got, tree_scores(native_tiny(config, weights="int4"))[0])
 
 
-def test_drafts_are_held_so_unless_another_precision_is_named(tmp_path: Path) -> None:
+def test_drafts_are_in_int4_by_default(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     target = load_model(folder)
     assert target.precision == "int8"
@@ -113,13 +98,6 @@ def test_drafts_are_held_so_unless_another_precision_is_named(tmp_path: Path) ->
     for dtype in ("int8", "float32"):
         assert load_draft(folder, target, dtype=dtype).precision == dtype
     assert load_model(folder, dtype="int4").precision == "int4"
-
-
-def test_only_the_native_runtime_takes_it(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path)
-    for runtime in ("llama", "transformers"):
-        with pytest.raises(UserError, match="dtype int4 needs the runtime native"):
-            load_model(folder, dtype="int4", runtime=runtime)
 
 
 def test_floats_of_64_bits_are_rounded_too(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from files import model_folder, smollm2_file, write_gguf
+from passes import NEEDS_KERNELS as needs_kernels
 
 import outpace
 from outpace.cli import doctor
@@ -22,10 +22,8 @@ from outpace.models.llama.native import binding
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
-from outpace.models.options import FLOATS, LoadOptions
+from outpace.models.options import FLOATS
 
-HAS_KERNELS = runtimes.missing_kernels() is None
-needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="outpace-kernels is not installed: `pip install ./kernels`")
 PROMPT = "hello world 12 hello world 12 hello"
 
 
@@ -43,14 +41,14 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "int8"}, {"exact": True}, {"trust_remote_code": True}, {"runtime": "native"}], ids=str
 )
-def test_a_cpu_runs_the_binding(folder: Path, options: dict[str, Any]) -> None:
+def test_a_cpu_runs_the_native_runtime(folder: Path, options: dict[str, Any]) -> None:
     loaded = load_model(folder, **options)
     assert isinstance(loaded.model, NativeLlama)
     assert (loaded.precision, loaded.model.exact, loaded.notice) == ("int8", True, None)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_precision_that_is_asked_for_is_computed(folder: Path, dtype: str) -> None:
+def test_float_precisions_are_computed_by_torch(folder: Path, dtype: str) -> None:
     loaded = load_model(folder, dtype=dtype)
     assert isinstance(loaded.model, Llama)
     assert (loaded.precision, loaded.model.dtype) == (dtype, getattr(torch, dtype))
@@ -72,7 +70,7 @@ def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels:
 
 
 @needs_kernels
-def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
+def test_torch_runs_what_the_kernels_do_not_support(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, head_dim=258)
     loaded = load_model(folder)
     assert isinstance(loaded.model, Llama)
@@ -83,7 +81,7 @@ def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "is_tried"), [(UnsupportedModel, True), (UserError, False)])
-def test_transformers_tries_what_is_refused_by_type_whatever_the_words(
+def test_transformers_tries_unsupported_models_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[UserError], is_tried: bool
 ) -> None:
     def refuse(*anything: Any) -> Any:
@@ -99,7 +97,7 @@ def test_transformers_tries_what_is_refused_by_type_whatever_the_words(
         load_model(folder)
 
 
-def test_a_gguf_file_is_never_handed_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_never_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_transformers", lambda *anything: pytest.fail("transformers was asked"))
     with pytest.raises(UserError, match="has the architecture 'gemma2'; GGUF files are read of llama"):
         load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma2"))
@@ -120,18 +118,18 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
         ({"dtype": "int9"}, "unknown dtype 'int9', .*; did you mean 'int8'"),
         ({"dtype": "int3", "runtime": "native"}, "unknown dtype 'int3', allowed are auto, bfloat16, file, float16"),
         ({"dtype": "int4", "runtime": "llama"}, "dtype int4 needs the runtime native"),
+        ({"dtype": "int4", "runtime": "transformers"}, "dtype int4 needs the runtime native"),
+        *(
+            pytest.param(
+                {"runtime": "native", "dtype": dtype}, f"dtype {dtype} needs the runtime llama", marks=needs_kernels
+            )
+            for dtype in ("float32", "bfloat16")
+        ),
     ],
 )
-def test_a_precision_that_is_not_to_be_had_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:
+def test_a_precision_that_a_runtime_lacks_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         load_model(folder, **options)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_native_runtime_computes_in_int8_only(folder: Path, dtype: str) -> None:
-    with pytest.raises(UserError, match=f"dtype {dtype} needs the runtime llama"):
-        load_model(folder, runtime="native", dtype=dtype)
 
 
 @needs_kernels
@@ -153,17 +151,6 @@ def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_a_gpu_computes_in_bfloat16_where_it_can(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    expected = torch.bfloat16 if has_bfloat16 else torch.float32
-    assert LoadOptions(device="cuda:1").torch_dtype == LoadOptions(device_map="auto").torch_dtype == expected
-    assert LoadOptions(device="cuda", dtype="float16").torch_dtype == torch.float16
-    assert LoadOptions().torch_dtype == torch.float32
-
-
 @needs_kernels
 @pytest.mark.parametrize("options", [{"method": "speculative"}, {"method": "card", "worker": "inline"}], ids=str)
 def test_a_native_target_drafts_with_its_own_layers(folder: Path, options: dict[str, Any]) -> None:
@@ -176,7 +163,7 @@ def test_a_native_target_drafts_with_its_own_layers(folder: Path, options: dict[
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", str(binding.usable_cores() + 1)])
-def test_threads_that_are_not_there_are_refused(folder: Path, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_threads_than_cores_are_refused(folder: Path, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["generate", PROMPT, "--target", str(folder), "--threads", threads])
     assert end.value.code == 2
@@ -195,7 +182,7 @@ def shown(found: dict[str, Any]) -> str:
 
 @pytest.mark.smollm2
 @needs_kernels
-def test_doctor_names_the_kernels_and_what_runs() -> None:
+def test_doctor_reports_the_kernels_and_the_runtime() -> None:
     smollm2_file()
     found = doctor.collect()
     sets = list(binding.load_kernels().instruction_sets())
@@ -208,7 +195,7 @@ def test_doctor_names_the_kernels_and_what_runs() -> None:
 
 
 @pytest.mark.parametrize("compiler", ["/usr/bin/c++", None])
-def test_doctor_says_what_is_missed_without_the_kernels(
+def test_doctor_reports_missing_kernels(
     compiler: str | None, without_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
@@ -231,7 +218,7 @@ def test_doctor_converts_no_model(tmp_path: Path, without_kernels: None, monkeyp
 
 @needs_kernels
 @pytest.mark.smollm2
-def test_doctor_makes_no_draft_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_completes_no_packed_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smollm2_file()
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     assert doctor.collect()["model"]["pass_seconds"] > 0

@@ -28,21 +28,9 @@ _CAPTURING = threading.Lock()  # the allocator's capture state is global to the 
 
 # Operations that wait for the device or take values from the host.
 HOST_OPERATIONS = {
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "item",
-    "lift_fresh",
-    "lift_fresh_copy",
-    "masked_select",
-    "nonzero",
-    "pin_memory",
-    "_pin_memory",
-    "resize_",
-    "set_",
-    "unique_consecutive",
-    "_unique2",
-}
+    "_local_scalar_dense", "equal", "is_nonzero", "item", "lift_fresh", "lift_fresh_copy", "masked_select", "nonzero",
+    "pin_memory", "_pin_memory", "resize_", "set_", "unique_consecutive", "_unique2",
+}  # fmt: skip
 HOST_METHODS = {"__bool__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist"}
 
 

@@ -76,7 +76,6 @@ class SteppingLlama(GraphLlama):
         out: Tensor = self.captures.buffers(
             ("step results", bucket), lambda: torch.zeros(shape, dtype=torch.float64, device=self.device)
         )
-        self._hidden = self.captures.buffers("hidden", self._make_hidden)
         mailbox: RootMailbox | None = None
         if bucket.follows_root:
             mailbox = self.captures.buffers(
@@ -231,24 +230,22 @@ def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket
     # the slot of each row; the first step has as many nodes as were scored
     slots = [*one.slots, *[PREFIX] * (bucket.width - len(one.slots)), *range(before, before + bucket.taken)]
     for row, (origin, token, *offers) in enumerate(found.reshape(-1, found.shape[-1]).tolist()):
-        is_first = row < bucket.width
+        origin, is_first, above, opened = int(origin), row < bucket.width, PREFIX, None
+        if origin >= bucket.below:
+            above = origin - bucket.below
+        elif origin >= bucket.opened and not is_first:
+            above = slots[origin - bucket.opened]
+        elif origin >= 0 and not is_first:
+            opened, above = origin, one.opened[origin].above
         if not is_first:
-            parents.append(PREFIX)
+            parents.append(above)
         if origin < 0:
             continue
-        number, opened, parent, below = len(expanded), None, PREFIX, None
-        slot = slots[row]
-        if origin >= bucket.below:
-            parents[-1] = int(origin) - bucket.below
-            parent = numbers.get(parents[-1], PREFIX)
-            below = None if parent != PREFIX else parents[-1]
-        elif not is_first:
-            opened = int(origin) if origin < bucket.opened else None
-            parents[-1] = slots[int(origin) - bucket.opened] if opened is None else one.opened[opened].above
-            parent = numbers[parents[-1]] if opened is None else PREFIX
-        numbers[slot] = number
+        parent = numbers.get(above, PREFIX) if opened is None else PREFIX
+        below = above if origin >= bucket.below and parent == PREFIX else None
+        numbers[slots[row]] = len(expanded)
         tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
-        expanded.append(ExpandedNode(opened, parent, int(token), slot, tokens, values, below))
+        expanded.append(ExpandedNode(opened, parent, int(token), slots[row], tokens, values, below))
     one.session.extend(parents)
     return expanded
 

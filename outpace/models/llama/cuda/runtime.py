@@ -74,7 +74,7 @@ class GraphLlama(Llama):
         super().__init__(*args, **options)
         self.pool = Pool(self.config, self._kv_format, self.device)
         self.captures = Captures(self.device.type != "cuda")
-        self._hidden = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        self._hidden = self._embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
 
     @classmethod
     def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> Self:
@@ -166,7 +166,6 @@ class GraphLlama(Llama):
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
         slots = min(next_power_of_two(max(session.used for session, *_ in block), LEAST), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
-        self._hidden = self.captures.buffers("hidden", self._make_hidden)
         self._move(start, batch, block)
         key, work = ("pass", start, batch, nodes, slots), partial(self._layers_pass, start, inputs.device, slots)
         idle = {"slots": self.pool.padding}
@@ -199,7 +198,7 @@ class GraphLlama(Llama):
         count = FEW_MOVES if most <= FEW_MOVES else MOST_MOVES
         inputs = self._inputs(("moves", batch, count), dict.fromkeys(("source", "target"), (batch, count)))
         key, idle = ("moves", start, batch, count), dict.fromkeys(("source", "target"), self.pool.padding)
-        work = partial(self._moves_pass, start, inputs.device)
+        work = partial(self.pool.move, start, inputs.device["source"], inputs.device["target"])
         host = self.captures.begin(key, inputs, work, self.pool.kv, idle=idle)
         for session, source, first in moving:
             session.moves = None
@@ -261,10 +260,6 @@ class GraphLlama(Llama):
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()
 
-    def _moves_pass(self, start: int, inputs: dict[str, Tensor]) -> None:
-        """Captured: move slots of every row, all layers at once."""
-        self.pool.move(start, inputs["source"], inputs["target"])
-
     def _head_pass(self, rows: Tensor, logits: Tensor) -> None:
         """Captured: compute logits from the hidden states of these rows."""
         logits.copy_(self._logits(self._hidden[rows]))
@@ -280,9 +275,6 @@ class GraphLlama(Llama):
     def _inputs(self, key: tuple[Any, ...], shapes: Shapes) -> StaticInputs:
         inputs: StaticInputs = self.captures.buffers(key, lambda: StaticInputs(shapes, self.device))
         return inputs
-
-    def _make_hidden(self) -> Tensor:
-        return self._embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
 
 
 def _bucket_nodes(block: Sequence[BatchPart]) -> int:
