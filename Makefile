@@ -40,7 +40,7 @@ test-clients: .venv/installed-dev .venv/installed-kernels  # runs clients of oth
 	$(RUN) tests/clients/run.py
 
 bench: .venv/installed-bench  # compares plain decoding with transformers
-	$(RUN) bench/plain_against_transformers.py
+	.venv/bin/outpace bench --methods autoregressive --peers transformers --runtime llama --dtype float32
 
 docs: .venv/installed-docs  # builds the site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build

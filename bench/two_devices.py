@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from slowed_model import SlowedModel, slowed_drafter
 
-from outpace.bench.slowed_model import SlowedModel, slowed_drafter
 from outpace.bench.tasks import collect
 from outpace.card.process import ProcessWorker
 from outpace.core import registry

@@ -1,11 +1,14 @@
-"""The bench's parts: tasks, contenders, figures on known numbers, kept answers, two results side by side."""
+"""The bench's parts: tasks, contenders, rules, figures on known numbers, kept answers, two results side by side."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,11 @@ import pytest
 from outpace.bench import compare, contenders, figures, report, tasks
 from outpace.bench.contenders import Contender
 from outpace.bench.store import ANSWERS, SETTINGS, Record, RecordKey, Store, read_records
+from outpace.core import registry, theory
 from outpace.core.errors import UserError
+from outpace.core.sampling import GREEDY, Sampling
 
+WARM = Sampling(0.8)
 FACTS: dict[str, Any] = {"target": "t", "draft": None, "inflate": 1, "processor": "p", "commit": "c"}
 SETTINGS_MADE = {"target": "t", "max_tokens": 8}
 
@@ -25,7 +31,7 @@ def record(label: str, prompt: str = "a", task: str = "one", rate: float = 10.0,
     arrivals = tuple(0.2 + place / rate for place in range(5))
     known = {"precision": "int8", "tokens": (1, 2, 3, 4, 5), "counts": (1,) * 5, "arrivals": arrivals}
     known |= {"seconds": arrivals[-1], "first_token": 0.2}
-    return Record(label, task, prompt, 0, **known | changes)  # type: ignore[arg-type]
+    return Record(label=label, task=task, prompt=prompt, round=0, **known | changes)  # type: ignore[arg-type]
 
 
 def write_lines(path: Path, *entries: Any) -> Path:
@@ -37,18 +43,48 @@ def prompt(name: str, task: str) -> dict[str, Any]:
     return {"id": name, "task": task, "turns": [f"say {name}", "and then?"]}
 
 
-def test_tasks_come_in_turn_and_each_has_so_many_prompts(tmp_path: Path) -> None:
+def test_tasks_alternate_and_each_has_the_first_prompts(tmp_path: Path) -> None:
     one = write_lines(tmp_path / "one.jsonl", *(prompt(name, "x") for name in "abc"), prompt("a", "y"))
     two = write_lines(tmp_path / "two.jsonl", {"turns": ["hello"]})
     found = tasks.collect([str(one), str(two)], 2)
-    assert [(asked.task, asked.name) for asked in found] == [("x", "a"), ("y", "a"), ("two", "1"), ("x", "b")]
-    assert found[0].text == "say a", "the first turn is asked"
+    assert [(one.task, one.name) for one in found] == [("x", "a"), ("y", "a"), ("two", "1"), ("x", "b")]
+    assert found[0].text == "say a", "the first turn"
 
 
-def test_our_own_prompts_need_no_file() -> None:
-    found = tasks.collect([tasks.BUILT_IN], 2)
-    assert len(found) == 2 * len({asked.task for asked in found}) > 2
-    assert len({asked.text for asked in found}) == len(found)
+def test_later_turns_follow_the_first_as_tasks_of_their_own(tmp_path: Path) -> None:
+    """Only conversations whose first turn is measured have later turns; conversations differ in length."""
+    turns = ["one", "two", "three"]
+    lines = [{"id": name, "turns": turns[:count]} for name, count in (("a", 1), ("b", 3), ("c", 2), ("d", 3))]
+    file = str(write_lines(tmp_path / "t.jsonl", *lines))
+    found = tasks.collect([file], 3, 3)
+    expected = [("t", "a", 0), ("t", "b", 0), ("t 2", "b", 1), ("t 3", "b", 2), ("t", "c", 0), ("t 2", "c", 1)]
+    assert [(one.task, one.name, len(one.before)) for one in found] == expected
+    assert [(one.text, one.before) for one in found[2:4]] == [("two", ("one",)), ("three", ("one", "two"))]
+    assert (found[3].at(0), found[3].at(1)) == (found[1], found[2])
+    assert [one.name for one in tasks.collect([file], 2)] == ["a", "b"], "one turn unless more are requested"
+
+
+def test_turns_need_a_template(tmp_path: Path) -> None:
+    file, bare = str(write_lines(tmp_path / "t.jsonl", prompt("a", "t"))), SimpleNamespace(has_template=False)
+    tasks.check_turns(tasks.collect([file], 5), bare)
+    with pytest.raises(UserError, match="--turns needs a model with a chat template"):
+        tasks.check_turns(tasks.collect([file], 5, 2), bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("repetition", {"edit": 10, "refactor": 10, "document": 10}),
+        ("summaries", {"summary": 10}),
+        ("answers", {"sentences": 10, "capitals": 10, "numbers": 10}),
+        (tasks.BUILT_IN, None),
+    ],
+)
+def test_the_shipped_prompts_need_no_file(name: str, counts: dict[str, int] | None) -> None:
+    found = tasks.collect([name], 10)
+    assert counts is None or Counter(one.task for one in found) == counts
+    assert len({one.text for one in found}) == len(found)
+    assert len(tasks.collect([name], 2)) == 2 * len({one.task for one in found})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +108,7 @@ def test_a_bad_task_file_names_its_line(tmp_path: Path, text: str, message: str)
         tasks.collect([str(file)], 5)
 
 
-def test_a_prompt_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_repeated_prompt_is_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "p.jsonl", prompt("a", "x"), prompt("a", "x"))
     with pytest.raises(UserError, match="'a' of the task x is there twice"):
         tasks.collect([str(file)], 1)
@@ -82,7 +118,7 @@ def test_a_prompt_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     ("source", "message"),
     [("gsm9k", "did you mean 'gsm8k'"), ("/nowhere/p.jsonl", "cannot be read"), ("hub:x/y", "x/y")],
 )
-def test_a_task_that_is_not_there(source: str, message: str) -> None:
+def test_an_unknown_task(source: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         tasks.collect([source], 5)
 
@@ -106,18 +142,15 @@ def test_lossy_methods_are_known_by_their_rules(label: str, lossy: bool) -> None
     assert said is lossy
 
 
-def test_methods_carry_their_own_options() -> None:
+def test_methods_have_options_of_their_own() -> None:
     found = contenders.parse_methods(
         "card:drafter=model+ngram,branches=2,speculative,nodes=4, speculative:draft-length=2,autoregressive",
         {"worker": "inline", "nodes": 6},
     )
+    card = {"worker": "inline", "nodes": 6, "drafter": "model+ngram", "branches": "2"}
     assert found == [
         Contender("autoregressive", "autoregressive", {}),
-        Contender(
-            "card:drafter=model+ngram,branches=2",
-            "card",
-            {"worker": "inline", "nodes": 6, "drafter": "model+ngram", "branches": "2"},
-        ),
+        Contender("card:drafter=model+ngram,branches=2", "card", card),
         Contender("speculative:nodes=4", "speculative", {"nodes": 4}),
         Contender("speculative:draft-length=2", "speculative", {"nodes": 6, "draft_length": "2"}),
     ]
@@ -136,16 +169,12 @@ def test_methods_carry_their_own_options() -> None:
         ("card:nodes=4,nodes=5", "gives nodes twice"),
         ("auto:profile=maybe", "profile is 'maybe', it must be true or false"),
         ("card:nodes=many", "nodes is 'many', it must be a whole number"),
+        ("speculative,auto", "none of them has a worker: leave out worker 'process'"),
     ],
 )
 def test_bad_methods_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        contenders.parse_methods(text, {})
-
-
-def test_a_worker_that_no_method_has_is_refused() -> None:
-    with pytest.raises(UserError, match="none of them has a worker: leave out worker 'process'"):
-        contenders.parse_methods("speculative,auto", {"worker": "process"})
+        contenders.parse_methods(text, {"worker": "process"} if "worker" in message else {})
 
 
 def test_peers_are_found_by_their_files() -> None:
@@ -186,7 +215,7 @@ def test_speeds_are_pooled_and_have_quartiles() -> None:
     assert row.inter_token_p99 == pytest.approx(np.percentile(gaps, 99))
 
 
-def test_a_speedup_is_of_the_prompts_that_both_finished() -> None:
+def test_a_speedup_covers_the_prompts_that_both_finished() -> None:
     plain = [record("autoregressive", "a", rate=10), record("autoregressive", "b", rate=50)]
     ours = [record("card", "a", rate=20), replace(record("card", "b"), failed="RuntimeError: gone", tokens=())]
     row = figures.table_rows([*plain, *ours])[1]
@@ -194,25 +223,21 @@ def test_a_speedup_is_of_the_prompts_that_both_finished() -> None:
     assert (row.prompts, row.failed, row.reason) == (1, 1, "RuntimeError: gone")
 
 
-def test_a_prompt_counts_once_however_many_rounds_it_had() -> None:
-    rates = [10.0, 20.0, 90.0]
-    many = [replace(record("autoregressive", "a", rate=rate), round=n) for n, rate in enumerate(rates)]
+def test_a_prompt_counts_once_whatever_its_number_of_repetitions() -> None:
+    many = [replace(record("autoregressive", rate=rate), round=n) for n, rate in enumerate([10.0, 20.0, 90.0])]
     (row,) = figures.table_rows(many)
     assert row.quartiles == pytest.approx((20.0, 20.0, 20.0))
     assert row.prompts == 1
 
 
 def test_tasks_have_a_row_each_and_one_for_all() -> None:
-    found = figures.table_rows(
-        [record(label, "a", task) for task in ("x", "y") for label in ("autoregressive", "card")]
-    )
-    assert [(row.task, row.label) for row in found] == [
-        (task, label) for task in ("x", "y", "all") for label in ("autoregressive", "card")
-    ]
+    cells = list(itertools.product(("x", "y", "all"), ("autoregressive", "card")))
+    found = figures.table_rows([record(label, "a", task) for task, label in cells[:4]])
+    assert [(row.task, row.label) for row in found] == cells
     assert [row.prompts for row in found] == [1, 1, 1, 1, 2, 2]
 
 
-def test_what_was_accepted_is_summed_over_answers() -> None:
+def test_accepted_tokens_are_summed_over_answers() -> None:
     one = record("card", "a", counts=(1, 3, 2), arrivals=(0.1, 0.2, 0.3), drafted=4, accepted=3)
     one = replace(one, positions=((2, 2), (2, 1)), hits=3, misses=1, tokens=(1,) * 6)
     two = record("card", "b", counts=(1, 1), arrivals=(0.1, 0.2), drafted=4, accepted=0, positions=((2, 0),), misses=4)
@@ -224,12 +249,10 @@ def test_what_was_accepted_is_summed_over_answers() -> None:
     assert row.reached_by_position == (4, 2)
 
 
-def test_a_peer_tells_rates_and_no_counts() -> None:
-    peers = [record("p", "a", is_peer=True, by_position=(0.5, 0.2), hit_rate=0.5), record("p", "b", by_position=(1.0,))]
-    row = figures.table_rows(peers)[0]
+def test_a_peer_may_report_no_drafts() -> None:
+    row = figures.table_rows([record("p", is_peer=True), record("p", "b", is_peer=True, drafted=2, accepted=1)])[0]
     assert (row.peer, row.method) == ("p", None)
-    assert row.acceptance_by_position == pytest.approx((0.75, 0.2))
-    assert (row.hit_rate, row.draft_acceptance) == (0.5, None)
+    assert (row.acceptance_by_position, row.hit_rate, row.drafted, row.draft_acceptance) == ((), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +264,7 @@ def test_the_first_divergence(text: tuple[int, ...], expected: tuple[Any, ...] |
     assert (found and (found.position, found.plain_token, found.token)) == expected
 
 
-def test_texts_are_held_against_plain_decoding_of_the_same_precision() -> None:
+def test_texts_are_compared_with_plain_decoding_of_the_same_precision() -> None:
     same, other = record("card"), record("peer", is_peer=True, tokens=(1, 2, 7, 4, 5))
     coarse = replace(other, label="coarse", precision="Q4_0")
     found = {row.label: row for row in figures.table_rows([record("autoregressive"), same, other, coarse])}
@@ -252,9 +275,9 @@ def test_texts_are_held_against_plain_decoding_of_the_same_precision() -> None:
 
 def test_a_batch_counts_all_its_tokens_over_all_its_time() -> None:
     alone = [record("autoregressive", name, tokens=tokens) for name, tokens in (("a", (1, 2)), ("b", (3,)))]
-    known: dict[str, Any] = {"batch": 2, "precision": "int8", "prompts": (("one", "a"), ("one", "b"))}
-    plain = Record("autoregressive", "all", "group 0", 0, seconds=1.0, texts=((1, 2), (3,)), **known)
-    ours = Record("card", "all", "group 0", 0, seconds=0.5, texts=((1, 2), (4,)), **known)
+    known: dict[str, Any] = {"batch": 2, "prompts": (("one", "a"), ("one", "b")), "tokens": (), "task": "all"}
+    plain = record("autoregressive", "group 0", seconds=1.0, texts=((1, 2), (3,)), **known)
+    ours = record("card", "group 0", seconds=0.5, texts=((1, 2), (4,)), **known)
     base, row = [row for row in figures.table_rows([*alone, plain, ours]) if row.batch == 2]
     assert (base.tokens_per_second, row.tokens_per_second) == (3.0, 6.0)
     assert row.speedup == pytest.approx(2.0)
@@ -263,23 +286,18 @@ def test_a_batch_counts_all_its_tokens_over_all_its_time() -> None:
 
 
 def test_answers_are_kept_and_read_again(tmp_path: Path) -> None:
+    """A failed answer is measured again; a torn last line is dropped."""
     kept = [record("card", positions=((2, 1),)), replace(record("card", "b"), failed="gone")]
     store = Store(tmp_path / "out", SETTINGS_MADE)
     for one in kept:
         store.add(one)
-    again = Store(tmp_path / "out", SETTINGS_MADE)
-    assert list(again.records.values()) == kept[:1], "what failed is tried again"
-    assert list(read_records(tmp_path / "out")) == kept
-    assert again.has(RecordKey("card", "one", "a", 0, 1))
-
-
-def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
-    Store(tmp_path, SETTINGS_MADE).add(record("card", "a"))
-    with (tmp_path / ANSWERS).open("a") as file:
+    with (tmp_path / "out" / ANSWERS).open("a") as file:
         file.write('{"label": "card", "ta')
-    again = Store(tmp_path, SETTINGS_MADE)
-    again.add(record("card", "b"))
-    assert [one.prompt for one in read_records(tmp_path)] == ["a", "b"]
+    assert list(read_records(tmp_path / "out")) == kept
+    again = Store(tmp_path / "out", SETTINGS_MADE)
+    assert again.records == {RecordKey("card", "one", "a", 0, 1): kept[0]}
+    again.add(record("card", "c"))
+    assert [one.prompt for one in read_records(tmp_path / "out")] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", "nonsense", '{"label": "c", "task": "t", "prompt": "p", "round": "x"}'])
@@ -305,16 +323,13 @@ def made_rows(rate: float, **facts: Any) -> list[dict[str, Any]]:
     return report.plain_rows(found, FACTS | facts)
 
 
-def test_two_results_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_results_side_by_side(tmp_path: Path) -> None:
     one, other = made_rows(20.0), made_rows(30.0, commit="d")
     found = compare.side_by_side(one[1:], [other[1] | {"task": "more"}, *other])
-    assert [row["task"] for row in found] == ["one", "one", "more"], "a task's rows stand together"
+    assert [row["task"] for row in found] == ["one", "one", "more"], "a task's rows follow one another"
     found = compare.side_by_side(one, [*other, other[1] | {"task": "more"}])
-    assert [(row["task"], row["method"]) for row in found] == [
-        ("one", "autoregressive"),
-        ("one", "card"),
-        ("more", "card"),
-    ]
+    cells = [("one", "autoregressive"), ("one", "card"), ("more", "card")]
+    assert [(row["task"], row["method"]) for row in found] == cells
     assert found[1]["tokens_per_second"] == pytest.approx([20.0, 30.0])
     assert found[1]["ratio"] == pytest.approx(1.5)
     assert found[1]["equal_text"] == [True, True]
@@ -324,10 +339,7 @@ def test_two_results_stand_side_by_side(tmp_path: Path) -> None:
     assert compare.differences(one, [other[0] | {"prompts": 9}, other[1]])[1:] == ["prompts: A 1; B 9"]
     report.write_json(tmp_path / "a.json", one)
     assert compare.read(tmp_path / "a.json") == one
-
-
-def test_a_bench_that_was_killed_may_be_compared(tmp_path: Path) -> None:
-    store = Store(tmp_path / "out", SETTINGS_MADE)
+    store = Store(tmp_path / "out", SETTINGS_MADE)  # of a bench that was killed
     for one in (record("autoregressive"), record("card", rate=20.0)):
         store.add(one)
     assert [row["speedup"] for row in compare.read(tmp_path / "out")] == [1.0, pytest.approx(2.0)]
@@ -341,22 +353,101 @@ def test_a_bench_that_was_killed_may_be_compared(tmp_path: Path) -> None:
         ('[{"task": "x"}]', "holds no rows"),
         ('[{"task": 1, "method": "card", "tokens_per_second": 1}]', "holds no rows"),
         ('[{"task": "x", "method": "card", "tokens_per_second": "1"}]', "holds no rows"),
+        (None, "cannot be read"),
+        ("folder", "holds no bench"),
     ],
 )
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(text)
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "a.json"
+    if text == "folder":
+        file.mkdir()
+    elif text is not None:
+        file.write_text(text)
     with pytest.raises(UserError, match=message):
-        compare.read(tmp_path / "a.json")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no bench"):
-        compare.read(tmp_path / "empty")
-    with pytest.raises(UserError, match="cannot be read"):
-        compare.read(tmp_path / "nowhere.json")
+        compare.read(file)
 
 
-def test_the_tasks_of_repetition_are_there() -> None:
-    asked = tasks.collect(["repetition"], 10)
-    assert Counter(one.task for one in asked) == {"edit": 10, "refactor": 10, "document": 10}
-    assert len({one.text for one in asked}) == 30
-    assert len(tasks.collect(["repetition"], 2)) == 6
-    assert Counter(one.task for one in tasks.collect(["summaries"], 10)) == {"summary": 10}
+def labels(methods: str, rules: str, sampling: Sampling = WARM) -> list[str]:
+    found = contenders.with_rules(contenders.parse_methods(methods, {}), rules, sampling)
+    return [contender.label for contender in found]
+
+
+def test_each_method_is_measured_with_each_rule() -> None:
+    methods = contenders.parse_methods("speculative:draft_length=2,bild,speculative:rule=block", {})
+    found = contenders.with_rules(methods, "gumbel,lenience:lenience=0.4", WARM)
+    length, lenient = {"draft_length": "2"}, {"rule": "lenience", "lenience": "0.4"}
+    assert [(one.label, dict(one.options)) for one in found] == [
+        ("autoregressive", {}),
+        ("speculative:draft_length=2,rule=gumbel", length | {"rule": "gumbel"}),
+        ("speculative:draft_length=2,rule=lenience,lenience=0.4", length | lenient),
+        ("bild:rule=gumbel", {"rule": "gumbel"}),
+        ("bild:rule=lenience,lenience=0.4", lenient),
+        ("speculative:rule=block", {"rule": "block"}),
+    ]
+    assert [contenders.is_lossy(contenders.parse_methods(one.label, {})[-1]) for one in found[1:3]] == [False, True]
+
+
+def test_all_rules_are_those_that_fit() -> None:
+    assert labels("card", "all", GREEDY) == ["autoregressive", "card:rule=greedy"]
+    assert "speculative:rule=top_beta" in labels("speculative", "all", GREEDY)
+    sampled = {label.partition("rule=")[2] for label in labels("speculative", "all")}
+    assert set(registry.names("rules")) - sampled == {"greedy", "top_beta"}
+
+
+@pytest.mark.parametrize(
+    ("methods", "rules", "message"),
+    [
+        ("speculative", "blok", "unknown rule 'blok', .* did you mean 'block'"),
+        ("card", "block", "rule block needs sequential drafting, use it with method speculative"),
+        ("speculative:drafter=ngram", "cascade", "drafter ngram has none; the rules that fit are"),
+        ("speculative", "greedy", "rule greedy does not work with temperature 0.8"),
+        ("speculative", "lenience:", "rules is 'lenience:': write NAME"),
+        ("speculative", "block,block", "have speculative:rule=block twice"),
+        ("speculative,speculative:rule=block", "block", "have speculative:rule=block twice"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(methods: str, rules: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        labels(methods, rules)
+
+
+def drafting(label: str, **changes: Any) -> Any:
+    """Four rounds after the first: two verified one token, two verified two."""
+    known = {"positions": ((5, 4), (2, 1)), "lengths": (0, 2, 2), "draft_seconds": 0.2, "target_seconds": 0.8}
+    return record(label, **known | changes)
+
+
+def test_theory_predicts_from_the_measured_acceptance() -> None:
+    plain = record("autoregressive", target_seconds=0.4, lengths=(4,))
+    row = figures.table_rows([plain, drafting("speculative")])[1]
+    assert row.predicted_length == pytest.approx((1.8 + (1 + 0.8 + 0.8 * 0.5)) / 2)
+    alpha = 5 / 7
+    assert row.constant_length == pytest.approx(sum(theory.expected_tokens(alpha, n) for n in (1, 2)) / 2)
+    assert row.predicted_speedup == pytest.approx(row.predicted_length / (0.05 / 0.1 + 0.2 / 0.1))
+    base = figures.table_rows([plain])[0]
+    assert (base.predicted_length, base.predicted_speedup) == (None, None)
+
+
+def test_the_prediction_for_one_draft_length_is_the_measured_length() -> None:
+    """If every round drafts the same number of tokens and all count, the products telescope."""
+    one = drafting("speculative", positions=((4, 3), (3, 1)), lengths=(0, 0, 4), counts=(1, 3, 2, 2, 1))
+    found = figures._predictions([one], [])
+    assert found["predicted_length"] == pytest.approx(1 + 3 / 4 + 1 / 4) == sum((3, 2, 2, 1)) / 4
+    assert found["predicted_speedup"] is None
+
+
+def test_the_quality_of_texts_is_summed_over_answers() -> None:
+    judged = [
+        drafting("speculative:rule=lenience", prompt="a", relaxed=2, surprise=5 * math.log(3), correct=True),
+        drafting("speculative:rule=lenience", prompt="b", relaxed=0, surprise=5 * math.log(3), correct=False),
+        drafting("speculative:rule=lenience", prompt="c"),
+    ]
+    row = figures.table_rows(judged)[0]
+    assert (row.relaxed, row.perplexity) == (pytest.approx(0.2), pytest.approx(3.0))
+    assert (row.accuracy, row.scored) == (0.5, 2)
+    bare = figures.table_rows([record("speculative")])[0]
+    assert (bare.relaxed, bare.perplexity, bare.accuracy, bare.scored) == (None, None, None, 0)
+    assert report.quality_table([bare]) is None, "nothing to show"
+    shown = report.quality_table([row])
+    assert shown is not None
+    assert [str(column.header) for column in shown.columns][-3:] == ["relaxed", "perplexity", "right"]

@@ -1,36 +1,46 @@
-"""`outpace bench` on a tiny random model with stand-in peers: what it measures, keeps, shows; no time is asserted."""
+"""`outpace bench` on a tiny model with stand-in peers: what it measures, keeps and shows; no time is asserted."""
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stand_ins
 import torch
+from command import last_line, run_command
 from files import weights, write_gguf
 
 from outpace.api.llm import load
+from outpace.api.params import SamplingParams
 from outpace.bench import run as bench_run
-from outpace.bench.contenders import Contender
-from outpace.bench.judging import score_gap
+from outpace.bench import tasks
+from outpace.bench.contenders import PLAIN, parse_methods
+from outpace.bench.judging import score_gap, surprise
 from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions, rotated
-from outpace.bench.store import ANSWERS, Store
-from outpace.cli.main import main
+from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
 from outpace.models.toy import Toy
+from outpace.simulate import trace
 
 Run = Callable[..., tuple[int, str, str]]
 COLUMNS = {"task", "method", "peer", "tokens_per_second", "speedup", "mean_accepted_length", "hit_rate", "equal_text"}
 MAX_TOKENS = 8
 PROMPTS = (("a", "one", "hello world 12 hello"), ("b", "two", "12 12 12"), ("c", "two", "world or world"))
+TURNS = ("hello world", "12 hello", "world or")
+
+
+def write_prompts(file: Path, *entries: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -39,89 +49,67 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("tasks") / "prompts.jsonl"
-    lines = [json.dumps({"id": name, "task": task, "turns": [text]}) + "\n" for name, task, text in PROMPTS]
-    file.write_text("".join(lines))
-    return file
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    entries = [{"id": name, "task": task, "turns": [text]} for name, task, text in PROMPTS]
+    return write_prompts(tmp_path_factory.mktemp("tasks") / "prompts.jsonl", *entries)
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    """A conversation of three turns, and one of a single turn."""
+    entries = [{"id": "a", "task": "t", "turns": list(TURNS)}, {"id": "b", "task": "t", "turns": ["12"]}]
+    return write_prompts(tmp_path / "talk.jsonl", *entries)
 
 
 @pytest.fixture(scope="module")
-def answers(tiny: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The prompts and what the tiny model answers, as the stand-ins know it."""
+def llm(tiny: Path) -> Iterator[Any]:
     with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
-        prompts = [tuple(llm.target.tokenizer.encode_prompt(text)) for _, _, text in PROMPTS]
-        results = llm.generate([list(prompt) for prompt in prompts], max_tokens=MAX_TOKENS)
-    return [(prompt, result.tokens) for prompt, result in zip(prompts, results, strict=True)]
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def answers(llm: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The prompts and the tiny model's answers, for the stand-ins."""
+    encoded = [tuple(llm.target.tokenizer.encode_prompt(text)) for _, _, text in PROMPTS]
+    results = llm.generate([list(prompt) for prompt in encoded], max_tokens=MAX_TOKENS)
+    return [(prompt, result.tokens) for prompt, result in zip(encoded, results, strict=True)]
 
 
 @contextmanager
-def benching(tiny: Path, asked: Path, folder: Path, answers: stand_ins.Answers = ()) -> Iterator[Run]:
-    """What runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr."""
+def benching(tiny: Path, prompts: Path, folder: Path, answers: stand_ins.Answers = ()) -> Iterator[Run]:
+    """Yield a function that runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr."""
     (folder / "peers").mkdir()
     threads = torch.get_num_threads()
-    common = (
-        "--target",
-        tiny,
-        "--runtime",
-        "llama",
-        "--dtype",
-        "float32",
-        "--tasks",
-        asked,
-        "--max-tokens",
-        MAX_TOKENS,
-    )
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
-            main(["bench", *map(str, common), *map(str, arguments)])
-        assert "Traceback" not in err.getvalue(), err.getvalue()
-        return int(end.value.code or 0), out.getvalue(), err.getvalue()
-
+    model = ("--target", tiny, "--runtime", "llama", "--dtype", "float32")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTPACE_CACHE", str(folder / "cache"))
         stand_ins.install(folder / "peers", answers, patch)
         patch.setattr(bench_run, "REST", 0.0)
         patch.setattr("outpace.core.machine.BUFFER", 8192)
-        yield call
+        yield lambda *words: run_command("bench", *model, "--tasks", prompts, "--max-tokens", MAX_TOKENS, *words)
     torch.set_num_threads(threads)
 
 
 @pytest.fixture
-def run(tiny: Path, asked: Path, answers: stand_ins.Answers, tmp_path: Path) -> Iterator[Run]:
+def run(tiny: Path, prompts: Path, answers: stand_ins.Answers, tmp_path: Path) -> Iterator[Run]:
     """Runs a bench: exit code, stdout, stderr."""
-    with benching(tiny, asked, tmp_path, answers) as call:
+    with benching(tiny, prompts, tmp_path, answers) as call:
         yield call
 
 
-@pytest.fixture(scope="module")
-def troubled(
-    tiny: Path, asked: Path, answers: stand_ins.Answers, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, str, str]:
-    """A bench of peers with all kinds of troubles, and of one that is right: exit code, stdout, stderr."""
-    with benching(tiny, asked, tmp_path_factory.mktemp("troubled"), answers) as call:
-        return call("--methods", "speculative", "--peers", "wrong,failing,silent,dying,absent,crashing,right")
-
-
-def last(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
-
-
 def by_label(out: str, task: str = "all", batch: int = 1) -> dict[str, dict[str, Any]]:
-    rows = [row for row in last(out)["rows"] if row["task"] == task and row["batch"] == batch]
+    rows = [row for row in last_line(out)["rows"] if row["task"] == task and row["batch"] == batch]
     return {row["method"] or row["peer"]: row for row in rows}
 
 
 def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) -> None:
-    methods = "card:worker=inline,speculative:drafter=ngram,draft_length=2"
+    methods = ("card:worker=inline", "speculative:drafter=ngram,draft_length=2")
     kept = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "bench.png")
-    code, out, _ = run("--draft", tiny, "--methods", methods, "--peers", "right,coarse", "--batch", "1,2", *kept)
+    what = ("--draft", tiny, "--methods", ",".join(methods), "--peers", "right,coarse", "--batch", "1,2")
+    code, out, _ = run(*what, *kept)
     assert code == 0
     found = by_label(out)
-    assert list(found) == ["autoregressive", *methods.split(",s")[:1], "s" + methods.split(",s")[1], "right", "coarse"]
+    assert list(found) == ["autoregressive", *methods, "right", "coarse"]
     for label, row in found.items():
         assert row.keys() >= COLUMNS
         assert (row["prompts"], row["failed"]) == (3, 0)
@@ -134,83 +122,72 @@ def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) ->
     assert (found["right"]["method"], found["right"]["peer"]) == (None, "right")
     together = by_label(out, batch=2)
     assert [row["equal_text"] for row in together.values()] == [True] * 3, "own methods only"
-    assert json.loads((tmp_path / "rows.json").read_text()) == last(out)["rows"]
+    assert json.loads((tmp_path / "rows.json").read_text()) == last_line(out)["rows"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert {"processor", "versions", "commit", "command", "floor_seconds", "weight_bytes"} <= last(out).keys()
+    assert {"processor", "versions", "commit", "command", "floor_seconds", "weight_bytes"} <= last_line(out).keys()
     assert "tokens/s by plain decoding, if memory is the limit" in " ".join(out.split()), "the floor is an estimate"
 
 
-def test_a_peer_that_writes_something_else_is_told_where(troubled: tuple[int, str, str]) -> None:
-    _, out, _ = troubled
-    row = by_label(out)["wrong"]
-    assert (row["equal_text"], row["different"], row["compared"]) == (False, 3, 3)
-    assert row["divergence"]["position"] == 3
-    assert row["divergence"]["score_gap"] > 0, "greedy decoding took the token that the target scores highest"
+def test_a_peer_that_fails_is_a_row_and_the_others_continue(run: Run) -> None:
+    """Peers that write another text, raise, write nothing, die, are not installed or do not start, and a right one."""
+    peers = ("wrong", "failing", "silent", "dying", "right")
+    code, out, err = run("--methods", "speculative", "--peers", ",".join(("absent", "crashing", *peers)))
+    assert code == 0
+    found = by_label(out)
+    assert list(found) == ["autoregressive", "speculative", *peers]
+    wrong = found["wrong"]
+    assert (wrong["equal_text"], wrong["different"], wrong["compared"]) == (False, 3, 3)
+    assert wrong["divergence"]["position"] == 3
+    assert wrong["divergence"]["score_gap"] > 0, "greedy decoding took the token that the target scores highest"
     assert "wrote token" in out
-
-
-def test_a_peer_that_fails_is_a_row_and_the_others_go_on(troubled: tuple[int, str, str]) -> None:
-    code, out, _ = troubled
-    assert code == 0
-    found = by_label(out)
     assert (found["failing"]["failed"], found["failing"]["reason"]) == (3, "RuntimeError: out of paper")
-    assert (found["silent"]["failed"], found["silent"]["tokens_per_second"]) == (3, None)
-    assert found["right"]["failed"] == 0
     assert "failing failed on 2 answers of two: RuntimeError: out of paper" in out
-
-
-def test_a_peer_whose_process_ends_is_a_row_and_the_others_go_on(troubled: tuple[int, str, str]) -> None:
-    code, out, _ = troubled
-    assert code == 0
-    assert last(out), "what a peer prints does not reach the last line"
-    found = by_label(out)
-    assert (found["dying"]["failed"], found["dying"]["reason"]) == (
-        3,
-        "PeerProcessError: its process ended with status 3",
-    )
+    assert (found["silent"]["failed"], found["silent"]["tokens_per_second"]) == (3, None)
+    died = "PeerProcessError: its process ended with status 3"
+    assert (found["dying"]["failed"], found["dying"]["reason"]) == (3, died)
     assert found["right"]["failed"] == 0
-
-
-def test_peers_that_are_not_to_be_had_are_named(troubled: tuple[int, str, str]) -> None:
-    code, out, err = troubled
-    assert code == 0
     assert "absent is left out: peer absent is not installed: run `pip install absent`" in err
     assert "crashing is left out, it failed to start (OSError: no such library)" in err
-    assert set(by_label(out)) == {"autoregressive", "speculative", "wrong", "failing", "silent", "dying", "right"}
 
 
-def test_a_bench_goes_on_with_what_is_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("--methods", "speculative", "--out", tmp_path / "out")
-    wrote = MethodRunner.answer
-    left = [8]
+def limited(patch: pytest.MonkeyPatch, count: int, end: Callable[[], Any]) -> list[int]:
+    """Let methods answer `count` prompts, and call `end` instead of the next; return the number left, to be changed."""
+    wrote, left = MethodRunner.answer, [count]
 
-    def answer(self: MethodRunner, prompt: Any, max_tokens: int) -> Any:
+    def answer(self: MethodRunner, *given: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
-            raise KeyboardInterrupt
-        return wrote(self, prompt, max_tokens)
+            end()
+        return wrote(self, *given)
 
-    monkeypatch.setattr(MethodRunner, "answer", answer)
-    code, out, _ = run(*arguments)
+    patch.setattr(MethodRunner, "answer", answer)
+    return left
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_stopped_bench_continues(run: Run, tmp_path: Path) -> None:
+    arguments = ("--methods", "speculative", "--out", tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        limited(patch, 8, interrupt)
+        code, out, _ = run(*arguments)
     assert code == 130
     assert sum(row["prompts"] for row in by_label(out).values()) == 4, "two warm-ups each, then what was finished"
-    monkeypatch.setattr(MethodRunner, "answer", wrote)
     before = (tmp_path / "out" / ANSWERS).read_text()
     code, out, _ = run(*arguments)
     assert code == 0
     assert (tmp_path / "out" / ANSWERS).read_text().startswith(before), "nothing is measured twice"
     assert [row["prompts"] for row in by_label(out).values()] == [3, 3]
-    monkeypatch.setattr(MethodRunner, "answer", answer)
-    assert run(*arguments)[0] == 0, "all is there: no answer is asked for"
+    with pytest.MonkeyPatch.context() as patch:
+        limited(patch, 0, interrupt)
+        assert run(*arguments)[0] == 0, "all is stored: no answer is requested"
     assert (tmp_path / "out" / "rows.json").exists()
     code, out, _ = run("--compare", tmp_path / "out", tmp_path / "out")
     assert code == 0
-    assert {row["ratio"] for row in last(out)["rows"]} == {1.0}
-
-
-def test_another_bench_in_the_same_folder_is_refused(run: Run, tmp_path: Path) -> None:
-    assert run("--methods", "speculative", "--out", tmp_path / "out")[0] == 0
-    code, _, err = run("--methods", "speculative", "--out", tmp_path / "out", "--seed", 5)
+    assert {row["ratio"] for row in last_line(out)["rows"]} == {1.0}
+    code, _, err = run(*arguments, "--seed", 5)
     assert code == 2
     assert "was made with seed 0, now it is 5" in err
 
@@ -224,38 +201,23 @@ def test_sampled_texts_are_equal_too_and_nothing_is_learnt(run: Run, tmp_path: P
 
 
 def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
-    from outpace.simulate import trace
-
     code, out, _ = run("--draft", tiny, "--trace", tmp_path / "t.trace")
     assert code == 0
-    found = trace.load(tmp_path / "t.trace")
-    assert [answer.task for answer in found.answers] == ["one", "two", "two"]
-    assert last(out)["acceptance"] == 1.0, "the draft is the target"
+    assert [answer.task for answer in trace.load(tmp_path / "t.trace").answers] == ["one", "two", "two"]
+    assert last_line(out)["acceptance"] == 1.0, "the draft is the target"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--methods", "crad"), "did you mean 'card'"),
         (("--methods", "speculative:breadth=2"), "unknown option 'breadth' of method speculative"),
-        (("--method", "card"), "write --methods card"),
-        (("--peers", "vllm"), "unknown peer 'vllm'"),
-        (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
-        (("--peers", "right", "--inflate", "2"), "peers cannot run an inflated target"),
-        (("--inflate", "0"), "inflate is 0"),
         (("--inflate", "2", "--draft", "layers:0"), "--inflate does not go with layers:0"),
-        (("--batch", "1,x"), "--batch is '1,x'"),
-        (("--batch", "0"), "batch is 0"),
-        (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
-        (("--prompts", "0"), "prompts is 0"),
-        (("--rounds", "0"), "rounds is 0"),
         (("--max-tokens", "0"), "max_tokens is 0"),
-        (("--tasks", "/nowhere/p.jsonl"), "/nowhere/p.jsonl cannot be read"),
         (("--trace", "t.trace", "--draft", "none"), "--trace records a pair"),
         (("--compare", "/nowhere/a", "/nowhere/b"), "/nowhere/a cannot be read"),
     ],
 )
-def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], message: str) -> None:
     code, _, err = run(*arguments)
     assert code == 2
     assert message in err
@@ -264,6 +226,20 @@ def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--methods", "crad"), "did you mean 'card'"),
+        (("--method", "card"), "write --methods card"),
+        (("--peers", "vllm"), "unknown peer 'vllm'"),
+        (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
+        (("--peers", "right", "--inflate", "2"), "peers cannot run an inflated target"),
+        (("--inflate", "0"), "inflate is 0"),
+        (("--batch", "1,x"), "--batch is '1,x'"),
+        (("--batch", "0"), "batch is 0"),
+        (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
+        (("--prompts", "0"), "prompts is 0"),
+        (("--turns", "0"), "turns is 0"),
+        (("--turns", "1001"), "turns is 1001"),
+        (("--rounds", "0"), "rounds is 0"),
+        (("--tasks", "/nowhere/p.jsonl"), "/nowhere/p.jsonl cannot be read"),
         (("--json", "/nowhere/rows.json"), "--json is /nowhere/rows.json, but there is no folder /nowhere"),
         (("--json", "{here}"), "which is a folder; name a file"),
         (("--trace", "/nowhere/t.trace"), "--trace is /nowhere/t.trace, but there is no folder /nowhere"),
@@ -271,13 +247,17 @@ def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -
         (("--plot", "/nowhere/b.png"), "--plot is /nowhere/b.png, but there is no folder /nowhere"),
         (("--plot", "b.zzz"), "--plot is b.zzz, its name must end with one of"),
         (("--plot", "b"), "--plot is b, its name must end with one of"),
-        (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
+        (("--plot", "{here}/b.png"), "--plot needs `pip install matplotlib`; leave it out for the table alone"),
+        (("--run-tests",), "--run-tests confines programs by Linux's seccomp, which does not work here"),
     ],
 )
-def test_bad_input_is_said_before_a_model_is_loaded(
+def test_wrong_arguments_are_refused_before_a_model_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr("outpace.api.llm.load", None)
+    monkeypatch.setattr("outpace.bench.sandbox.is_available", lambda: False)
+    if "matplotlib" in message:
+        monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     (tmp_path / "file").touch()
     code, _, err = run(*(word.format(here=tmp_path) for word in arguments))
     assert code == 2
@@ -285,16 +265,7 @@ def test_bad_input_is_said_before_a_model_is_loaded(
     assert len(err.splitlines()) == 1
 
 
-def test_a_plot_without_matplotlib_is_refused_before_a_model_is_loaded(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outpace.api.llm.load", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    code, _, err = run("--plot", tmp_path / "b.png")
-    assert (code, err) == (2, "error: --plot needs `pip install matplotlib`; leave it out for the table alone\n")
-
-
-def test_what_cannot_be_written_is_said_after_the_line_of_json(
+def test_files_that_cannot_be_written_are_reported_after_the_line_of_json(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: Path, *rest: object) -> None:
@@ -306,20 +277,12 @@ def test_what_cannot_be_written_is_said_after_the_line_of_json(
     code, out, err = run("--methods", "speculative", *kept)
     assert code == 2
     assert by_label(out)["speculative"]["prompts"] == 3
-    for said in ("error: rows.json cannot", "error: b.png cannot", "warning: bench.png cannot"):
-        assert said in err
+    for message in ("error: rows.json cannot", "error: b.png cannot", "warning: bench.png cannot"):
+        assert message in err
 
 
-def test_sigterm_shows_what_is_finished_and_ends_as_it_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrote, left = MethodRunner.answer, [8]
-
-    def answer(self: MethodRunner, prompt: Any, max_tokens: int) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            signal.raise_signal(signal.SIGTERM)
-        return wrote(self, prompt, max_tokens)
-
-    monkeypatch.setattr(MethodRunner, "answer", answer)
+def test_sigterm_shows_what_is_finished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = limited(monkeypatch, 8, lambda: signal.raise_signal(signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     code, out, _ = run("--methods", "speculative")
     assert code == 143
@@ -329,13 +292,20 @@ def test_sigterm_shows_what_is_finished_and_ends_as_it_does(run: Run, monkeypatc
     assert run("--methods", "speculative")[0] == 143
 
 
-def test_prompts_that_are_all_too_long_are_refused(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "long.jsonl"
-    file.write_text("".join(json.dumps({"turns": ["x" * size]}) + "\n" for size in (500, 300)))
-    code, out, err = run("--tasks", file, "--methods", "speculative")
+def test_a_prompt_that_is_too_long_fails_alone_and_all_of_them_are_refused(run: Run, tmp_path: Path) -> None:
+    """One of two conversations does not fit by its first turn, another by its second."""
+    long = [{"turns": ["x" * size]} for size in (500, 300)]
+    code, out, err = run("--tasks", write_prompts(tmp_path / "t.jsonl", *long), "--methods", "speculative")
     assert (code, out) == (2, "")
     assert "every prompt is too long: the shortest has 30" in err
     assert "the target's context holds 128" in err
+    file = write_prompts(tmp_path / "t.jsonl", {"turns": ["12", "x" * 500]}, long[0], {"turns": ["12 12", "12"]})
+    code, out, _ = run("--tasks", file, "--methods", "speculative:drafter=ngram", "--turns", "2")
+    assert code == 0
+    rows = {row["task"]: row for row in last_line(out)["rows"] if row["method"] == PLAIN}
+    for task, finished in (("t", 2), ("t 2", 1)):
+        assert (rows[task]["prompts"], rows[task]["failed"]) == (finished, 1)
+        assert "the target's context holds 128" in rows[task]["reason"]
 
 
 def test_a_bench_without_one_finished_answer_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,57 +324,152 @@ def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path) -> 
     code, out, _ = run("--methods", "speculative", "--inflate", 3, "--plot", tmp_path / "p.svg")
     assert code == 0
     assert "INFLATED 3 times" in out
-    assert {row["inflate"] for row in last(out)["rows"]} == {3}
+    assert {row["inflate"] for row in last_line(out)["rows"]} == {3}
     assert "INFLATED" in (tmp_path / "p.svg").read_text()
-    assert last(out)["weight_bytes"] > last(plain)["weight_bytes"]
+    assert last_line(out)["weight_bytes"] > last_line(plain)["weight_bytes"]
     assert by_label(out)["speculative"]["tokens"] == by_label(plain)["speculative"]["tokens"]
 
 
-def test_a_guess_of_the_answer_is_told_beforehand(run: Run, tmp_path: Path) -> None:
-    """All but every fourth token of what plain decoding answers is as predicted: three of four in each pass."""
+def test_a_method_may_have_a_prediction(run: Run, tmp_path: Path) -> None:
+    """All but every fourth token of plain decoding's answer are as predicted: three of four in each pass."""
     methods = "speculative:drafter=prediction,nodes=8,guess=4,speculative:drafter=ngram"
     code, out, _ = run("--methods", methods, "--out", tmp_path / "out")
-    rows = {row["method"]: row for row in json.loads(out.splitlines()[-1])["rows"] if row["task"] == "all"}
-    told = rows["speculative:drafter=prediction,nodes=8,guess=4"]
-    assert (code, told["equal_text"], told["failed"]) == (0, True, 0)
-    assert told["mean_accepted_length"] > 2 > 1
-    [(name, judged, written)] = told["sources"]
-    assert (name, judged, written) == ("prediction", told["drafted"], told["accepted"])
-    assert 0 < written < judged
+    rows = by_label(out)
+    guessing = rows["speculative:drafter=prediction,nodes=8,guess=4"]
+    assert (code, guessing["equal_text"], guessing["failed"]) == (0, True, 0)
+    assert guessing["mean_accepted_length"] > 2
+    [(name, verified, written)] = guessing["sources"]
+    assert (name, verified, written) == ("prediction", guessing["drafted"], guessing["accepted"])
+    assert 0 < written < verified
     assert rows["autoregressive"]["sources"] == []
-    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "out" / ANSWERS).read_text().splitlines()]
     places = {(line["task"], line["prompt"], line["label"]): number for number, line in enumerate(lines)}
     for task, prompt, label in places:
         assert places[task, prompt, "autoregressive"] <= places[task, prompt, label] or "guess" not in label
 
 
-def test_who_comes_first_moves_on() -> None:
-    three = [Contender(name, name) for name in "abc"]
-    assert [[one.label for one in rotated(three, by)] for by in (0, 1, 5)] == [list("abc"), list("bca"), list("cab")]
+def test_the_first_contender_rotates() -> None:
+    assert [rotated("abc", by) for by in (0, 1, 5)] == [list("abc"), list("bca"), list("cab")]
 
 
-def test_a_prompt_that_does_not_fit_is_a_failed_answer(tiny: Path, tmp_path: Path) -> None:
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"turns": ["x" * 500]}) + "\n" + json.dumps({"turns": ["hello"]}) + "\n")
-    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
-        options = BenchOptions((str(file),), (Contender("autoregressive", "autoregressive"),))
-        with Bench(llm, options, Store(None, {}), lambda text: None) as bench:
-            bench.measure(lambda what, done, total: None)
-            (row,) = bench.rows()
-    assert (row.prompts, row.failed) == (1, 1)
-    assert "the target's context holds 128" in str(row.reason)
+def test_the_gap_of_two_tokens_is_the_targets(llm: Any) -> None:
+    text = [5, 6, 7, 8]
+    result = llm.generate([text], max_tokens=1, logprobs=300)[0]
+    (best, best_score), (second, second_score) = result.logprobs[0].top[:2]
+    gap = score_gap(llm.target.model, text, (best, second))
+    assert gap == pytest.approx(best_score - second_score, abs=1e-4)
 
 
-def test_the_gap_of_two_tokens_is_the_targets(tiny: Path) -> None:
-    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
-        text = [5, 6, 7, 8]
-        result = llm.generate([text], max_tokens=1, logprobs=300)[0]
-        best, second = (token for token, _ in result.logprobs[0].top[:2])
-        expected = result.logprobs[0].top[0][1] - result.logprobs[0].top[1][1]
-        assert score_gap(llm.target.model, text, (best, second)) == pytest.approx(expected, abs=1e-4)
+def test_a_pass_reads_the_weights_once(llm: Any) -> None:
+    assert llm.target.model.weight_bytes == sum(values.nbytes for values in weights().values())
+    assert Toy().weight_bytes is None, "a model that does not know"
 
 
-def test_a_pass_reads_the_weights_once(tiny: Path) -> None:
-    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
-        assert llm.target.model.weight_bytes == sum(values.nbytes for values in weights().values())
-    assert Toy().weight_bytes is None, "a model that does not tell"
+def test_the_surprise_of_a_text_is_that_of_its_tokens(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, long = [5, 6, 7], [3 + number % 40 for number in range(100)]
+    result = llm.generate([prompt], max_tokens=6, logprobs=0, temperature=1.5, ignore_eos=True)[0]
+    expected = -sum(found.logprob for found in result.logprobs)
+    assert expected > 1
+    assert surprise(llm.target.model, prompt, result.tokens) == pytest.approx(expected, abs=1e-4)
+    assert surprise(llm.target.model, prompt, []) == 0.0
+    whole = surprise(llm.target.model, prompt, long)
+    monkeypatch.setattr("outpace.bench.judging.CHUNK", 7)
+    assert surprise(llm.target.model, prompt, long) == pytest.approx(whole, abs=1e-3)
+
+
+def test_a_bench_of_rules_judges_its_texts_and_continues(run: Run, tiny: Path, tmp_path: Path) -> None:
+    entries = [
+        {"id": "a", "task": "one", "turns": ["hello world"], "reference": "no such text"},
+        {"id": "b", "task": "two", "turns": ["12 12 12"], "choices": ["x", "y"], "reference": "x"},
+    ]
+    tasks = ("--tasks", write_prompts(tmp_path / "prompts.jsonl", *entries))
+    kept = ("--out", tmp_path / "out", "--plot", tmp_path / "plot.svg")
+    rules = ("--methods", "speculative", "--rules", "gumbel,typical:epsilon=0.001", "--temperature", 0.8)
+    code, out, _ = run("--draft", tiny, *tasks, *rules, *kept)
+    assert code == 0
+    lossy = "speculative:rule=typical,epsilon=0.001"
+    found = by_label(out)
+    assert list(found) == ["autoregressive", "speculative:rule=gumbel", lossy]
+    assert found["autoregressive"]["perplexity"] == found["speculative:rule=gumbel"]["perplexity"] > 1
+    assert found[lossy]["perplexity"] > 1
+    assert found[lossy]["relaxed"] > 0
+    assert found["speculative:rule=gumbel"]["relaxed"] is None
+    assert {(row["scored"], row["accuracy"]) for row in found.values()} == {(2, 0.0)}
+    assert found["speculative:rule=gumbel"]["predicted_length"] > 1
+    assert f"{lossy} is lossy" in out
+    ElementTree.fromstring((tmp_path / "plot.svg").read_text())
+    written = (tmp_path / "out" / ANSWERS).read_text()
+    code, again, _ = run("--draft", tiny, *tasks, *rules, *kept)
+    assert code == 0
+    for before, after in zip(last_line(out)["rows"], last_line(again)["rows"], strict=True):
+        assert before | {"commit": None} == after | {"commit": None}
+    assert (tmp_path / "out" / ANSWERS).read_text() == written, "nothing is measured or judged twice"
+
+
+def test_a_lossless_bench_is_not_judged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.bench.judging.surprise", None)
+    code, out, _ = run("--methods", "speculative")
+    assert code == 0
+    assert by_label(out)["speculative"]["perplexity"] is None
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("stops", [[], [1], [2, 1], [1, 1, 1]])
+def test_each_turn_is_written_once_by_each_method(
+    llm: Any, talk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int, stops: list[int]
+) -> None:
+    """Four prompts, with the three turns of a conversation: plain decoding's measured answers become the history, also
+    if the bench is stopped after some of them and continues in its folder."""
+    monkeypatch.setattr(bench_run, "REST", 0.0)
+    written: dict[str, list[Sequence[int]]] = defaultdict(list)
+    methods = tuple(parse_methods("speculative:drafter=ngram", {}))
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    options = BenchOptions((str(talk),), methods, turns=3, rounds=rounds, sampling_params=params)
+    said: list[dict[str, str]] = []
+    for text in TURNS[:2]:
+        said.append({"role": "user", "content": text})
+        said.append({"role": "assistant", "content": llm.chat(said, params).text})
+    for most in [*stops, 1000]:
+        with Bench(llm, options, Store(tmp_path / "out", options.settings(llm)), print) as bench:
+            for method in methods:
+                _spy(bench, method.label, written[method.label], most if method.label == PLAIN else 1000)
+            with pytest.raises(KeyboardInterrupt) if most < 1000 else nullcontext():
+                bench.measure(lambda *_: None)
+    third = next(bench.encode(one) for one in bench.prompts if one.task == "t 3")
+    assert third == tuple(llm.tokenizer.chat([*said, {"role": "user", "content": TURNS[2]}]))
+    encoded = sorted(bench.encode(one) for one in bench.prompts)
+    assert len(set(encoded)) == 4
+    assert {label: sorted(found) for label, found in written.items()} == {
+        method.label: sorted(encoded * rounds) for method in methods
+    }
+    assert {row.task for row in bench.rows()} == {"t", "t 2", "t 3", "all"}
+    assert all(row.equal_text for row in bench.rows() if row.label != PLAIN)
+    assert bench.store.records[RecordKey(PLAIN, "t 3", "a", 0, 1)].failed is None
+
+
+def _spy(bench: Bench, label: str, written: list[Sequence[int]], most: int) -> None:
+    """Record the prompts of a method; raise KeyboardInterrupt instead of the answer after `most` more."""
+    method = bench._engines[label]
+    assert isinstance(method, MethodRunner)
+    answer, before = method.answer, len(written)
+
+    def spied(prompt: Sequence[int], length: int) -> Any:
+        if length == MAX_TOKENS:  # not a warm-up
+            if len(written) == before + most:
+                raise KeyboardInterrupt
+            written.append(tuple(prompt))
+        return answer(prompt, length)
+
+    method.answer = spied  # type: ignore[method-assign]
+
+
+def test_outside_a_measurement_each_earlier_turn_is_written_once(llm: Any, talk: Path) -> None:
+    answered: list[Sequence[int]] = []
+
+    def answer(prompt: Sequence[int]) -> Sequence[int]:
+        answered.append(prompt)
+        return llm.generate(list(prompt), max_tokens=MAX_TOKENS)[0].tokens
+
+    encoded = tasks.encode_all(tasks.collect([str(talk)], 2, 3)[::-1], llm.tokenizer, answer)
+    assert len(encoded) == 4
+    assert answered == [encoded[3], encoded[2]], "of three turns the first two, not the single turn"

@@ -1,8 +1,9 @@
-"""Several draft models: what was written says which of them drafts; the text stays; what may not go together."""
+"""Several draft models: the written text decides which of them drafts and never changes; invalid combinations."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,14 @@ def choosing(*models: Any, costs: tuple[float | None, ...] = ()) -> DraftSelecto
     return DraftSelector([ModelDrafter(one, Options(width=2)) for one in models], costs or [0.1] * len(models))
 
 
-def test_a_likelihood_is_the_models_own_and_leaves_nothing() -> None:
+def run(asked: Any, drafter: Any, target: Any = TARGET) -> Any:
+    """Answer one request, check the text, and return the outcome."""
+    found = decode([asked], "speculative", drafter, target=target, engine=SMALL)
+    assert found.texts == [write(target, asked)]
+    return found
+
+
+def test_a_likelihood_is_the_models_own_and_changes_nothing() -> None:
     drafter = ModelDrafter(TARGET, Options(width=2))
     request = make_request(PROMPT, max_tokens=40)
     state, tree = drafter.open(request), TokenTree(5)
@@ -69,40 +77,31 @@ def test_a_likelihood_is_the_models_own_and_leaves_nothing() -> None:
     assert (tree.tokens, tree.scores) == (other.tokens, other.scores)
 
 
-def test_a_token_that_the_draft_has_not_has_no_chance() -> None:
+def test_likelihoods_beyond_the_vocabulary_and_the_context() -> None:
     drafter = ModelDrafter(QuickToy(8, 2, 0), Options())
     assert drafter.likelihood(drafter.open(make_request((1, 2))), [3, 12])[1] == -math.inf  # type: ignore[index]
-
-
-def test_a_text_that_ends_the_context_is_not_compared() -> None:
-    drafter = ModelDrafter(TARGET, Options())
-    state = drafter.open(make_request((1, 2), max_tokens=3))
-    assert drafter.likelihood(state, [1] * 9) is None
+    assert drafter.likelihood(drafter.open(make_request((1, 2), max_tokens=3)), [1] * 9) is None
 
 
 @pytest.mark.parametrize("models", [(GARBAGE, TARGET), (TARGET, GARBAGE)])
-def test_the_draft_that_is_right_drafts(models: tuple[Any, Any]) -> None:
+def test_the_better_draft_drafts(models: tuple[Any, Any]) -> None:
     asked = make_request(PROMPT, max_tokens=60)
-    found = decode([asked], "speculative", choosing(*models), target=TARGET, engine=SMALL)
-    alone = decode([asked], "speculative", ModelDrafter(TARGET, Options(width=2)), target=TARGET, engine=SMALL)
-    assert found.texts == [write(TARGET, asked)]
+    found, alone = run(asked, choosing(*models)), run(asked, ModelDrafter(TARGET, Options(width=2)))
     assert len(found.steps[0]) <= len(alone.steps[0]) + 6
 
 
-def test_an_answer_of_another_kind_is_noticed_within_its_first_rounds() -> None:
-    """Answers before were all the first draft's; this one is the second's from its beginning."""
+def test_a_change_of_the_better_draft_is_noticed_within_a_few_rounds() -> None:
+    """The first draft predicts the earlier answers, the second one this answer."""
     drafter = choosing(TARGET, GARBAGE)
     for number in range(4):
-        decode([make_request((number, 2), max_tokens=40)], "speculative", drafter, target=TARGET, engine=SMALL)
-    asked = make_request(PROMPT, max_tokens=60)
-    found = decode([asked], "speculative", drafter, target=GARBAGE, engine=SMALL)
-    assert found.texts == [write(GARBAGE, asked)]
+        run(make_request((number, 2), max_tokens=40), drafter)
+    found = run(make_request(PROMPT, max_tokens=60), drafter, GARBAGE)
     accepted = [step.accepted for step in found.steps[0]]
     assert sum(accepted[:2]) <= 2
     assert sum(accepted[8:]) / len(accepted[8:]) > 2
 
 
-def test_of_two_that_are_as_good_the_cheaper_one_drafts() -> None:
+def test_of_two_equal_drafts_the_cheaper_one_drafts() -> None:
     drafter = choosing(TARGET, QuickToy(16, 3, 0), costs=(0.5, 0.05))
     state = drafter.open(make_request(PROMPT))
     assert state.chosen == 1
@@ -110,15 +109,14 @@ def test_of_two_that_are_as_good_the_cheaper_one_drafts() -> None:
 
 
 @pytest.mark.parametrize(("chance", "cost"), [(0.0, 0.1), (1.0, 0.1), (0.3, 0.4), (0.3, 0.1), (0.8, 0.1), (0.95, 0.02)])
-def test_the_speed_is_that_of_the_best_length(chance: float, cost: float) -> None:
+def test_the_expected_speed_assumes_the_best_length(chance: float, cost: float) -> None:
     best = max(sum(chance**n for n in range(length + 1)) / (1 + length * cost) for length in range(9))
     assert expected_speed(chance, cost) == pytest.approx(best)
 
 
-def test_those_that_do_not_draft_read_seldom() -> None:
+def test_idle_drafts_read_seldom() -> None:
     idle = Counting(16, 2, 99)
-    asked = make_request(PROMPT, max_tokens=400)
-    found = decode([asked], "speculative", choosing(TARGET, idle), target=TARGET, engine=SMALL)
+    found = run(make_request(PROMPT, max_tokens=400), choosing(TARGET, idle))
     assert idle.passes <= 6 + len(found.steps[0]) / 16 + 3
 
 
@@ -136,39 +134,34 @@ def test_the_text_is_plain_decodings(method: str, rule: str) -> None:
     assert found.texts == [write(TARGET, request) for request in asked]
 
 
-def test_a_rule_that_judges_drawn_tokens_writes_the_same_again() -> None:
+def test_a_ratio_rule_is_deterministic() -> None:
     asked = [make_request(PROMPT, "rejection", 40, seed=2, temperature=0.9)]
-    texts = [
+    first, again = (
         decode(asked, "speculative", choosing(GARBAGE, TARGET), target=TARGET, engine=SMALL).texts for _ in range(2)
-    ]
-    assert texts[0] == texts[1]
+    )
+    assert first == again
 
 
-def test_what_was_learnt_is_remembered() -> None:
+def test_the_state_is_saved() -> None:
     drafter, again = choosing(GARBAGE, TARGET), choosing(GARBAGE, TARGET)
-    decode([make_request(PROMPT)], "speculative", drafter, target=TARGET, engine=SMALL)
+    run(make_request(PROMPT), drafter)
     again.load_state_dict(drafter.state_dict())
     assert again.open(make_request(PROMPT)).chosen == 1
     assert choosing(GARBAGE, TARGET).open(make_request(PROMPT)).chosen == 0
 
 
-def test_each_draft_is_told_what_to_draft() -> None:
+def test_directives_reach_each_draft_and_an_empty_observation_changes_nothing() -> None:
     drafter = choosing(GARBAGE, TARGET)
     state, directives = drafter.open(make_request(PROMPT)), DraftDirectives(outcomes=2)
     drafter.set_directives(state, directives)
     assert [part.directives for part in state.parts] == [directives, directives]
-
-
-def test_one_draft_is_drafted_with_as_ever() -> None:
-    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET)), ModelDrafter)
-    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET, others=(GARBAGE,))), DraftSelector)
-
-
-def test_an_observation_without_tokens_compares_nothing() -> None:
-    drafter = choosing(GARBAGE, TARGET)
-    state = drafter.open(make_request(PROMPT))
     drafter.observe(state, Observation((), (), TokenTree(5, 9, 10)))
     assert state.chosen == 0
+
+
+def test_a_selector_is_built_only_for_several_drafts() -> None:
+    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET)), ModelDrafter)
+    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET, others=(GARBAGE,))), DraftSelector)
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +174,8 @@ def test_the_library_takes_a_list_of_drafts(target: Loaded, tmp_path: Path) -> N
     with LLM(target, [first, second], method="speculative", profile=False) as llm:
         assert llm.draft is not None
         assert [one.name for one in llm.draft.others] == [second.name]
-        assert (
-            llm.generate("hello", max_tokens=20)[0].tokens == llm.generate("hello", max_tokens=20, plain=True)[0].tokens
-        )
+        texts = [llm.generate("hello", max_tokens=20, plain=plain)[0].tokens for plain in (False, True)]
+        assert texts[0] == texts[1]
     with LLM(target, [first], method="speculative") as llm:
         assert llm.draft is first
     with LLM(target, [], method="speculative") as llm:
@@ -198,7 +190,7 @@ def test_the_library_takes_a_list_of_drafts(target: Loaded, tmp_path: Path) -> N
         (["layers:0", "layers:0,1"], {"drafter": "translated"}, "drafter translated takes one draft model"),
     ],
 )
-def test_drafts_that_do_not_go_together_are_refused(
+def test_invalid_combinations_of_drafts_are_refused(
     target: Loaded, drafts: list[str], options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
@@ -206,16 +198,12 @@ def test_drafts_that_do_not_go_together_are_refused(
 
 
 def test_a_process_drafts_with_one_model(target: Loaded) -> None:
-    from dataclasses import replace
-
     draft = replace(load_draft("layers:0", target), others=(target,))
     with pytest.raises(UserError, match="worker process drafts with one draft model"):
         build_engine(target, draft, BuildOptions("card", "model", worker="process"))
 
 
-def test_tuning_ranks_them(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
+def test_tuning_ranks_the_drafts(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(profiles, "FEWEST", 1)
     draft = replace(load_draft("layers:0", target), others=(load_draft("layers:0,1", target),))

@@ -15,7 +15,7 @@ from commands import tiny as tiny
 from files import smollm2_file
 
 from outpace.api.llm import LLM
-from outpace.bench.tune import TuneOptions, TuneResult
+from outpace.bench.tune import TuneResult
 from outpace.cli import doctor as doctor_file
 from outpace.cli.demo import Comparison
 from outpace.cli.main import main
@@ -207,7 +207,7 @@ def test_tune_reports_the_result(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, path: str | None, said: str
 ) -> None:
     rates, kept = {"autoregressive": 100.0}, Path(path) if path else None
-    found = TuneResult({1: 0.01}, None, rates, chosen, kept, {}, TuneOptions())
+    found = TuneResult({1: 0.01}, None, rates, chosen, kept)
     monkeypatch.setattr("outpace.bench.tune.tune", lambda *given: found)
     code, _, err = run("tune", "--target", str(tiny))
     assert (code, said in err) == (0, True)

@@ -1,25 +1,23 @@
-"""Other engines as peers: the text of our own plain decoding where precision is the same, and counts that add up."""
+"""Other engines as peers: they write plain decoding's text in the same precision, and their counts add up."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from files import model_folder
 
+from outpace.api.llm import load
 from outpace.bench import contenders
 from outpace.bench.peer import PeerSettings, TimedAnswer
 from outpace.bench.peers import _rounds
 from outpace.bench.peers._rounds import RoundRecorder
+from outpace.bench.peers.llama_cpp import LlamaCpp
 from outpace.core.errors import UserError
-from outpace.models.base import chain
-from outpace.models.load import load_model
+from outpace.core.stats import rates
 
 PACKAGES = {"transformers": "transformers", "llama_cpp": "llama_cpp"}
 DRAFTING = ("transformers_assisted", "transformers_lookup", "llama_cpp_lookup", "llama_cpp_draft")
@@ -29,12 +27,12 @@ TOKENS = 24
 
 
 def package(name: str) -> str:
-    """What a peer needs."""
+    """Return the package that a peer needs."""
     return next(package for start, package in PACKAGES.items() if name.startswith(start))
 
 
 def open_peer(name: str, settings: PeerSettings) -> Any:
-    """A peer that closes itself; skips where its package is not installed."""
+    """Open a peer that closes itself; skip the test if its package is not installed."""
     pytest.importorskip(package(name), reason=f"the peer {name} is not installed")
     return closing(contenders.find_peer(name).build(settings))
 
@@ -46,7 +44,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and a model that knows nothing of it."""
+    """A target, and an unrelated model."""
     where = tmp_path_factory.mktemp("models")
     return model_folder(where, "target"), model_folder(where, "other", seed=5)
 
@@ -59,28 +57,20 @@ def settings(folders: tuple[Path, Path]) -> PeerSettings:
 
 @pytest.fixture(scope="module")
 def plain(folders: tuple[Path, Path]) -> tuple[int, ...]:
-    """Greedy, one token a pass, on our own torch runtime."""
-    model = load_model(folders[0], runtime="llama").model
-    text = list(PROMPT)
-    session = model.open(100, 100)
-    rows = model.score([chain(session, text, wanted=[len(text) - 1])])
-    for _ in range(TOKENS):
-        session.keep(range(session.pending))
-        text.append(int(rows[-1].argmax()))
-        rows = model.score([chain(session, text[-1:], wanted=[0])])
-    return tuple(text[len(PROMPT) :])
+    """Greedy, by our own torch runtime."""
+    with load(folders[0], runtime="llama", method="autoregressive") as llm:
+        return llm.generate([list(PROMPT)], max_tokens=TOKENS, ignore_eos=True)[0].tokens
 
 
 def check(answer: TimedAnswer, num_tokens: int) -> None:
-    """What holds of every answer."""
+    """Check what is true of every answer."""
     assert len(answer.tokens) == sum(answer.counts) == num_tokens
     assert len(answer.arrivals) == len(answer.counts)
     assert list(answer.arrivals) == sorted(answer.arrivals)
     assert 0 < answer.first_token == answer.arrivals[0] <= answer.arrivals[-1] <= answer.seconds
     if answer.drafted is None:
         assert set(answer.counts) == {1}
-        assert answer.accepted is None
-        assert answer.by_position == ()
+        assert (answer.accepted, answer.positions) == (None, ())
     else:
         assert 0 <= answer.accepted <= answer.drafted
         assert answer.accepted + len(answer.counts) >= num_tokens >= answer.accepted
@@ -116,7 +106,7 @@ def test_an_answer_ends_with_a_stop_token_and_says_no_more(
 
 
 @pytest.mark.parametrize("name", WITH_DRAFT)
-def test_what_a_draft_is_worth_is_counted(name: str, settings: PeerSettings, folders: tuple[Path, Path]) -> None:
+def test_accepted_drafts_are_counted(name: str, settings: PeerSettings, folders: tuple[Path, Path]) -> None:
     with open_peer(name, settings) as peer:
         perfect = peer.answer(PROMPT, TOKENS)
     with open_peer(name, replace(settings, draft=folders[1])) as peer:
@@ -125,25 +115,23 @@ def test_what_a_draft_is_worth_is_counted(name: str, settings: PeerSettings, fol
         check(answer, TOKENS)
     assert perfect.tokens == useless.tokens
     assert perfect.accepted >= perfect.drafted - 2  # the last round may be cut
-    assert min(perfect.by_position[:2]) > 0.8
+    assert min(rates(perfect.positions)[:2]) > 0.8
     assert len(perfect.counts) < 0.6 * TOKENS
     assert useless.drafted > useless.accepted
-    assert useless.by_position[0] < 0.5
+    assert rates(useless.positions)[0] < 0.5
 
 
 @pytest.mark.parametrize("name", ["transformers_lookup", "llama_cpp_lookup"])
-def test_a_text_that_repeats_itself_is_looked_up(name: str, settings: PeerSettings) -> None:
+def test_repetitions_are_looked_up(name: str, settings: PeerSettings) -> None:
     with open_peer(name, settings) as peer:
         answer = peer.answer(PROMPT * 4, TOKENS)
     check(answer, TOKENS)
     assert answer.drafted > 0
-    assert len(answer.by_position) > 0
+    assert answer.positions
 
 
 def test_llama_cpp_writes_what_float32_writes(settings: PeerSettings, plain: tuple[int, ...]) -> None:
     pytest.importorskip("llama_cpp")
-    from outpace.bench.peers.llama_cpp import LlamaCpp
-
     with closing(LlamaCpp("exact", settings, "F32")) as peer:
         answer = peer.answer(PROMPT, TOKENS)
     check(answer, TOKENS)
@@ -160,18 +148,16 @@ def test_llama_cpp_writes_the_same_with_drafts_as_without(settings: PeerSettings
 
 
 @pytest.mark.parametrize("name", contenders.peer_names())
-def test_a_missing_package_is_told_with_what_installs_it(
+def test_a_missing_package_is_named_with_its_install_command(
     name: str, settings: PeerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
-    hidden: Callable[..., Any] = lambda module, *rest: None if module == package(name) else found(module, *rest)  # noqa: E731
-    monkeypatch.setattr(_rounds.importlib.util, "find_spec", hidden)
+    monkeypatch.setattr(_rounds, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=rf"peer {name} is not installed: run `pip install "):
         contenders.find_peer(name).build(settings)
 
 
 @pytest.mark.parametrize("name", contenders.peer_names())
-def test_a_file_says_what_its_peer_is_and_where_it_comes_from(name: str) -> None:
+def test_the_docstring_of_a_peer_cites_its_source(name: str) -> None:
     lines = (contenders.find_peer(name).__doc__ or "").splitlines()
     assert lines[0].endswith(".")
     assert not lines[1]
@@ -180,14 +166,14 @@ def test_a_file_says_what_its_peer_is_and_where_it_comes_from(name: str) -> None
 
 @pytest.mark.parametrize("name", WITH_DRAFT)
 @pytest.mark.parametrize(("draft", "reason"), [(None, "needs a draft"), ("layers:0", "cannot make the draft layers:0")])
-def test_a_draft_that_is_none_is_told(name: str, draft: str | None, reason: str, settings: PeerSettings) -> None:
+def test_a_wrong_draft_is_refused(name: str, draft: str | None, reason: str, settings: PeerSettings) -> None:
     pytest.importorskip(package(name))
     with pytest.raises(UserError, match=rf"peer {name} {reason}"):
         contenders.find_peer(name).build(replace(settings, draft=draft))
 
 
 @pytest.mark.parametrize("name", contenders.peer_names())
-def test_a_prompt_that_does_not_fit_is_told(name: str, settings: PeerSettings) -> None:
+def test_a_prompt_that_does_not_fit_is_refused(name: str, settings: PeerSettings) -> None:
     with open_peer(name, settings) as peer:
         with pytest.raises(UserError, match=f"peer {name} was given 8 tokens of prompt and 93 of answer"):
             peer.answer(PROMPT, 93)
@@ -197,48 +183,35 @@ def test_a_prompt_that_does_not_fit_is_told(name: str, settings: PeerSettings) -
 
 
 @pytest.mark.parametrize("name", contenders.peer_names())
-def test_a_target_that_is_none_is_told(name: str, settings: PeerSettings, tmp_path: Path) -> None:
+def test_a_missing_target_is_refused(name: str, settings: PeerSettings, tmp_path: Path) -> None:
     pytest.importorskip(package(name))
     with pytest.raises(UserError, match="nowhere"):
         contenders.find_peer(name).build(replace(settings, target=tmp_path / "nowhere"))
 
 
-def test_threads_are_given_back(settings: PeerSettings) -> None:
-    before = torch.get_num_threads()
-    with open_peer("transformers", replace(settings, threads=before + 1)) as peer:
-        peer.answer(PROMPT, 2)
-    assert torch.get_num_threads() == before
+Rounds = list[tuple[list[int], list[int] | None]]  # tokens, drafts
+DRAFTED: Rounds = [([1, 2, 3], [1, 2]), ([4], [5, 6]), ([6, 7], [6, 8]), ([5, 9, 4], [5, 9]), ([7], [])]
 
 
-def written(rounds: RoundRecorder, *texts: tuple[list[int], list[int] | None]) -> TimedAnswer:
-    for tokens, drafts in texts:
-        rounds.begin(drafts)
-        for token in tokens:
-            rounds.write(token)
-    return rounds.finish()
-
-
-def test_rounds_are_counted() -> None:
-    answer = written(
-        RoundRecorder(frozenset([9]), 20), ([1, 2, 3], [1, 2]), ([4], [5, 6]), ([6, 7], [6, 8]), ([5, 9, 4], [5, 9])
-    )
-    assert answer.tokens == (1, 2, 3, 4, 6, 7, 5, 9)
-    assert answer.counts == (3, 1, 2, 2)
-    assert (answer.drafted, answer.accepted) == (8, 5)
-    assert answer.by_position == (3 / 4, 2 / 3)
-
-
-def test_an_answer_is_cut_at_its_length() -> None:
-    rounds = RoundRecorder(frozenset(), 4)
-    answer = written(rounds, ([1, 2, 3], None), ([4, 5], None), ([6], None))
-    assert answer.tokens == (1, 2, 3, 4)
-    assert answer.counts == (3, 1)
-    assert (answer.drafted, answer.accepted, answer.by_position) == (None, None, ())
-    assert rounds.is_over
-
-
-def test_positions_that_no_round_reached_have_no_figure() -> None:
-    for rounds, rates in (((([1], [2, 3, 4]), ([2], [])), (0.0,)), ((([1, 2], [1]), ([3], [4, 5])), (0.5,))):
-        assert written(RoundRecorder(frozenset(), 9), *rounds).by_position == rates
-    empty = written(RoundRecorder(frozenset(), 9))
-    assert empty.first_token == empty.seconds
+@pytest.mark.parametrize(
+    ("rounds", "max_tokens", "tokens", "counts", "accepted", "positions"),
+    [
+        (DRAFTED, 20, (1, 2, 3, 4, 6, 7, 5, 9), (3, 1, 2, 2), (8, 5), ((4, 3), (3, 2))),  # until the stop token 9
+        ([([1, 2, 3], None), ([4, 5], None), ([6], None)], 4, (1, 2, 3, 4), (3, 1), (None, None), ()),
+        ([([1], [2, 3, 4]), ([2], [])], 9, (1, 2), (1, 1), (3, 0), ((1, 0),)),  # no round reaches a second position
+        ([([1, 2], [1]), ([3], [4, 5])], 9, (1, 2, 3), (2, 1), (3, 1), ((2, 1),)),
+        ([], 9, (), (), (None, None), ()),
+    ],
+)
+def test_rounds_are_recorded(
+    rounds: Rounds, max_tokens: int, tokens: Any, counts: Any, accepted: Any, positions: Any
+) -> None:
+    recorder = RoundRecorder(frozenset([9]), max_tokens)
+    for written, drafts in rounds:
+        recorder.begin(drafts)
+        recorder.write(*written)
+    answer = recorder.finish()
+    assert (answer.tokens, answer.counts, answer.positions) == (tokens, counts, positions)
+    assert (answer.drafted, answer.accepted) == accepted
+    assert recorder.is_over == (9 in tokens or len(tokens) == max_tokens)
+    assert answer.first_token == (answer.arrivals[0] if tokens else answer.seconds)

@@ -1,4 +1,4 @@
-"""What is written for llama.cpp: it reads back, is written once and whole, and what would come out wrong is refused."""
+"""Files written for llama.cpp: they read back, are written once and atomically; other architectures are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    where = tmp_path_factory.mktemp("models")
-    return model_folder(where, "target"), model_folder(where, "other", seed=5)
-
-
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "untied"])
 def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     families = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -40,9 +34,7 @@ def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("F32", 0.0), ("Q8_0", 1 / 127), ("Q4_1", 1 / 7)])
-def test_what_is_written_for_llama_cpp_reads_back(
-    any_folder: Path, kind: str, error: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_reads_back(any_folder: Path, kind: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _gguf.gguf_file(any_folder, kind)
     assert _gguf.main_kind(file) == kind
     monkeypatch.setattr(gguf_tokenizer, "special_ids", lambda *_: {})  # it has no tokenizer
@@ -55,17 +47,19 @@ def test_what_is_written_for_llama_cpp_reads_back(
             assert (source.tensor(name) - value).abs().max() <= error * value.abs().max(), name
 
 
-def test_a_file_is_written_once_and_anew_for_other_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    first = _gguf.gguf_file(folders[0], "Q8_0")
+def test_a_file_is_written_once_for_the_same_weights_and_type(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "target")
+    first = _gguf.gguf_file(folder, "Q8_0")
     time = first.stat().st_mtime_ns
-    assert _gguf.gguf_file(folders[0], "Q8_0") == first
+    assert _gguf.gguf_file(folder, "Q8_0") == first
     assert first.stat().st_mtime_ns == time
-    assert _gguf.gguf_file(folders[1], "Q8_0") != first
-    assert _gguf.gguf_file(folders[0], "Q4_1") != first
+    assert _gguf.gguf_file(model_folder(tmp_path, "other", seed=5), "Q8_0") != first
+    assert _gguf.gguf_file(folder, "Q4_1") != first
     assert len(list(first.parent.iterdir())) == 3
 
 
-def test_a_file_that_fails_half_way_leaves_nothing(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path, "target")
     left = 3
 
     def tensor(self: Checkpoint, name: str) -> torch.Tensor:
@@ -78,13 +72,13 @@ def test_a_file_that_fails_half_way_leaves_nothing(folders: tuple[Path, Path], m
     open_tensor = Checkpoint.tensor
     monkeypatch.setattr(Checkpoint, "tensor", tensor)
     with pytest.raises(UserError, match="cannot be written \\(No space left"):
-        _gguf.gguf_file(folders[0], "Q8_0")
+        _gguf.gguf_file(folder, "Q8_0")
     assert list((cache_folder() / "gguf").iterdir()) == []
-    monkeypatch.undo()
-    assert _gguf.main_kind(_gguf.gguf_file(folders[0], "Q8_0")) == "Q8_0"
+    monkeypatch.setattr(Checkpoint, "tensor", open_tensor)
+    assert _gguf.main_kind(_gguf.gguf_file(folder, "Q8_0")) == "Q8_0"
 
 
-def test_the_users_own_file_is_taken_where_it_is_of_that_kind(tmp_path: Path) -> None:
+def test_the_users_file_is_used_if_it_has_that_type(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "own.gguf", kind="Q8_0")
     assert _gguf.gguf_file(file, "Q8_0") == file
     assert _gguf.gguf_file(file, "Q4_1") != file
@@ -97,6 +91,8 @@ def test_the_users_own_file_is_taken_where_it_is_of_that_kind(tmp_path: Path) ->
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
     ],
 )
-def test_a_model_that_would_come_out_wrong_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_an_architecture_that_llama_cpp_computes_differently_is_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=r"cannot be written for llama\.cpp, allowed are llama"):
         _gguf.gguf_file(model_folder(tmp_path, "scaled", **changes), "Q8_0")

@@ -1,4 +1,4 @@
-"""Predicted outputs: the position of a text in its prediction, what is drafted from it, and exact counts."""
+"""Predicted outputs: the position of a text in its prediction, the drafts made from it, and exact counts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run_command
 from doubles import Outcome, QuickToy, decode, make_request, write
 from files import model_folder
 
 import outpace
-from outpace.cli.main import main
 from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
@@ -67,7 +67,7 @@ def found_slowly(text: Sequence[int], guess: Sequence[int], home: int) -> Predic
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_alignment_is_its_slow_twin(seed: int) -> None:
+def test_the_alignment_equals_a_slow_one(seed: int) -> None:
     chance = random.Random(seed)
     guess = [chance.randrange(6) for _ in range(60)]
     text = edited(guess, chance)
@@ -89,7 +89,7 @@ def test_the_alignment_is_its_slow_twin(seed: int) -> None:
 
 
 def edited(guess: Sequence[int], chance: random.Random) -> list[int]:
-    """The guess with tokens replaced, put in and left out."""
+    """Return the guess with tokens replaced, inserted and left out."""
     text: list[int] = []
     for token in guess:
         edit = chance.random()
@@ -103,29 +103,22 @@ def edited(guess: Sequence[int], chance: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("text", "guess", "places"),
     [
-        ("replaced", [*range(10), 99, *range(11, 16)]),
-        ("put in", [*range(10), 98, 99, 10, *range(11, 16)]),
-        ("left out", [*range(8), *range(12, 16)]),
-        ("put first", [99, 98, *range(16)]),
+        ([*range(10), 99, *range(11, 16)], range(40), [16]),
+        ([*range(10), 98, 99, *range(10, 16)], range(40), [16]),
+        ([*range(8), *range(12, 16)], range(40), [16]),
+        ([99, 98, *range(16)], range(40), [16]),
+        ([0, 1, 2, 3, 99], range(40), [5]),
+        # of a common token the nearest place after the last trusted one
+        ([7, 1, 7, 2, 7, 99, 7], [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6], [7]),
     ],
+    ids=["replaced", "inserted", "left out", "inserted first", "just replaced", "common token"],
 )
-def test_a_text_is_found_again_behind_a_change(change: str, text: list[int]) -> None:
-    guess = list(range(40))
+def test_the_position_is_found_after_a_change(text: list[int], guess: Sequence[int], places: list[int]) -> None:
     alignment = following(text, guess)
-    assert alignment.tokens(alignment.offers[0], 4) == [16, 17, 18, 19]
-
-
-def test_a_replaced_token_is_passed_over_at_once() -> None:
-    alignment = following([0, 1, 2, 3, 99], range(40))
-    assert [alignment.tokens(offer, 2) for offer in alignment.offers] == [[5, 6]]
-
-
-def test_a_common_word_does_not_lead_back_to_the_beginning() -> None:
-    guess = [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6]
-    alignment = following([7, 1, 7, 2, 7, 99, 7], guess)
-    assert alignment.offers[0].place == 7, "the nearest place behind the last that was trusted"
+    assert [offer.place for offer in alignment.offers][:1] == places
+    assert alignment.tokens(alignment.offers[0], 2) == list(guess[places[0] : places[0] + 2])
 
 
 def test_a_perfect_prediction_is_written_in_few_passes() -> None:
@@ -136,7 +129,7 @@ def test_a_perfect_prediction_is_written_in_few_passes() -> None:
 
 
 @pytest.mark.parametrize(("method", "worker"), [("speculative", None), ("auto", None), ("card", "inline")])
-def test_every_token_of_the_prediction_is_counted_where_it_was_judged(method: str, worker: str | None) -> None:
+def test_every_verified_token_of_the_prediction_is_counted(method: str, worker: str | None) -> None:
     text = answer(60)
     for wrong in (7, 20, 41):
         text[wrong] = (text[wrong] + 1) % 16
@@ -146,8 +139,8 @@ def test_every_token_of_the_prediction_is_counted_where_it_was_judged(method: st
     assert figures.predicted_rejected > 0
 
 
-def test_the_counts_are_those_of_a_hand_made_case() -> None:
-    """One wrong token in the middle: all before it are accepted, the branch behind it is rejected, then all again."""
+def test_counts_of_a_prediction_with_one_wrong_token() -> None:
+    """The tokens before it are accepted, those after it are rejected and then drafted again."""
     text = answer(12)
     guess = [*text[:5], (text[5] + 1) % 16, *text[6:]]
     request = make_request(PROMPT, max_tokens=12, prediction=tuple(guess))
@@ -157,13 +150,13 @@ def test_the_counts_are_those_of_a_hand_made_case() -> None:
     assert (second.predicted, second.predicted_accepted) >= (6, 5)
 
 
-def test_a_prediction_of_something_else_is_given_up() -> None:
+def test_a_wrong_prediction_is_given_up() -> None:
     figures = run([15, 15, 15, 14], count=60).figures
     assert figures.predicted_rejected == figures.predicted - figures.predicted_accepted
     assert figures.predicted < 40
 
 
-def test_a_tree_is_counted_by_its_tokens_whoever_planted_them() -> None:
+def test_nodes_are_counted_by_their_tokens() -> None:
     tree, alignment = TokenTree(1), Alignment([5, 6, 7])
     node = tree.add(0, 5, -0.1)
     assert node is not None
@@ -179,17 +172,12 @@ def test_a_tree_is_counted_by_its_tokens_whoever_planted_them() -> None:
         ((1, 16), "the prediction has token 16, allowed are 0 to 15"),
     ],
 )
-def test_a_prediction_that_cannot_be_written_is_refused(guess: tuple[int, ...], said: str) -> None:
+def test_an_invalid_prediction_is_refused(guess: tuple[int, ...], said: str) -> None:
     target = QuickToy(16, 3, 0)
     target.max_positions = 64
     request = make_request(PROMPT, max_tokens=8, prediction=guess)
     with Engine(target) as engine, pytest.raises(UserError, match=said):
         engine.submit(request, Autoregressive, Autoregressive.Options())
-
-
-def test_the_drafter_has_an_option_in_bounds() -> None:
-    with pytest.raises(UserError, match="ahead is 0"):
-        prediction.Options(ahead=0)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +196,7 @@ def test_the_library_takes_a_prediction_as_text_or_as_tokens(tiny: Path) -> None
     assert without.figures.predicted == 0
 
 
-def test_a_prediction_is_not_dropped_in_silence(tiny: Path) -> None:
+def test_a_prediction_that_would_not_be_used_is_refused(tiny: Path) -> None:
     with outpace.load(tiny, method="speculative", drafter="ngram") as llm, pytest.raises(UserError) as error:
         llm.generate("hello", prediction="hello")
     assert "name ngram+prediction" in str(error.value)
@@ -216,58 +204,37 @@ def test_a_prediction_is_not_dropped_in_silence(tiny: Path) -> None:
         llm.generate("hello", max_tokens=4, prediction="hello")
         with pytest.raises(UserError, match="prediction is 7"):
             llm.generate("hello", prediction=7)
+    with pytest.raises(UserError, match="ahead is 0"):
+        prediction.Options(ahead=0)
 
 
-def test_the_command_line_reads_a_prediction_and_tells_its_counts(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "generate",
-        "hello",
-        "--target",
-        str(tiny),
-        "--max-tokens",
-        "40",
-        "--ignore-eos",
-        "--json",
-        "--nodes",
-        "32",
-        "--method",  # not auto, which asks for copies as far as they pay by the clock
-        "speculative",
-        "--drafter",
-        "prediction",
-    ]
-    assert answered(words, capsys)[0] == 0
-    plain = json.loads(answered(words, capsys)[1])
+def test_the_command_line_reads_a_prediction_and_prints_its_counts(tiny: Path, tmp_path: Path) -> None:
+    length = ("--max-tokens", 40, "--ignore-eos", "--json", "--nodes", 32)
+    # method auto asks for copies only if measured times say that they pay
+    words = ("generate", "hello", "--target", tiny, *length, "--method", "speculative", "--drafter", "prediction")
+    code, out, _ = run_command(*words)
+    plain = json.loads(out)
+    assert code == 0
     assert "accepted_prediction_tokens" not in plain
     file = tmp_path / "guess.txt"
     file.write_text(plain["text"], encoding="utf-8")
-    found = json.loads(answered([*words, "--prediction", str(file)], capsys)[1])
+    found = json.loads(run_command(*words, "--prediction", file)[1])
     assert found["tokens"] == plain["tokens"]
     assert found["accepted_prediction_tokens"] > 0
     assert found["rejected_prediction_tokens"] >= 0
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "not UTF-8")])
-def test_a_file_without_a_prediction_is_said(
-    content: bytes | None, said: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_a_prediction_is_refused(content: bytes | None, said: str, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "guess.txt"
     if content is not None:
         file.write_bytes(content)
-    code, _, err = answered(["generate", "hello", "--target", str(tiny), "--prediction", str(file)], capsys)
+    code, _, err = run_command("generate", "hello", "--target", tiny, "--prediction", file)
     assert (code, said in err) == (2, True)
 
 
-def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
-
-
 @pytest.mark.parametrize("guess", [(), (9, 2, 6)])
-def test_the_planner_asks_for_copies_of_a_prediction_where_there_is_one(guess: Sequence[int]) -> None:
+def test_the_planner_asks_for_copies_of_a_prediction_if_there_is_one(guess: Sequence[int]) -> None:
     asked: list[str] = []
 
     class Noting(SharedTree):

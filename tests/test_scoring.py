@@ -79,10 +79,7 @@ PROGRAM = Reference(scoring.PROGRAM, TEST, entry_point="twice", head=HEAD)
         ("    return 2 * x\n", True),
         ("    return x\n", False),
         ("def twice(x: int):\n    return x + x\n", True),
-        (
-            "Here:\n```python\ndef twice(x):\n    names: List[int] = [x, x]\n    return sum(names)\n```\nThat is it.",
-            True,
-        ),
+        ("Here:\n```python\ndef twice(x):\n    both: List[int] = [x, x]\n    return sum(both)\n```\nThat is it.", True),
         ("```\nprint(1)\n```\n```python\ndef twice(x):\n    return x * 2\n", True),
         ("```python\ndef other(x):\n    return x * 2\n```", False),
         ("    raise SystemExit(77)\n", False),
@@ -92,12 +89,10 @@ PROGRAM = Reference(scoring.PROGRAM, TEST, entry_point="twice", head=HEAD)
         ("", False),
     ],
 )
-def test_programs_are_right_where_they_pass_the_tests(
-    answer: str, right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_right_if_they_pass_the_tests(answer: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.runs_to_end, "__defaults__", (2.0,) if "while" in answer else (30.0,))
     assert is_right(PROGRAM, answer, runs_tests=True) is right
-    assert is_right(PROGRAM, answer) is None, "nothing is run unless that is asked for"
+    assert is_right(PROGRAM, answer) is None, "nothing is run unless requested"
 
 
 REFUSED = {
@@ -118,17 +113,16 @@ REFUSED = {
 @needs_confinement
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_confined_program_may_not(what: str, tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("as it was")
+    (tmp_path / "kept").write_text("unchanged")
     program = REFUSED[what].format(folder=tmp_path)
     assert not sandbox.runs_to_end(program, 30)
-    assert sandbox.runs_to_end(
-        f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)", 30
-    )
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("kept", "as it was")]
+    caught = f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)"
+    assert sandbox.runs_to_end(caught, 30)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("kept", "unchanged")]
 
 
 @needs_confinement
-def test_a_confined_program_computes_and_reads_within_its_bounds() -> None:
+def test_a_confined_program_may_compute_and_read_within_its_limits() -> None:
     program = "import math, json, re, hashlib\nassert sum(range(10**6))\nassert not open('/dev/null').read()"
     assert sandbox.runs_to_end(program, 30)
     assert sandbox.runs_to_end("try:\n    bytearray(2 << 30)\nexcept MemoryError:\n    pass\nelse:\n    exit(1)", 30)
@@ -137,7 +131,7 @@ def test_a_confined_program_computes_and_reads_within_its_bounds() -> None:
     assert not sandbox.runs_to_end("\udcff", 30)
 
 
-def test_nothing_is_run_where_programs_cannot_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_run_if_programs_cannot_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "CALLS", {})
     with pytest.raises(OSError, match="no filter for"):
         sandbox.confine(1)
@@ -155,7 +149,7 @@ def test_nothing_is_run_where_programs_cannot_be_confined(monkeypatch: pytest.Mo
         ({"test": TEST, "entry_point": "twice"}, Reference("program", TEST, entry_point="twice", head="p")),
     ],
 )
-def test_references_say_how_they_are_scored(entry: dict[str, Any], expected: Reference | None) -> None:
+def test_references_select_the_kind_of_scoring(entry: dict[str, Any], expected: Reference | None) -> None:
     assert scoring.read(entry, "p", "here") == expected
 
 
@@ -175,21 +169,19 @@ def test_references_say_how_they_are_scored(entry: dict[str, Any], expected: Ref
         ({"test": 3, "entry_point": "x"}, "test must be a program"),
     ],
 )
-def test_a_reference_that_cannot_be_names_its_line(entry: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_invalid_reference_names_its_line(entry: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({"turns": ["a"]}) + "\n" + json.dumps({"turns": ["b"], **entry}) + "\n")
     with pytest.raises(UserError, match=f"t.jsonl, line 2: .*{message}"):
         tasks.collect([str(file)], 5)
 
 
-def test_our_own_questions_have_answers_that_are_right() -> None:
+def test_the_references_of_the_shipped_questions_are_right() -> None:
     found = tasks.collect(["answers"], 99)
-    assert {asked.task for asked in found} == {"sentences", "capitals", "numbers"}
-    assert len({asked.text for asked in found}) == len(found) == 36
-    for asked in found:
-        assert asked.reference is not None
-        assert is_right(asked.reference, f"The answer is {asked.reference.value}." * (asked.task != "sentences")) is (
-            asked.task != "sentences"
-        )
-        assert is_right(asked.reference, asked.reference.value)
-        assert not is_right(asked.reference, "I cannot say.")
+    assert len(found) == 36
+    for prompt in found:
+        assert prompt.reference is not None
+        assert is_right(prompt.reference, prompt.reference.value)
+        sentence = f"The answer is {prompt.reference.value}."
+        assert is_right(prompt.reference, sentence) is (prompt.task != "sentences"), "a sentence must be exact"
+        assert not is_right(prompt.reference, "I cannot say.")

@@ -1,7 +1,8 @@
-"""The simulator: the recorded text comes out of every method, and known formulas of its time."""
+"""The simulator: every method writes the recorded text, and its time follows known formulas."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from outpace.core.types import Verdict
 from outpace.engine.engine import EngineOptions
 from outpace.models.base import PREFIX, Part, chain
 from outpace.simulate import costs, models
-from outpace.simulate.indexed_trace import IndexedTrace, index_trace, limit_trace
+from outpace.simulate.indexed_trace import index_trace, limit_trace
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, setups
@@ -30,7 +31,7 @@ from outpace.simulate.trace import Trace, synthetic_trace
 
 SIZES = SetupSizes(nodes=8, width=3, tree_nodes=64)
 SETUPS = {setup.name: setup for setup in setups(SIZES) if not setup.is_live}
-SMALLER = {"width": 10, "tree_nodes": 500}  # a hundred wide takes its time
+SMALLER = {"width": 10, "tree_nodes": 500}  # a width of 100 is slow
 for _name in ("card-published", "card-published-free"):
     SETUPS[_name] = replace(SETUPS[_name], options={**SETUPS[_name].options, **SMALLER})
 CHAIN = {"width": 1, "tree_nodes": 64, "floor": 0.0}
@@ -46,7 +47,7 @@ def card(nodes: int = 64, **options: Any) -> Setup:
     return Setup("card", "card", "card", nodes, CHAIN | options)
 
 
-def in_turn(length: int) -> Setup:
+def sequential(length: int) -> Setup:
     return Setup("chain", "chain", "speculative", length + 1, CHAIN)
 
 
@@ -54,7 +55,7 @@ def in_turn(length: int) -> Setup:
 def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
     setup = replace(SETUPS[name], lengths=SETUPS[name].lengths[:2])
     plain = SETUPS[PLAIN]
-    *_, outcome = simulate(MIXED, [plain, setup], [costs.by_ratio(5)], devices)  # it raises where the text differs
+    *_, outcome = simulate(MIXED, [plain, setup], [costs.by_ratio(5)], devices)  # raises if the text differs
     assert outcome.figures.emitted == outcome.tokens == 120
     assert 0 <= outcome.target_idle < 1
     assert 0 <= outcome.draft_idle <= 1
@@ -63,7 +64,7 @@ def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
 
 @pytest.mark.parametrize("ratio", [pytest.param(3.5, marks=pytest.mark.long), 15.0])
 def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> None:
-    """Rows that cost nothing, which it does not know before it has tried them; the best length of all for the other."""
+    """Further rows cost nothing, which the planner must find out; the tree has its best length."""
     trace, sizes = synthetic_trace(0.6, 4, 150), SetupSizes(nodes=16, width=4, tree_nodes=64)
     setups = select_setups(sizes, ["speculative-tree", "auto"])
     fixed, planned = list(simulate(trace, setups, [costs.by_ratio(ratio)]))[1:]
@@ -83,35 +84,32 @@ def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 3.5, 7.0])
-def test_plain_decoding_takes_a_pass_a_token(ratio: float) -> None:
+def test_plain_decoding_takes_a_pass_per_token(ratio: float) -> None:
     outcome = run(MIXED, SETUPS[PLAIN], ratio)
     assert outcome.seconds == 120 * ratio
     assert (outcome.target_idle, outcome.draft_idle) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("length", [1, 3, 7])
-def test_a_perfect_draft_in_turn(length: int) -> None:
-    """(gamma + 1) tokens for gamma draft steps and a pass."""
-    outcome = run(PERFECT, in_turn(length), 5.0, length=length)
+def test_a_perfect_sequential_draft(length: int) -> None:
+    """gamma draft steps and a pass give (gamma + 1) tokens."""
+    outcome = run(PERFECT, sequential(length), 5.0, length=length)
     assert outcome.seconds == 240 / (length + 1) * (length + 5.0)
     assert outcome.target_idle == pytest.approx(length / (length + 5.0))
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_a_chain_in_turn_against_counting(length: int) -> None:
+def test_a_sequential_chain_against_counting(length: int) -> None:
     """Each pass accepts the leading tokens that the draft has first; counted from the trace alone."""
     rounds = steps = 0
     for answer in MIXED.answers:
         hits = (answer.draft_tokens[:, 0] == np.array(answer.tokens)).tolist()
         place = 0
         while place < len(hits):
-            accepted = 0
-            while accepted < length and place + accepted < len(hits) and hits[place + accepted]:
-                accepted += 1
             rounds += 1
-            steps += min(length, len(hits) - place + 2)  # behind the end there is no room
-            place += accepted + 1
-    outcome = run(MIXED, in_turn(length), 4.0, length=length)
+            steps += min(length, len(hits) - place + 2)  # drafts end at most two tokens after the answer
+            place += 1 + len(list(itertools.takewhile(bool, hits[place : place + length])))
+    outcome = run(MIXED, sequential(length), 4.0, length=length)
     assert outcome.figures.passes == rounds
     assert outcome.seconds == steps + rounds * 4.0
 
@@ -119,32 +117,32 @@ def test_a_chain_in_turn_against_counting(length: int) -> None:
 @pytest.mark.parametrize("ratio", [2.0, 7.0, 15.0])
 def test_card_with_a_perfect_chain_is_as_fast_as_its_drafter(ratio: float) -> None:
     outcome = run(PERFECT, card(), ratio)
-    assert 240 <= outcome.seconds <= 240 + 2 * ratio + 2  # a draft step a token; at first and at last a pass alone
-    assert outcome.figures.misses <= 1  # behind the end
+    assert 240 <= outcome.seconds <= 240 + 2 * ratio + 2  # a draft step per token, and a pass at both ends
+    assert outcome.figures.misses <= 1  # after the end
     assert outcome.draft_idle < 0.1
 
 
 @pytest.mark.parametrize("options", [CHAIN, {"width": 4, "tree_nodes": 128, "floor": 0.0}])
 @pytest.mark.parametrize("ratio", [0.5, 3.5, 15.0])
-def test_a_garbage_draft_beside_costs_nothing(options: dict[str, Any], ratio: float) -> None:
+def test_a_parallel_garbage_draft_costs_nothing(options: dict[str, Any], ratio: float) -> None:
     outcome = run(GARBAGE, Setup("card", "", "card", 16, options | {"just_in_time": 0}), ratio)
     assert outcome.seconds == 60 * ratio
     assert outcome.figures.accepted == 0
 
 
-def test_waiting_for_a_garbage_draft_costs_two_forwards_at_most() -> None:
+def test_waiting_for_a_garbage_draft_costs_at_most_two_forwards() -> None:
     outcome = run(GARBAGE, card(just_in_time=1), 4.0)
     assert 60 * (4.0 + 1) <= outcome.seconds <= 60 * (4.0 + 2)
 
 
-def test_on_one_device_both_take_their_time() -> None:
-    """A garbage draft that never rests halves the device; a perfect one costs as much as sequential drafting."""
+def test_one_device_is_shared() -> None:
+    """A garbage draft that never pauses halves the device; a perfect one costs as much as sequential drafting."""
     assert run(GARBAGE, card(just_in_time=0), 4.0, devices=1).seconds == 60 * 8.0
     outcome = run(PERFECT, card(), 4.0, devices=1)
     assert outcome.seconds == pytest.approx(240 / 4 * 8.0, rel=0.05)
 
 
-def test_the_same_again() -> None:
+def test_a_simulation_is_deterministic() -> None:
     for name in ("card", "speculative-tree", "card-published"):
         first, again = (run(MIXED, SETUPS[name], 5.0, length=3 if "tree" in name else None) for _ in range(2))
         assert first == again
@@ -152,24 +150,22 @@ def test_the_same_again() -> None:
 
 def test_the_best_draft_length_is_found() -> None:
     rows = [SETUPS[PLAIN], SETUPS["speculative-chain"]]
-    cheap, dear = (list(simulate(MIXED, rows, [costs.by_ratio(ratio)]))[-1] for ratio in (20.0, 1.0))
-    assert cheap.draft_length is not None
-    assert dear.draft_length is not None
-    assert cheap.draft_length > dear.draft_length == 1
+    cheap, expensive = (list(simulate(MIXED, rows, [costs.by_ratio(ratio)]))[-1] for ratio in (20.0, 1.0))
+    assert (cheap.draft_length or 0) > (expensive.draft_length or 0) == 1
     for length in (2, 8):
         other = run(MIXED, SETUPS["speculative-chain"], 20.0, length=length)
         assert cheap.seconds <= other.seconds
 
 
-def test_each_part_of_card_does_something() -> None:
-    """On a trace with much to gain each switch changes the outcome; what the paper had is the slowest but for one."""
+def test_each_part_of_card_has_an_effect() -> None:
+    """On a trace with much to gain each switch changes the outcome."""
     trace = synthetic_trace(0.7, 1, 60)
     found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card") and name != "card-ngram"}
-    alike = ("card-no-correction", "card-published-free")  # as without late nodes; as seven forwards in a pass of seven
+    alike = ("card-no-correction", "card-published-free")  # equal to card-no-late; seven forwards fit into a pass
     assert len({outcome.seconds for name, outcome in found.items() if name not in alike}) == len(found) - len(alike)
     assert found["card-no-correction"].figures.hits == 0
     assert found["card-chain"].seconds > found["card"].seconds
-    assert found["card-no-late"].figures.hits == 0  # what was drafted before a pass is below another root
+    assert found["card-no-late"].figures.hits == 0  # nodes drafted before a pass are below another root
     assert found["card-no-wait"].target_idle == 0.0 < found["card"].target_idle
 
 
@@ -181,63 +177,51 @@ def test_n_grams_copy_what_the_draft_does_not_know(method: str) -> None:
     assert both.seconds < 0.5 * alone.seconds
 
 
-def session_with(scripts: IndexedTrace, model: Any, tokens: Any) -> Any:
-    session = model.open(100, 50)
-    model.score([chain(session, tokens)])
-    session.keep(range(len(tokens)))
-    return session
-
-
 def test_rows_on_the_path_and_off_it() -> None:
-    scripts = index_trace(MIXED)
-    script, draft = scripts.answers[1], ReplayDraft(scripts, lambda rows: 1.0)
-    session = session_with(scripts, draft, script.text[: script.start + 3])
-    right, wrong = script.text[script.start + 3], (script.text[script.start + 3] + 1) % scripts.first_id
-    after = script.text[script.start + 4]
+    indexed = index_trace(MIXED)
+    answer, draft = indexed.answers[1], ReplayDraft(indexed, lambda rows: 1.0)
+    prefix, (right, after) = answer.text[: answer.start + 3], answer.text[answer.start + 3 : answer.start + 5]
+    session, wrong = draft.open(100, 50), (right + 1) % indexed.first_id
+    draft.score([chain(session, prefix)])
+    session.keep(range(len(prefix)))
     rows = draft.score([Part(session, (right, wrong, after, after, after), (PREFIX, PREFIX, 0, 1, 1), range(5))])
-    assert [mark == ON_PATH for mark in session.marks[session.length : session.length + 5]] == [True, False] * 2 + [
-        False
-    ]
+    marks = session.marks[session.length : session.length + 5]
+    assert [mark == ON_PATH for mark in marks] == [True, False, True, False, False]
     for row, place in ((0, 4), (2, 5)):
-        best = int(rows[row].argmax())
-        assert best == script.draft_tokens[place][0]
+        assert int(rows[row].argmax()) == answer.draft_tokens[place][0]
     assert torch.equal(rows[3], rows[4])  # the same path has the same row
-    assert all(int(row.isfinite().sum()) == script.draft_tokens.shape[1] for row in rows)
-    assert draft.seconds() == 1.0
-    assert draft.seconds() == 0.0
+    assert all(int(row.isfinite().sum()) == answer.draft_tokens.shape[1] for row in rows)
+    assert (draft.seconds(), draft.seconds()) == (1.0, 0.0)
 
 
-def test_the_texts_numbers_say_the_same() -> None:
-    scripts = index_trace(MIXED, ranks=4)
-    for answer, script in zip(MIXED.answers, scripts.answers, strict=True):
+def test_indexed_tokens_are_equal_where_the_tokens_are() -> None:
+    indexed = index_trace(MIXED, ranks=4)
+    for answer, numbered in zip(MIXED.answers, indexed.answers, strict=True):
         same = np.array(answer.tokens)[:, None] == answer.draft_tokens[:, :4]
-        assert np.array_equal(same, np.array(script.tokens)[:, None] == script.draft_tokens)
-        assert len(script.tokens) == len(answer.tokens)
-        assert max(script.text) < scripts.vocab_size
+        assert np.array_equal(same, np.array(numbered.tokens)[:, None] == numbered.draft_tokens)
+        assert len(numbered.tokens) == len(answer.tokens)
+        assert max(numbered.text) < indexed.vocab_size
 
 
-def test_a_stated_chance_comes_out() -> None:
+def test_a_synthetic_trace_has_the_acceptance_rate() -> None:
     trace = synthetic_trace(0.7, 4, 2000)
     for rank in (1, 2, 3):
         assert trace.acceptance(rank) == pytest.approx(1 - 0.3**rank, abs=0.02)
-    assert (
-        synthetic_trace(0.7, 1, 20, seed=3).answers[0].tokens == synthetic_trace(0.7, 1, 20, seed=3).answers[0].tokens
-    )
+    first, again = (synthetic_trace(0.7, 1, 20, seed=3).answers[0].tokens for _ in range(2))
+    assert first == again
     for acceptance in (-0.1, 1.1, float("nan")):
         with pytest.raises(UserError, match="acceptance"):
             synthetic_trace(acceptance)
 
 
-def test_some_answers_alone() -> None:
+def test_a_part_of_the_answers() -> None:
     assert limit_trace(MIXED, 2).answers == (MIXED.answers[0], MIXED.answers[1])
     assert len(limit_trace(MIXED, 9).answers) == 3
     tasks = ["gsm8k", "humaneval", "mt_bench"] * 12  # alternating, as a pair is recorded
     many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
     assert [answer.task for answer in limit_trace(many, 6).answers].count("gsm8k") == 2
     assert {answer.task for answer in limit_trace(many, 12).answers} == set(tasks)
-    assert [script.task for script in index_trace(many).some(6)].count("gsm8k") == 2, (
-        "by which draft lengths are chosen"
-    )
+    assert [answer.task for answer in index_trace(many).some(6)].count("gsm8k") == 2
     with pytest.raises(UserError, match="it has stated"):
         limit_trace(MIXED, None, ["gsm8k"])
 
@@ -251,7 +235,7 @@ def test_measured_times_lie_on_lines() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:x", "0:3", "1:0", "1:nan", "1:-2", "1:2,,"])
-def test_times_that_are_none(text: str) -> None:
+def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="target-times"):
         costs.parse_curve("target-times", text)
 
@@ -270,7 +254,7 @@ def test_names_of_methods() -> None:
 
 
 def filled() -> CandidateCache:
-    """Below the root 1 and 2 (primary), 3 and 4 (B); 3 was promoted; 1 has the child 5, 2 has 6 and 7."""
+    """Return a cache with 1 and 2 (primary), 3 and 4 (B) below the root; 1 has the child 5, 2 has 6 and 7, 3 has 8."""
     cache = CandidateCache(0)
     main, rest = Role.PRIMARY, Role.SECONDARY
     rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]
@@ -281,7 +265,7 @@ def filled() -> CandidateCache:
     return cache
 
 
-def test_a_chain_walks_down_the_best_children() -> None:
+def test_a_chain_follows_the_best_children() -> None:
     cache = filled()
     cache.visibility = VisibilityOptions(chain=True)
     assert cache.query(8).tokens == [0, 2, 7]
@@ -292,7 +276,7 @@ def test_a_chain_walks_down_the_best_children() -> None:
 
 
 @pytest.mark.parametrize(("secondary", "kinds"), [(True, {3: "secondary", 4: "secondary"}), (False, {4: "miss"})])
-def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[int, str]) -> None:
+def test_without_b_only_promoted_nodes_of_b_count(secondary: bool, kinds: dict[int, str]) -> None:
     for token, kind in ({1: "primary", 9: "miss"} | kinds).items():
         cache = filled()
         cache.visibility = VisibilityOptions(secondary=secondary)
@@ -302,7 +286,7 @@ def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[in
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
+def test_late_nodes_count_only_if_enabled(late: bool) -> None:
     cache = filled()
     cache.visibility = VisibilityOptions(late=late)
     tree = cache.query(2)
@@ -316,7 +300,7 @@ def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
 
 @pytest.mark.parametrize("seeds", [10, pytest.param(40, marks=pytest.mark.long)])
 def test_switches_never_change_the_text(seeds: int) -> None:
-    """Random switches under random interleavings, on toy targets that have rows off the path too."""
+    """Try random switches under random interleavings, on toy targets that have rows off the path too."""
     for seed in range(seeds):
         chance = random.Random(seed)
         target = chance.choice(TARGETS)
@@ -337,11 +321,11 @@ def test_switches_never_change_the_text(seeds: int) -> None:
 
 
 def test_a_mark_depends_on_the_whole_path() -> None:
-    script = index_trace(MIXED).answers[0]
-    position = script.start + 2
-    wrong = [token for token in range(20) if token != script.text[position]]
-    marks = [models._mark(script, position, ON_PATH, token) for token in wrong]
-    marks += [models._mark(script, position + 1, ON_PATH, token) for token in range(20, 40)]
-    marks += [models._mark(script, position + 1, mark, 5) for mark in marks]
+    answer = index_trace(MIXED).answers[0]
+    position = answer.start + 2
+    wrong = [token for token in range(20) if token != answer.text[position]]
+    marks = [models._mark(answer, position, ON_PATH, token) for token in wrong]
+    marks += [models._mark(answer, position + 1, ON_PATH, token) for token in range(20, 40)]
+    marks += [models._mark(answer, position + 1, mark, 5) for mark in marks]
     assert ON_PATH not in marks
     assert len(set(marks)) == len(marks)

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import last_line, run_command
 
-from outpace.cli.main import main
 from outpace.simulate.trace import synthetic_trace
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--answers", "2", "--nodes", "8", "--width", "3", "--ratio", "4")
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(["simulate", *arguments])
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return call
+def run(*arguments: object) -> tuple[int, str, str]:
+    return run_command("simulate", *arguments)
 
 
-def test_a_stated_pair(run: Run, tmp_path: Path) -> None:
+def test_an_assumed_acceptance() -> None:
     code, out, err = run("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL)
     assert code == 0, err
     assert "sequential, chain" in out
-    found = json.loads(out.strip().splitlines()[-1])
+    found = last_line(out)
     assert [row["method"] for row in found["rows"]] == ["autoregressive", "speculative-chain", "card"]
     assert (found["nodes"], found["width"], found["devices"]) == (8, 3, 2)
     assert found["rows"][0]["speedup"] == 1.0
@@ -39,19 +30,16 @@ def test_a_stated_pair(run: Run, tmp_path: Path) -> None:
     assert found["rows"][2]["hits"]["miss"] > 0
 
 
-def test_a_trace_with_measured_times_to_files(run: Run, tmp_path: Path) -> None:
+def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
     synthetic_trace(0.5, 2, 40).save(tmp_path / "a.trace")
     times = ("--target-times", "1:6,8:7", "--draft-times", "1:1,4:1.2", "--devices", "1")
-    files = ("--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png"))
-    code, out, err = run(
-        "--trace", str(tmp_path / "a.trace"), "--markdown", "--methods", "card", *SMALL, *times, *files
-    )
+    files = ("--json", tmp_path / "rows.json")
+    code, out, err = run("--trace", tmp_path / "a.trace", "--markdown", "--methods", "card", *SMALL, *times, *files)
     assert code == 0, err
     assert out.startswith("| T_target / T_draft | 6 measured |")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert rows == json.loads(out.strip().splitlines()[-1])["rows"]
+    assert rows == last_line(out)["rows"]
     assert rows[-1]["ratio"] == 6.0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -73,33 +61,27 @@ def test_a_trace_with_measured_times_to_files(run: Run, tmp_path: Path) -> None:
         (("--acceptance", "0.5", "--draft", "auto"), "give it with --trace FILE"),
         (("--acceptance", "0.5", "--tasks", "gsm8k"), "--tasks selects answers of a trace"),
         (("--acceptance", "0.5", "--json", "/nowhere/r.json"), "--json is /nowhere/r.json, but there is no folder"),
-        (("--acceptance", "0.5", "--plot", "/nowhere/p.png"), "--plot is /nowhere/p.png, but there is no folder"),
-        (("--acceptance", "0.5", "--plot", "p.zzz"), "--plot is p.zzz, its name must end with one of"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(
-    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setattr("outpace.simulate.run.run_setup", None)  # nothing is simulated before it is said
+    monkeypatch.setattr("outpace.simulate.run.run_setup", None)  # nothing is simulated before
     code, _, err = run(*words)
     assert code == 2
     assert said in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_what_cannot_be_written_is_said_after_the_line_of_json(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_cannot_be_written_are_reported_after_the_line_of_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    kept = ("--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "p.png"))
-    code, out, err = run("--acceptance", "0.7", "--methods", "card", *SMALL, *kept)
+    code, out, err = run("--acceptance", "0.7", "--methods", "card", *SMALL, "--json", tmp_path / "rows.json")
     assert code == 2
     assert "CARD" in out
-    assert len(json.loads(out.splitlines()[-1])["rows"]) == 2
+    assert len(last_line(out)["rows"]) == 2
     assert "rows.json cannot be written" in err
-    assert "the plot cannot be written" in err
-    assert "Traceback" not in err

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from command import last_line, run_command
 from files import model_folder, smollm2_file
 
 import outpace
 from outpace.bench import table_files
-from outpace.cli.main import main
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.drafters import cacheback, retrieval
@@ -21,29 +22,29 @@ from outpace.models.files import token_tables
 from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer
 
+TOKENS = [1, 2, 3, 4, 5, 1, 2, 3]
 
-class Named:
-    """A tokenizer that only needs a fingerprint."""
 
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+def context(fingerprint: str) -> BuildContext:
+    tokenizer: Any = SimpleNamespace(fingerprint=fingerprint)
+    return BuildContext(tokenizer=tokenizer)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    arrays = retrieval.make([[1, 2, 3, 4, 5, 1, 2, 3]], 16, retrieval.Options())
+    arrays = retrieval.make([TOKENS], 16, retrieval.Options())
     token_tables.write(tmp_path / "store", "retrieval", "mine", arrays)
     return tmp_path / "store"
 
 
 def test_a_file_is_read_as_it_was_written(file: Path) -> None:
     read = token_tables.read(file, "retrieval", "mine")
-    assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1]
+    assert read["tokens"].tolist() == [*TOKENS, -1]
     assert all(isinstance(array, np.memmap) for array in read.values())
     assert not read["order"].flags.writeable
 
 
-def test_every_byte_that_is_changed_is_noticed(file: Path) -> None:
+def test_every_changed_byte_is_noticed(file: Path) -> None:
     whole = file.read_bytes()
     for place in range(len(whole)):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -51,7 +52,7 @@ def test_every_byte_that_is_changed_is_noticed(file: Path) -> None:
             read = token_tables.read(file, "retrieval", "mine")
         except UserError:
             continue
-        assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1], f"byte {place} was read wrongly"
+        assert read["tokens"].tolist() == [*TOKENS, -1], f"byte {place} was read wrongly"
 
 
 @pytest.mark.parametrize("length", [0, 5, 40, 100, 150, -1])
@@ -68,13 +69,13 @@ def test_a_file_of_another_kind_or_tokenizer_is_refused(file: Path) -> None:
         token_tables.read(file, "retrieval", "another")
     options = retrieval.Options(datastore=str(file))
     with pytest.raises(UserError, match="another tokenizer"):
-        retrieval.build(options, given=BuildContext(tokenizer=Named("another")))
-    assert retrieval.build(options, given=BuildContext(tokenizer=Named("mine"))).name == "retrieval"
+        retrieval.build(options, given=context("another"))
+    assert retrieval.build(options, given=context("mine")).name == "retrieval"
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
-    given = BuildContext(tokenizer=Named("mine"))
+    given = context("mine")
     with pytest.raises(UserError, match="needs a datastore: make one with outpace tune --drafter retrieval"):
         retrieval.build(retrieval.Options(), given=given)
     with pytest.raises(UserError, match="cannot be read"):
@@ -82,10 +83,10 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest
     assert cacheback.build(cacheback.Options(), given=given)._frozen is None
 
 
-def test_ones_own_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_file_is_preferred_to_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(token_tables, "SHIPPED", tmp_path)
-    given = BuildContext(tokenizer=Named("mine"))
+    given = context("mine")
     for folder, token in ((tmp_path, 5), (tmp_path / "cache" / "tables", 7)):
         folder.mkdir(parents=True, exist_ok=True)
         arrays = cacheback.make([[token, 1, 2, 3]], 16, cacheback.Options())
@@ -94,11 +95,11 @@ def test_ones_own_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch:
         assert frozen is not None
         assert frozen.followers(token) == [(1, 2, 3)]
     assert cacheback.build(cacheback.Options(table="none"), given=given)._frozen is None
-    assert cacheback.build(cacheback.Options(), given=BuildContext(tokenizer=Named("another")))._frozen is None
+    assert cacheback.build(cacheback.Options(), given=context("another"))._frozen is None
 
 
 def test_the_shipped_table_is_for_the_shipped_model() -> None:
-    """It is whole, and drafts without having read anything."""
+    """It is complete, and drafts before any text was read."""
     smollm2_file()
     given = BuildContext(tokenizer=load_model(None).tokenizer)
     frozen = cacheback.build(cacheback.Options(), given=given)._frozen
@@ -124,7 +125,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(file: Path, monkeypatch: pytest.
     assert list(file.parent.iterdir()) == [file]
     token_tables.write(file, "retrieval", "mine", arrays)
     assert token_tables.read(file, "retrieval", "mine")["tokens"][0] == 7
-    assert opened["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1], "who has the old one open keeps it"
+    assert opened["tokens"].tolist() == [*TOKENS, -1], "an open file keeps its content"
 
 
 # outpace tune --corpus
@@ -135,16 +136,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("models"), "target", 0)
 
 
-def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
-
-
 @pytest.mark.parametrize("drafter", ["cacheback", "retrieval"])
-def test_a_file_is_made_and_drafted_from(
-    drafter: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_drafter_uses_the_file_made_for_it(
+    drafter: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     with outpace.load(tiny, method="autoregressive") as llm:
@@ -152,26 +146,24 @@ def test_a_file_is_made_and_drafted_from(
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     text.write_text("hello" + plain.text, encoding="utf-8")
     lines.write_text(json.dumps({"text": "hello world"}) + "\n" + json.dumps({"turns": ["12 12", "hello"]}) + "\n")
-    words = ["tune", "--target", str(tiny), "--drafter", drafter, "--corpus", str(text), "--corpus", str(lines)]
-    code, out, _ = run([*words, "--json"], capsys)
+    words = ("tune", "--target", tiny, "--drafter", drafter, "--corpus", text, "--corpus", lines)
+    code, out, _ = run_command(*words, "--json")
     assert code == 0
-    made = json.loads(out)
+    made = last_line(out)
     assert (made["drafter"], made["texts"], made["bytes"]) == (drafter, 4, Path(made["path"]).stat().st_size)
     with outpace.load(tiny, method="speculative", drafter=drafter) as llm:
         found = llm.generate("hello", max_tokens=40, ignore_eos=True)[0]
     assert found.tokens == plain.tokens
     assert found.figures.accepted > 0
     other = tmp_path / "other.tables"
-    code, _, err = run([*words, "--to", str(other)], capsys)
+    code, _, err = run_command(*words, "--to", other)
     assert (code, f"tokens of 4 texts, {made['bytes'] / 1000:.1f} KB, for" in err) == (0, True)
     assert other.read_bytes() == Path(made["path"]).read_bytes()
 
 
-def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    token_tables.write(path, "retrieval", "another", retrieval.make([[1, 2, 3]], 16, retrieval.Options()))
+def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, file: Path) -> None:
     with pytest.raises(UserError, match="another tokenizer"):
-        outpace.load(tiny, method="speculative", drafter="retrieval", datastore=str(path))
+        outpace.load(tiny, method="speculative", drafter="retrieval", datastore=str(file))
 
 
 @pytest.mark.parametrize(
@@ -193,34 +185,33 @@ def test_a_bad_corpus_is_one_sentence(
     said: str,
     tiny: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "corpus.txt"
     if content is not None:
         file.write_bytes(content)
-    code, _, err = run(["tune", "--target", str(tiny), "--corpus", str(file), *words], capsys)
+    code, _, err = run_command("tune", "--target", tiny, "--corpus", file, *words)
     assert (code, said in err) == (2, True), err
     assert not (tmp_path / "cache" / "tables").exists() or not list((tmp_path / "cache" / "tables").iterdir())
 
 
 @pytest.mark.parametrize("line", ["{", "7", "{}", '{"turns": []}', '{"text": 7}'])
-def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"text": "hello"}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2"):
         table_files.make_table("retrieval", [file], None, None, lambda stage, fraction: None)
 
 
-def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+def test_a_text_may_contain_other_line_breaks(tmp_path: Path) -> None:
     """Only a line feed ends a line of JSON."""
     texts, file = ["one\u2028two", "three\x85four", "five\x0c"], tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
     assert table_files.texts_of([file]) == texts
 
 
-def test_a_tokenizers_name_is_its_vocabularys(tiny: Path, tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_the_vocabulary(tiny: Path) -> None:
     mine, again = Tokenizer.from_folder(tiny), Tokenizer.from_folder(tiny)
     assert mine.fingerprint == again.fingerprint
     again.__dict__["words"] = {**again.words, max(again.words): "changed"}

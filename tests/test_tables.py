@@ -1,4 +1,4 @@
-"""Drafters that look things up: their tables against twins that look everywhere, and their bounds."""
+"""Drafters with lookup tables: the tables equal slow searches and stay within their bounds."""
 
 from __future__ import annotations
 
@@ -69,31 +69,17 @@ def test_the_datastore_is_searched_in_few_steps() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_table_holds_the_latest_phrases_of_the_latest_leaders(seed: int) -> None:
-    """Against a list of all that was ever learnt."""
-    chance, table, learnt = random.Random(seed), PhraseTable(5, 3), []
+    """The table equals a list of the five latest leaders, each with its three latest phrases."""
+    chance, table = random.Random(seed), PhraseTable(5, 3)
+    known: list[tuple[int, list[Any]]] = []  # leaders with their phrases, both latest first
     for _ in range(300):
         leader, phrase = chance.randrange(8), (chance.randrange(3), chance.randrange(3), 0)
         table.learn(leader, phrase)
-        learnt.append((leader, phrase))
-        latest = list(dict.fromkeys(leader for leader, _ in reversed(learnt)))[:5]
-        for number in range(8):
-            since = _since_it_came_back(learnt, number)
-            expected = list(dict.fromkeys(phrase for phrase in reversed(since)))[:3] if number in latest else []
-            assert table.followers(number) == expected
+        before = dict(known).get(leader, [])
+        phrases = [phrase, *(one for one in before if one != phrase)][:3]
+        known = [(leader, phrases), *(entry for entry in known if entry[0] != leader)][:5]
+        assert [table.followers(number) for number in range(8)] == [dict(known).get(number, []) for number in range(8)]
         assert len(table) <= 15
-
-
-def _since_it_came_back(learnt: Sequence[tuple[int, Any]], leader: int) -> list[Any]:
-    """The phrases of a leader since it was last pushed out by five others."""
-    phrases: list[Any] = []
-    others: set[int] = set()
-    for other, phrase in learnt:
-        if other == leader:
-            phrases = [*phrases, phrase] if len(others) < 5 else [phrase]
-            others = set()
-        else:
-            others.add(other)
-    return phrases if len(others) < 5 else []
 
 
 def test_a_table_is_bounded_over_many_tokens() -> None:
@@ -123,7 +109,7 @@ def test_one_table_serves_all_requests() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_frozen_table_is_that_of_counting(seed: int) -> None:
+def test_the_frozen_table_equals_counting(seed: int) -> None:
     texts = some_texts(random.Random(seed), 12)
     arrays = cacheback.make(texts, 16, cacheback.Options(leaders=3, followers=5))
     counts = Counter(tuple(text[place : place + 4]) for text in texts for place in range(len(text) - 3))
@@ -139,7 +125,7 @@ def test_the_frozen_table_is_that_of_counting(seed: int) -> None:
         assert [counts[(token, *phrase)] for phrase in frozen.followers(token)] == mine
 
 
-def test_a_frozen_table_helps_a_text_that_taught_nothing_yet() -> None:
+def test_a_frozen_table_helps_from_the_first_round() -> None:
     asked = make_request((3, 1, 4), max_tokens=30)
     arrays = cacheback.make([[3, 1, 4, *write(TARGET, asked)]], 16, cacheback.Options())
     cold, warm = (cacheback.CachebackDrafter(cacheback.Options(), table) for table in (None, cacheback.Frozen(arrays)))
@@ -149,7 +135,7 @@ def test_a_frozen_table_helps_a_text_that_taught_nothing_yet() -> None:
 
 @pytest.mark.parametrize("module", [cacheback, retrieval])
 @pytest.mark.parametrize("texts", [[], [[]], [[1]], [[1], [2], []]])
-def test_a_corpus_in_which_nothing_follows_is_refused(module: Any, texts: list[list[int]]) -> None:
+def test_a_corpus_of_short_texts_is_refused(module: Any, texts: list[list[int]]) -> None:
     with pytest.raises(UserError, match="the corpus has no text of more than"):
         module.make(texts, 16, module.Options())
 

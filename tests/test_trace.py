@@ -1,7 +1,8 @@
-"""Traces: what is recorded is what a slow reading gives, a file gives back what was saved, a torn one is refused."""
+"""Traces: recorded rows equal a slow computation, a file returns what was saved, a torn one is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from doubles import QuickToy, make_request, write
 from safetensors.numpy import load_file, save_file
 
 from outpace.core.errors import UserError
-from outpace.core.sampling import Sampling
+from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import Row
 from outpace.models.load import Loaded
 from outpace.simulate.trace import FORMAT, RecordOptions, Trace, load, record
@@ -27,44 +28,37 @@ def loaded(model: Any, name: str) -> Loaded:
     return Loaded(model, SimpleNamespace(stop_ids=frozenset()), name)
 
 
+def recorded(sampling: Sampling = GREEDY) -> Trace:
+    options = RecordOptions(max_tokens=20, ranks=5, sampling=sampling, seed=7)
+    tasks = ["a", "b", "a"]
+    return record(loaded(TARGET, "/somewhere/target"), loaded(DRAFT, "a/draft"), PROMPTS, options, tasks=tasks)
+
+
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    options = RecordOptions(max_tokens=20, ranks=5)
-    return record(
-        loaded(TARGET, "/somewhere/target"), loaded(DRAFT, "a/draft"), PROMPTS, options, tasks=["a", "b", "a"]
-    )
+    return recorded()
 
 
-def test_tokens_are_the_targets_and_rows_the_drafts(trace: Trace) -> None:
+@pytest.mark.parametrize(("rule", "sampling"), [("greedy", GREEDY), ("gumbel", Sampling(0.8))])
+def test_tokens_are_the_targets_and_rows_the_drafts(rule: str, sampling: Sampling) -> None:
+    """Rows of sampled texts include the noise that target and draft share."""
+    trace = recorded(sampling)
     assert (trace.target, trace.draft, trace.vocab_size, trace.ranks) == ("target", "a/draft", 16, 5)
     for prompt, answer in zip(PROMPTS, trace.answers, strict=True):
-        assert list(answer.tokens) == write(TARGET, make_request(prompt, max_tokens=20))
+        request = make_request(prompt, max_tokens=20, rule=rule, sampling=sampling, seed=7)
+        assert list(answer.tokens) == write(TARGET, request)
         text = [*prompt, *answer.tokens]
         for place in range(20):
             before = text[: len(prompt) + place]
-            log_q = torch.log_softmax(DRAFT._row(before).float(), -1)
-            best = torch.topk(log_q, 5)
-            assert answer.draft_tokens[place].tolist() == best.indices.tolist()
-            np.testing.assert_allclose(answer.draft_logprobs[place], best.values, atol=1e-6)
-            log_p = torch.log_softmax(TARGET._row(before), -1)[answer.tokens[place]]
-            assert answer.target_logprobs[place] == pytest.approx(float(log_p), abs=1e-5)
-
-
-def test_sampled_rows_hold_the_noise_that_target_and_draft_share(tmp_path: Path) -> None:
-    sampled = RecordOptions(max_tokens=12, ranks=5, sampling=Sampling(0.8), seed=7)
-    found = record(loaded(TARGET, "t"), loaded(DRAFT, "d"), [[1, 2, 3], [9]], sampled)
-    for answer in found.answers:
-        request = make_request(list(answer.prompt), max_tokens=12, rule="gumbel", sampling=Sampling(0.8), seed=7)
-        assert list(answer.tokens) == write(TARGET, request)
-        text = [*answer.prompt, *answer.tokens]
-        for place in range(12):
-            before = text[: len(answer.prompt) + place]
             ranks = request.rule.rank(DRAFT._row(before)[None].float(), [Row(request, before)])[0]
             best = torch.topk(ranks, 5)
             assert answer.draft_tokens[place].tolist() == best.indices.tolist()
             np.testing.assert_allclose(answer.draft_logprobs[place], best.values, atol=1e-5)
-    found.save(tmp_path / "a.trace")
-    assert (load(tmp_path / "a.trace").temperature, found.temperature) == (0.8, 0.8)
+            log_p = torch.log_softmax(TARGET._row(before), -1)[answer.tokens[place]]
+            assert answer.target_logprobs[place] == pytest.approx(float(log_p), abs=1e-5)
+
+
+def test_filters_are_refused() -> None:
     with pytest.raises(UserError, match="without top-k, top-p and min-p"):
         RecordOptions(sampling=Sampling(0.8, top_k=3))
 
@@ -75,15 +69,20 @@ def test_acceptance_counts_the_first_ranks(trace: Trace) -> None:
         assert trace.acceptance(rank) == pytest.approx(sum(token in row[:rank] for token, row in places) / len(places))
 
 
-def test_a_file_gives_back_what_was_saved(trace: Trace, tmp_path: Path) -> None:
+def test_a_file_returns_what_was_saved(trace: Trace, tmp_path: Path) -> None:
+    trace = replace(trace, temperature=0.8)
     trace.save(tmp_path / "a.trace")
     again = load(tmp_path / "a.trace")
-    assert (again.target, again.draft, again.vocab_size) == (trace.target, trace.draft, trace.vocab_size)
+    assert replace(again, answers=()) == replace(trace, answers=())
     for mine, other in zip(trace.answers, again.answers, strict=True):
         assert (mine.prompt, mine.tokens, mine.task) == (other.prompt, other.tokens, other.task)
         for name in ("target_logprobs", "draft_tokens", "draft_logprobs"):
             assert np.array_equal(getattr(mine, name), getattr(other, name))
     assert [file.name for file in tmp_path.iterdir()] == ["a.trace"]
+    with pytest.raises(UserError, match="cannot be written"):
+        trace.save(tmp_path / "missing" / "a.trace")
+    with pytest.raises(UserError, match="there is no file"):
+        load(tmp_path / "b.trace")
 
 
 def test_a_draft_with_few_tokens_or_a_short_context(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_draft_with_few_tokens_or_a_short_context(tmp_path: Path) -> None:
 
 
 def rewritten(trace: Trace, file: Path, about: dict[str, str] | None = None, **arrays: Any) -> Path:
-    """The trace's file with some tensors (None: left out) and some of the manifest replaced."""
+    """Write the trace's file with some tensors (None: left out) and some of the manifest replaced."""
     trace.save(file)
     tensors: dict[str, Any] = {**load_file(file), **arrays}
     manifest = {"format": FORMAT, "version": "1", "target": "t", "draft": "d", "ranks": "5", "vocab_size": "16"}
@@ -120,24 +119,22 @@ def rewritten(trace: Trace, file: Path, about: dict[str, str] | None = None, **a
         ({"starts": np.array([0, 40, 20, 60])}, "starts does not cut"),
         ({"starts": np.array([0, 60])}, "more answers than prompts"),
         ({"starts": np.zeros(0, np.int64)}, "starts does not cut"),
-        ({"draft_tokens": np.zeros((59, 5), np.int32)}, "the draft's rows"),
+        ({"draft_tokens": np.zeros((59, 5), np.int32)}, "are not those of 60 tokens"),
+        ({"draft_logprobs": np.zeros((60, 4), np.float32)}, "are not those of 60 tokens"),
         ({"draft_logprobs": np.full((60, 5), np.nan, np.float32)}, "fall from rank to rank"),
         ({"draft_logprobs": np.tile(np.arange(5, dtype=np.float32), (60, 1))}, "fall from rank to rank"),
-        ({"target_logprobs": np.zeros(3, np.float32)}, "target_logprobs"),
-        ({"about": {"tasks": '["a"]'}}, "names 1 tasks for 3 answers"),
+        ({"target_logprobs": np.zeros(3, np.float32)}, "are not those of 60 tokens"),
+        ({"about": {"tasks": '["a"]'}}, "does not name the tasks of 3 answers"),
         ({"about": {"tasks": "["}}, "its manifest"),
         ({"about": {"vocab_size": "many"}}, "its manifest"),
         ({"about": {"version": "2"}}, "of version 2"),
         ({"about": {"format": "pictures"}}, "is not a trace"),
     ],
 )
-def test_what_cannot_be_is_refused(trace: Trace, tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+def test_a_damaged_file_is_refused(trace: Trace, tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+    assert load(rewritten(trace, tmp_path / "a.trace")).tokens == 60
     with pytest.raises(UserError, match=said):
         load(rewritten(trace, tmp_path / "a.trace", **arrays))
-
-
-def test_the_sound_file_is_not_refused(trace: Trace, tmp_path: Path) -> None:
-    assert load(rewritten(trace, tmp_path / "a.trace")).tokens == 60
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
@@ -148,10 +145,3 @@ def test_a_torn_file(trace: Trace, tmp_path: Path, share: float) -> None:
     file.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(UserError, match="cannot be read as a trace"):
         load(file)
-    with pytest.raises(UserError, match="there is no file"):
-        load(tmp_path / "b.trace")
-
-
-def test_a_folder_that_is_not_there(trace: Trace, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        trace.save(tmp_path / "missing" / "a.trace")

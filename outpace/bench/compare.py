@@ -17,7 +17,6 @@ from outpace.bench.store import ANSWERS, ROWS, read_records, read_settings
 from outpace.core.errors import UserError
 
 Row = Mapping[str, Any]
-REQUIRED: Mapping[str, Any] = {"task": str, "tokens_per_second": (int, float, type(None))}
 CONDITIONS = ("target", "draft", "inflate", "processor", "commit", "precision")
 
 
@@ -41,9 +40,12 @@ def read(place: Path) -> list[dict[str, Any]]:
 
 
 def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict) or not isinstance(row.get("method") or row.get("peer"), str):
-        return False
-    return all(name in row and isinstance(row[name], kind) for name, kind in REQUIRED.items())
+    has_names = isinstance(row, dict) and all(isinstance(name, str) for name in (row.get("task"), _label(row)))
+    return has_names and isinstance(row.get("tokens_per_second", ""), int | float | None)
+
+
+def _label(row: Row) -> Any:
+    return row.get("method") or row.get("peer")
 
 
 def side_by_side(one: Sequence[Row], other: Sequence[Row]) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def side_by_side(one: Sequence[Row], other: Sequence[Row]) -> list[dict[str, Any
 
 
 def _key(row: Row) -> tuple[int, str, str, bool]:
-    return int(row.get("batch") or 1), row["task"], row.get("method") or row["peer"], row.get("method") is None
+    return int(row.get("batch") or 1), row["task"], _label(row), row.get("method") is None
 
 
 def differences(one: Sequence[Row], other: Sequence[Row]) -> list[str]:
@@ -97,11 +99,8 @@ def table(records: Sequence[Row]) -> Table:
             ", ".join(report.number(value, 2) for value in record[name]) for name in ("speedup", "mean_accepted_length")
         ]
         same = ", ".join({True: "yes", False: "no"}.get(value, "-") for value in record["equal_text"])
-        label = record.get("method") or record["peer"]
-        ratio = record["ratio"]
-        style = "" if ratio is None else "green" if ratio >= 1 else "red"
-        made.add_row(
-            "" if task == last else task, label, *speeds, Text(report.number(ratio, 2), style=style), *pairs, same
-        )
+        style = "" if record["ratio"] is None else "green" if record["ratio"] >= 1 else "red"
+        ratio = Text(report.number(record["ratio"], 2), style=style)
+        made.add_row("" if task == last else task, _label(record), *speeds, ratio, *pairs, same)
         last = task
     return made

@@ -42,7 +42,7 @@ class Contender:
 
     def prediction(self, answer: Sequence[int]) -> list[int]:
         """Return plain decoding's answer with every `guess`-th token replaced by 0."""
-        return [token if place % self.guess else 0 for place, token in enumerate(answer, 1)] if self.guess else []
+        return [token if place % self.guess else 0 for place, token in enumerate(answer, 1)]
 
 
 def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:

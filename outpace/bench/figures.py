@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -37,10 +37,9 @@ class TableRow:
 
     `tokens_per_second` and `speedup` are pooled: all tokens divided by the total decoding time (with `batch` > 1: by
     the time from the call to the end of the last answer). `quartiles` are taken over the prompts' medians.
-    `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`; it is empty where the engine
-    does not report them. `sources` lists (drafter, verified tokens, emitted tokens). `relaxed` is the share of tokens
-    that the exact rule would have rejected; `accuracy` is taken over the `scored` answers. The predicted values are
-    explained in `_predictions`.
+    `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`. `sources` lists (drafter,
+    verified tokens, emitted tokens). `relaxed` is the share of tokens that the exact rule would have rejected;
+    `accuracy` is taken over the `scored` answers. The predicted values are explained in `_predictions`.
     """
 
     task: str
@@ -91,10 +90,7 @@ class TableRow:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
     """Return the first quartile, the median and the third quartile; None without values."""
-    if not values:
-        return None
-    first, middle, third = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
-    return first, middle, third
+    return tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist()) if values else None
 
 
 def table_rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[TableRow]:
@@ -103,17 +99,16 @@ def table_rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[Tab
     `order` is the contenders' order in the table; plain decoding always comes first.
     """
     latest = {record.key: record for record in records}
-    place = {label: number for number, label in enumerate([PLAIN, *order])}
-    groups: dict[tuple[int, str, str], list[Record]] = defaultdict(list)
-    tasks = {task: number for number, task in enumerate(dict.fromkeys(r.task for r in latest.values()))} | {ALL: 9**9}
-    for record in latest.values():
-        groups[record.batch, record.task, record.label].append(record)
-        if record.task != ALL:
-            groups[record.batch, ALL, record.label].append(record)
-    has_several = len(tasks) > 2
-    chosen = [group for group in groups if has_several or group[0] > 1 or group[1] != ALL]
-    chosen.sort(key=lambda group: (group[0], tasks[group[1]], place.get(group[2], len(place))))
-    return [_row(task, groups[batch, task, label], latest) for batch, task, label in chosen]
+    tasks = [*dict.fromkeys(record.task for record in latest.values() if record.task != ALL), ALL]
+    labels = dict.fromkeys([PLAIN, *order, *(record.label for record in latest.values())])
+    rows = []
+    for batch in sorted({record.batch for record in latest.values()}):
+        measured = [record for record in latest.values() if record.batch == batch]
+        for task, label in itertools.product(tasks, labels):
+            own = [record for record in measured if record.label == label and task in (record.task, ALL)]
+            if own and (task != ALL or len(tasks) != 2 or batch > 1):
+                rows.append(_row(task, own, latest))
+    return rows
 
 
 def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) -> TableRow:
@@ -121,11 +116,13 @@ def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) 
     first = records[0]
     pairs = [(base, record) for record in done if (base := latest.get(record.key._replace(label=PLAIN)))]
     pairs = [(base, record) for base, record in pairs if base.failed is None]
-    speeds = _speedups(pairs)
+    base_speed, own_speed = (_pooled_speed([pair[side] for pair in pairs]) for side in (0, 1))
+    plain, own = (_prompt_medians(pair[side] for pair in pairs) for side in (0, 1))
+    speedups = [own[prompt] / plain[prompt] for prompt in own if prompt in plain]
     texts = _compare_texts(done, latest)
     different = [divergence for divergence in texts if divergence is not None]
     failures = [record.failed for record in records if record.failed is not None]
-    base_speed, own_speed = (_pooled_speed([pair[side] for pair in pairs]) for side in (0, 1))
+    positions = stats.merge_positions(record.positions for record in done)
     return TableRow(
         task=task,
         method=None if first.is_peer else first.label,
@@ -133,75 +130,60 @@ def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) 
         batch=first.batch,
         precision=first.precision,
         tokens_per_second=_pooled_speed(done),
-        quartiles=quartiles(list(_prompt_medians([(record, speed(record)) for record in done]).values())),
+        quartiles=quartiles(list(_prompt_medians(done).values())),
         speedup=own_speed / base_speed if own_speed is not None and base_speed else None,
-        speedup_quartiles=quartiles(speeds),
-        worst_speedup=min(speeds, default=None),
-        **_drafting(done),
-        **_latencies(done),
+        speedup_quartiles=quartiles(speedups),
+        worst_speedup=min(speedups, default=None),
+        acceptance_by_position=stats.rates(positions),
+        reached_by_position=tuple(reached for reached, _ in positions),
         equal_text=None if not texts else not different,
         compared=len(texts),
         different=len(different),
         divergence=different[0] if different else None,
         prompts=len({(record.task, record.prompt) for record in done}),
-        tokens=sum(len(text) for record in done for text in (record.texts or (record.tokens,))),
+        tokens=sum(len(text) for record in done for _, text in record.written),
         failed=len(failures),
         reason=failures[0] if failures else None,
+        **_drafting(done),
+        **_latencies(done),
         **_predictions(done, pairs),
         **_quality(done),
     )
 
 
-def speed(record: Record) -> float | None:
-    """Return an answer's decoding speed in tokens/s (a batch: all tokens over the whole time); None for one round."""
-    if record.batch > 1:
-        return sum(map(len, record.texts)) / record.seconds if record.seconds > 0 else None
-    return record.decoded / record.decode_seconds if record.decode_seconds > 0 and record.decoded else None
-
-
 def _pooled_speed(records: Sequence[Record]) -> float | None:
-    timed = [record for record in records if speed(record) is not None]
-    if not timed:
-        return None
-    if timed[0].batch > 1:
-        return sum(len(text) for r in timed for text in r.texts) / sum(record.seconds for record in timed)
-    return sum(record.decoded for record in timed) / sum(record.decode_seconds for record in timed)
+    """Return all tokens divided by all decoding time."""
+    timed = [record for record in records if record.speed is not None]
+    return sum(r.decoded for r in timed) / sum(r.decode_seconds for r in timed) if timed else None
 
 
-def _prompt_medians(values: Iterable[tuple[Record, float | None]]) -> dict[tuple[str, str], float]:
-    """Return each prompt's median over its repetitions."""
+def _prompt_medians(records: Iterable[Record]) -> dict[tuple[str, str], float]:
+    """Return each prompt's median speed over its repetitions."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for record, value in values:
-        if value is not None:
-            found[record.task, record.prompt].append(value)
-    return {prompt: median(each) for prompt, each in found.items()}
-
-
-def _speedups(pairs: Sequence[tuple[Record, Record]]) -> list[float]:
-    """Return each prompt's speedup, the ratio of its median speeds."""
-    plain = _prompt_medians((base, speed(base)) for base, _ in pairs)
-    own = _prompt_medians((record, speed(record)) for _, record in pairs)
-    return [own[prompt] / plain[prompt] for prompt in own if prompt in plain]
+    for record in records:
+        if record.speed is not None:
+            found[record.task, record.prompt].append(record.speed)
+    return {prompt: median(speeds) for prompt, speeds in found.items()}
 
 
 def _drafting(done: Sequence[Record]) -> dict[str, Any]:
     """Count drafted and accepted tokens; None where an engine does not report them or drafts nothing."""
     single = [record for record in done if record.counts]
     rounds, emitted = sum(len(r.counts) for r in single), sum(sum(r.counts) for r in single)
-    drafted, accepted = ([getattr(r, name) for r in single] for name in ("drafted", "accepted"))
-    has_drafted = bool(drafted) and None not in drafted
-    has_accepted = has_drafted and None not in accepted
+    is_reported = bool(single) and all(record.drafted is not None for record in single)
+    drafted, accepted = (sum(getattr(record, name) or 0 for record in single) for name in ("drafted", "accepted"))
     hits, queries = sum(r.hits for r in single), sum(r.hits + r.misses for r in single)
-    rates = [record.hit_rate for record in single if record.hit_rate is not None]
-    mean_rate = sum(rates) / len(rates) if rates else None
+    verified, written = Counter[str](), Counter[str]()
+    for name, num_verified, num_written in (source for record in single for source in record.sources):
+        verified[name] += num_verified
+        written[name] += num_written
     return {
         "mean_accepted_length": emitted / rounds if rounds else None,
-        "drafted": sum(drafted) if has_drafted else None,
-        "accepted": sum(accepted) if has_accepted else None,
-        "draft_acceptance": sum(accepted) / sum(drafted) if has_accepted and sum(drafted) else None,
-        "hit_rate": hits / queries if queries else mean_rate,
-        "sources": _sum_sources(single),
-        **_acceptance_by_position(single),
+        "drafted": drafted if is_reported else None,
+        "accepted": accepted if is_reported else None,
+        "draft_acceptance": accepted / drafted if is_reported and drafted else None,
+        "hit_rate": hits / queries if queries else None,
+        "sources": tuple((name, verified[name], written[name]) for name in sorted(verified)),
     }
 
 
@@ -220,25 +202,6 @@ def _quality(done: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _acceptance_by_position(done: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
-    """Return the acceptance rates by position in the chain, from counts if there are any, else as a mean of rates."""
-    if any(record.positions for record in done):
-        positions = stats.merge_positions(record.positions for record in done)
-        rates, rounds = stats.rates(positions), tuple(reached for reached, _ in positions)
-    else:
-        columns = [[r for r in c if r is not None] for c in itertools.zip_longest(*(r.by_position for r in done))]
-        rates, rounds = tuple(sum(column) / len(column) for column in columns), ()
-    return {"acceptance_by_position": rates, "reached_by_position": rounds}
-
-
-def _sum_sources(done: Sequence[Record]) -> tuple[tuple[str, int, int], ...]:
-    found: dict[str, tuple[int, int]] = {}
-    for name, verified, emitted in (source for record in done for source in record.sources):
-        before = found.get(name, (0, 0))
-        found[name] = before[0] + verified, before[1] + emitted
-    return tuple((name, *counts) for name, counts in sorted(found.items()))
-
-
 def _latencies(done: Sequence[Record]) -> dict[str, Any]:
     """Return the median time to the first token, and quantiles of the time between two rounds' arrivals."""
     single = [record for record in done if record.arrivals]
@@ -254,12 +217,7 @@ def _compare_texts(done: Sequence[Record], latest: dict[RecordKey, Record]) -> l
     """Compare each answer with plain decoding's unbatched one of the same precision; None: the texts are equal."""
     found: list[Divergence | None] = []
     for record in done:
-        texts = (
-            zip(record.prompts, record.texts, strict=True)
-            if record.batch > 1
-            else [((record.task, record.prompt), record.tokens)]
-        )
-        for (task, prompt), text in texts:
+        for (task, prompt), text in record.written:
             base = latest.get(RecordKey(PLAIN, task, prompt, record.round, 1))
             if base and base.failed is None and base.precision == record.precision:
                 found.append(first_divergence(task, prompt, base.tokens, text))
@@ -285,25 +243,20 @@ def _predictions(done: Sequence[Record], pairs: Sequence[tuple[Record, Record]])
     positions = stats.merge_positions(record.positions for record in done)
     lengths = [sum(column) for column in itertools.zip_longest(*(record.lengths for record in done), fillvalue=0)]
     if not positions or not sum(lengths):
-        return {"predicted_length": None, "constant_length": None, "predicted_speedup": None}
+        return {}
     rates = stats.rates(positions)
     reached, kept = (sum(column) for column in zip(*positions, strict=True))
     by_position = [theory.expected_tokens_by_position(rates[:n]) for n in range(len(lengths))]
     constant = [theory.expected_tokens(kept / reached, n) for n in range(len(lengths))]
-    predicted = float(np.average(by_position, weights=lengths))
+    predicted, speedup = float(np.average(by_position, weights=lengths)), None
+    plain, own = (_mean_round([pair[side] for pair in pairs]) for side in (0, 1))
+    if plain and own and plain[1]:
+        speedup = theory.speedup(predicted, 1, own[0] / plain[1], own[1] / plain[1])
     return {
         "predicted_length": predicted,
         "constant_length": float(np.average(constant, weights=lengths)),
-        "predicted_speedup": _predicted_speedup(predicted, pairs),
+        "predicted_speedup": speedup,
     }
-
-
-def _predicted_speedup(tokens: float, pairs: Sequence[tuple[Record, Record]]) -> float | None:
-    plain = _mean_round([base for base, _ in pairs])
-    own = _mean_round([record for _, record in pairs])
-    if plain is None or own is None or not plain[1]:
-        return None
-    return theory.speedup(tokens, 1, own[0] / plain[1], own[1] / plain[1])
 
 
 def _mean_round(records: Sequence[Record]) -> tuple[float, float] | None:

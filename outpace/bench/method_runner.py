@@ -6,35 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import GUESS, PLAIN, Contender
 from outpace.bench.peer import TimedAnswer
-from outpace.core.stats import Positions
-from outpace.engine.sequence import History, TokenSequence
-
-
-@dataclass(frozen=True)
-class MethodAnswer(TimedAnswer):
-    """An answer with the counts that only outpace's own methods report.
-
-    `positions` are the counts behind `by_position`; `hits` and `misses` are CARD's; `relaxed` counts the tokens that
-    the exact rule would have rejected, None if the rule is exact. Of the rounds after the first: `lengths` counts the
-    rounds that verified a branch of length 0, 1, ...; `draft_seconds` and `target_seconds` are their times. `sources`
-    lists (drafter, verified tokens, emitted tokens).
-    """
-
-    positions: Positions = ()
-    hits: int = 0
-    misses: int = 0
-    relaxed: int | None = None
-    lengths: tuple[int, ...] = ()
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
-    sources: tuple[tuple[str, int, int], ...] = ()
+from outpace.engine.sequence import TokenSequence
 
 
 class MethodRunner:
@@ -55,7 +34,7 @@ class MethodRunner:
         """End the method's worker."""
         self.llm.close()
 
-    def answer(self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int] = ()) -> MethodAnswer:
+    def answer(self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int] = ()) -> TimedAnswer:
         """Answer like `Peer.answer`, text included; `prediction` is the answer that the caller expects."""
         params = replace(self.params, max_tokens=max_tokens, prediction=tuple(prediction))
         called = time.perf_counter()
@@ -70,26 +49,25 @@ class MethodRunner:
                 arrivals += [before + (now - before) * place / len(fresh) for place in range(1, len(fresh) + 1)]
                 counts += [step.emitted for step in fresh]
             result = stream.finish()
-        later = run.history.steps[1:]
-        lengths = [step.depth_offered for step in later]
-        return MethodAnswer(
+        figures, history = result.figures, run.history
+        later, emitted = history.steps[1:], Counter(history.sources)
+        lengths = Counter(step.depth_offered for step in later)
+        return TimedAnswer(
             tokens=result.tokens,
             seconds=time.perf_counter() - called,
             first_token=arrivals[0],
             arrivals=tuple(arrivals),
             counts=tuple(counts),
-            drafted=result.figures.drafted,
-            accepted=result.figures.accepted,
-            by_position=result.figures.acceptance_by_position,
-            hit_rate=result.figures.hit_rate,
-            positions=result.figures.positions,
-            hits=result.figures.hits,
-            misses=result.figures.misses,
-            relaxed=None if result.lossless else result.figures.relaxed,
-            lengths=tuple(lengths.count(length) for length in range(max(lengths, default=-1) + 1)),
+            drafted=figures.drafted,
+            accepted=figures.accepted,
+            positions=figures.positions,
+            hits=figures.hits,
+            misses=figures.misses,
+            relaxed=None if result.lossless else figures.relaxed,
+            lengths=tuple(lengths[length] for length in range(max(lengths, default=-1) + 1)),
             draft_seconds=sum(step.draft_seconds for step in later),
             target_seconds=sum(step.target_seconds for step in later),
-            sources=_sources(run.history),
+            sources=tuple((name, verified, emitted[name]) for name, verified in history.drafted.items()),
         )
 
     def answer_batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
@@ -97,8 +75,3 @@ class MethodRunner:
         called = time.perf_counter()
         results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
         return [result.tokens for result in results], time.perf_counter() - called
-
-
-def _sources(history: History) -> tuple[tuple[str, int, int], ...]:
-    emitted = Counter(history.sources)
-    return tuple((name, verified, emitted[name]) for name, verified in history.drafted.items())

@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 
 from outpace.bench import contenders, peers
 from outpace.core import child_process
+from outpace.core.stats import Positions
 
 _CODE = "from outpace.bench.peer import main; main()"
 _GRACE_SECONDS = 5.0  # for a process to end by itself
@@ -27,17 +28,30 @@ class TimedAnswer:
     """An unbatched answer to one prompt, with its times in seconds after the call.
 
     `first_token` is the first token's arrival; `arrivals` has one time per round, `counts` the tokens of each round.
+    `drafted` counts verified draft tokens; it and `accepted` are None where the engine does not report them.
+    `positions` counts the rounds that offered and that accepted an i-th draft token.
+
+    Only outpace's own methods report the rest. `hits` and `misses` are CARD's; `relaxed` counts the tokens that the
+    exact rule would have rejected, None if the rule is exact. Of the rounds after the first: `lengths` counts the
+    rounds that verified a branch of length 0, 1, ...; `draft_seconds` and `target_seconds` are their times. `sources`
+    lists (drafter, verified tokens, emitted tokens).
     """
 
-    tokens: tuple[int, ...]
-    seconds: float
-    first_token: float
-    arrivals: tuple[float, ...]
-    counts: tuple[int, ...]
-    drafted: int | None = None  # verified draft tokens; None where the engine does not report them
+    tokens: tuple[int, ...] = ()
+    seconds: float = 0.0
+    first_token: float = 0.0
+    arrivals: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    drafted: int | None = None
     accepted: int | None = None
-    by_position: tuple[float, ...] = ()  # acceptance rate of the i-th draft token, given that those before it were
-    hit_rate: float | None = None
+    positions: Positions = ()
+    hits: int = 0
+    misses: int = 0
+    relaxed: int | None = None
+    lengths: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    sources: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

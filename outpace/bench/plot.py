@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from outpace.bench.contenders import PLAIN, is_lossy_label
 from outpace.bench.figures import TableRow
@@ -20,7 +21,7 @@ MIN_ROUNDS = 20  # rounds that an acceptance rate needs to be drawn
 MAX_LABEL = 48  # characters of a name in the legend
 INK = "#333333"
 PALE = "#c4c8ce"
-PANEL_POINTS = (340.0, 270.0)  # size of a quality panel in typographic points
+PANEL_POINTS = np.array((340.0, 270.0))  # size of a quality panel in typographic points
 QUALITY_TITLES = {
     "perplexity": "speed and perplexity of the text (hollow: lossy; line: plain decoding)",
     "accuracy": "speed and right answers (hollow: lossy; line: plain decoding)",
@@ -73,49 +74,42 @@ def _title(facts: Mapping[str, Any]) -> str:
 
 def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colors: Mapping[str, str]) -> None:
     """Draw bars of tokens/s grouped by task, with the prompts' quartiles and the speedup above each bar."""
-    cells = {(row.task, row.label): row for row in rows}
-    start, ticks = 0.0, []
-    shown: set[str] = set()
+    start, ticks, tops = 0.0, [], [0.0]
+    unnamed = {label: label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…" for label in colors}
     for task in tasks:
-        labels = [label for label in colors if (task, label) in cells]
-        for place, label in enumerate(labels):
-            name = None if label in shown else label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
-            shown.add(label)
-            _draw_bar(axes, start + place, cells[task, label], colors[label], name)
-        ticks.append(start + (len(labels) - 1) / 2)
-        start += len(labels) + 1.2
+        bars = [row for row in rows if row.task == task]
+        for number, row in enumerate(bars):
+            place, height = start + number, row.tokens_per_second or 0.0
+            style: dict[str, Any] = {
+                "color": colors[row.label],
+                "hatch": "////" if row.is_peer else None,
+                "edgecolor": "white",
+            }
+            axes.bar(place, height, 0.86, label=unnamed.pop(row.label, None), linewidth=0, **style)
+            if row.quartiles:
+                low, _, high = row.quartiles
+                axes.plot([place, place], [low, high], color=INK, linewidth=1.4, solid_capstyle="round")
+                height = max(height, high)
+            text = "" if row.speedup is None else f"{row.speedup:.2f}" if row.speedup < 10 else f"{row.speedup:.2g}×"
+            text = text if row.prompts else "failed"
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK}
+            axes.annotate(text, (place, height), (0, 3), **style)
+            tops.append(height)
+        ticks.append(start + (len(bars) - 1) / 2)
+        start += len(bars) + 1.2
     axes.set_xticks(ticks, tasks)
     axes.set_xlim(-1, start - 1.2)
-    top = max((max(row.tokens_per_second or 0, (row.quartiles or (0, 0, 0))[2]) for row in rows), default=1) or 1
-    axes.set_ylim(0, 1.12 * top)
+    axes.set_ylim(0, 1.12 * (max(tops) or 1))
     _style(axes, "tokens/s, decoding (bar: pooled; line: quartiles of prompts; figure: speedup)")
     axes.tick_params(axis="x", length=0)
-
-
-def _draw_bar(axes: Any, place: float, row: TableRow, color: str, name: str | None) -> None:
-    height = row.tokens_per_second or 0.0
-    hatch = "////" if row.is_peer else None
-    axes.bar(place, height, 0.86, color=color, label=name, hatch=hatch, edgecolor="white", linewidth=0)
-    top = height
-    if row.quartiles:
-        low, _, high = row.quartiles
-        axes.plot([place, place], [low, high], color=INK, linewidth=1.4, solid_capstyle="round")
-        top = max(height, high)
-    text = "failed" if not row.prompts else "" if row.speedup is None else f"{row.speedup:.2g}×"
-    if row.speedup is not None and row.speedup < 10:
-        text = f"{row.speedup:.2f}"
-    axes.annotate(text, (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7, color=INK)
 
 
 def _plot_acceptance(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]) -> None:
     """Draw acceptance by position; a line ends where fewer than MIN_ROUNDS rounds reached the position."""
     longest = 1
     for row in rows:
-        rates = [
-            rate
-            for rate, rounds in zip_longest(row.acceptance_by_position, row.reached_by_position)
-            if rounds is None or rounds >= MIN_ROUNDS
-        ]
+        pairs = zip(row.acceptance_by_position, row.reached_by_position, strict=True)
+        rates = [rate for rate, rounds in pairs if rounds >= MIN_ROUNDS]
         longest, places = max(longest, len(rates)), range(1, len(rates) + 1)
         style = {"color": colors[row.label], "linestyle": "--" if row.is_peer else "-"}
         axes.plot(places, rates, marker="o", markersize=4, linewidth=1.6, clip_on=False, **style)
@@ -174,28 +168,27 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
 
 def place_labels(points: Sequence[tuple[float, float]], names: Sequence[str], box: Box) -> list[tuple[float, float]]:
     """Choose each label's offset from its point, in typographic points, so that it overlaps least with the rest."""
-    spans = [high - low or 1.0 for low, high in box]
-    at = [tuple(PANEL_POINTS[axis] * (point[axis] - box[axis][0]) / spans[axis] for axis in (0, 1)) for point in points]
-    taken = [(x - 4.0, y - 4.0, x + 4.0, y + 4.0) for x, y in at]
+    from matplotlib.transforms import Bbox
+
+    def label_box(x: float, y: float, offset: tuple[float, float], name: str) -> Bbox:
+        width = 3.7 * len(name)
+        left = {-1: width, 0: width / 2, 1: 0.0}[int(np.sign(offset[0]))]
+        return Bbox.from_bounds(x + offset[0] - left, y + offset[1] - 4.0, width, 8.0)
+
+    def overlap(one: Bbox, others: Sequence[Bbox]) -> float:
+        shared = (Bbox.intersection(one, other) for other in others)
+        return sum(part.width * part.height for part in shared if part is not None)
+
+    (left, right), (bottom, top) = box
+    scale = PANEL_POINTS / np.array([right - left or 1.0, top - bottom or 1.0])
+    at = ((np.array(points).reshape(-1, 2) - (left, bottom)) * scale).tolist()
+    taken = [Bbox.from_bounds(x - 4.0, y - 4.0, 8.0, 8.0) for x, y in at]
+    offsets = [(dx, dy) for dy in (0.0, 9.0, -9.0, 18.0, -18.0) for dx in (7.0, -7.0, 0.0) if dx or dy]
     found = []
     for (x, y), name in zip(at, names, strict=True):
-        offsets = [(dx, dy) for dy in (0.0, 9.0, -9.0, 18.0, -18.0) for dx in (7.0, -7.0, 0.0) if dx or dy]
-        best = min(offsets, key=lambda offset: sum(_overlap(_label_box(x, y, offset, name), other) for other in taken))
-        taken.append(_label_box(x, y, best, name))
-        found.append(best)
+        found.append(min(offsets, key=lambda offset: overlap(label_box(x, y, offset, name), taken)))
+        taken.append(label_box(x, y, found[-1], name))
     return found
-
-
-def _label_box(x: float, y: float, offset: tuple[float, float], name: str) -> tuple[float, float, float, float]:
-    """Return a label's rectangle: left, bottom, right, top."""
-    width, left = 3.7 * len(name), x + offset[0]
-    left -= width if offset[0] < 0 else width / 2 if offset[0] == 0 else 0.0
-    return left, y + offset[1] - 4.0, left + width, y + offset[1] + 4.0
-
-
-def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
-    dx, dy = (min(one[k + 2], other[k + 2]) - max(one[k], other[k]) for k in (0, 1))
-    return max(dx, 0.0) * max(dy, 0.0)
 
 
 def _is_lossy(row: TableRow) -> bool:

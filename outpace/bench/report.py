@@ -22,18 +22,6 @@ from outpace.core.errors import UserError
 POSITIONS = 8  # columns of the table of acceptance by position
 GREY = "bright_black"
 BUSY = 0.5  # load per core, at the start, above which the report warns
-COLUMNS = (
-    "tokens/s",
-    "quartiles",
-    "speedup",
-    "worst",
-    "accepted\nlength",
-    "hit\nrate",
-    "first\nms",
-    "p50\nms",
-    "p99\nms",
-    "same\ntext",
-)
 CAPTION = (
     "tokens/s: decoding only, all tokens over all time; quartiles: of the prompts' medians. Speedup: over plain"
     " decoding of the same prompts; worst: of one prompt. First: to the first token (median); p50, p99: between two"
@@ -67,13 +55,14 @@ def about(llm: LLM, inflate: int, command: str, device: str) -> dict[str, Any]:
 def tables(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
     """Build everything that is shown at the end of a bench."""
     single = [row for row in rows if row.batch == 1]
-    parts: list[RenderableType] = [_title(facts), _speed_table(single)]
-    second = quality_table(single)
-    parts += [second] if second is not None else []
-    for count in sorted({row.batch for row in rows if row.batch > 1}):
-        parts += [Text(f"{count} at once", style="bold"), _batch_table([row for row in rows if row.batch == count])]
-    if any(row.batch > 1 for row in rows):
-        parts.append(Text(BATCH_CAPTION, style=GREY))
+    parts: list[RenderableType] = [_title(facts), _table(SPEED_COLUMNS, single, CAPTION)]
+    quality = quality_table(single)
+    parts += [quality] if quality is not None else []
+    batches = sorted({row.batch for row in rows if row.batch > 1})
+    for count in batches:
+        parts += [Text(f"{count} at once", style="bold")]
+        parts += [_table(BATCH_COLUMNS, [row for row in rows if row.batch == count], sections=False)]
+    parts += [Text(BATCH_CAPTION, style=GREY)] if batches else []
     whole = rows[-1].task if rows and rows[0].task == rows[-1].task else ALL
     drafting = [row for row in single if row.task == whole and row.acceptance_by_position]
     parts += [_position_table(drafting)] if drafting else []
@@ -92,92 +81,17 @@ def _title(facts: Mapping[str, Any]) -> Text:
     return text
 
 
-def _method_table(columns: Sequence[str], caption: str = "") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    table.add_column("method", overflow="fold", min_width=14, max_width=40)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    if caption:
-        table.caption = Text(caption, style=GREY)
-    return table
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """Format a number with a fixed count of decimals; "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _speed_table(rows: Sequence[TableRow]) -> Table:
-    table = _method_table(COLUMNS, CAPTION)
-    task, prompts = None, 0
-    for row in rows:
-        if row.task != task:
-            task, prompts = row.task, row.prompts
-            table.add_section()
-            table.add_row(Text(f"{row.task}, {row.prompts} prompt{'' if row.prompts == 1 else 's'}", style=GREY))
-        spread = f"{row.quartiles[0]:.0f}-{row.quartiles[2]:.0f}" if row.quartiles else "-"
-        table.add_row(
-            _name(row, prompts),
-            number(row.tokens_per_second, 1),
-            spread,
-            number(row.speedup, 2, "x"),
-            number(row.worst_speedup, 2, "x"),
-            number(row.mean_accepted_length, 2),
-            "-" if row.hit_rate is None else f"{row.hit_rate:.0%}",
-            *(_milliseconds(time) for time in (row.time_to_first_token, row.inter_token_p50, row.inter_token_p99)),
-            _same_text(row),
-        )
-    return table
+def _percent(share: float | None, of: str = "") -> str:
+    return "-" if share is None else f"{share:.0%}{of}"
 
 
-def _batch_table(rows: Sequence[TableRow]) -> Table:
-    table = _method_table(("tokens/s\nin all", "speedup", "same\ntext"))
-    for row in rows:
-        table.add_row(_name(row), number(row.tokens_per_second, 1), number(row.speedup, 2, "x"), _same_text(row))
-    return table
-
-
-def _position_table(rows: Sequence[TableRow]) -> Table:
-    longest = min(POSITIONS, max(len(row.acceptance_by_position) for row in rows))
-    table = _method_table([str(place) for place in range(1, 1 + longest)])
-    table.title, table.title_justify = "accepted by position, where all before it were accepted", "left"
-    for row in rows:
-        table.add_row(_name(row), *(f"{rate:.2f}" for rate in row.acceptance_by_position[:POSITIONS]))
-    return table
-
-
-QUALITY_COLUMNS: tuple[tuple[str, Callable[[TableRow], str]], ...] = (
-    ("accepted\nlength", lambda row: number(row.mean_accepted_length, 2)),
-    ("by\nposition", lambda row: number(row.predicted_length, 2)),
-    ("one\nchance", lambda row: number(row.constant_length, 2)),
-    ("speedup", lambda row: number(row.speedup, 2, "x")),
-    ("by\ntheory", lambda row: number(row.predicted_speedup, 2, "x")),
-    ("relaxed", lambda row: "-" if row.relaxed is None else f"{row.relaxed:.0%}"),
-    ("perplexity", lambda row: number(row.perplexity, 2)),
-    ("right", lambda row: "-" if row.accuracy is None else f"{row.accuracy:.0%} of {row.scored}"),
-)
-
-
-def quality_table(rows: Sequence[TableRow]) -> Table | None:
-    """Build the second table, predictions by theory and the quality of lossy texts; None if there is nothing to show.
-
-    Columns without any value are left out.
-    """
-    columns = [(name, show) for name, show in QUALITY_COLUMNS if any(show(row) != "-" for row in rows)]
-    if all(name in ("accepted\nlength", "speedup") for name, _ in columns):
-        return None
-    table = _method_table([name for name, _ in columns], QUALITY_CAPTION)
-    task = None
-    for row in rows:
-        if row.task != task:
-            task = row.task
-            table.add_section()
-            table.add_row(Text(row.task, style=GREY))
-        table.add_row(Text("  " + row.label), *(show(row) for _, show in columns))
-    return table
-
-
-def _name(row: TableRow, prompts: int | None = None) -> Text:
-    """Return a row's label, with a peer's precision, and its number of prompts if it differs from `prompts`."""
-    name = Text("  " + row.label)
-    if row.is_peer:
-        name.append(f" {row.precision}", style=GREY)
-    return name if prompts in (None, row.prompts) else name.append(f" ({row.prompts} prompts)", style="yellow")
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
 def _same_text(row: TableRow) -> Text:
@@ -188,6 +102,85 @@ def _same_text(row: TableRow) -> Text:
     if row.equal_text:
         return Text(f"yes, {row.compared}", style="green")
     return Text(f"no, {row.different} of {row.compared}", style="red")
+
+
+Columns = Sequence[tuple[str, Callable[[TableRow], str | Text]]]
+SPEED_COLUMNS: Columns = (
+    ("tokens/s", lambda row: number(row.tokens_per_second, 1)),
+    ("quartiles", lambda row: f"{row.quartiles[0]:.0f}-{row.quartiles[2]:.0f}" if row.quartiles else "-"),
+    ("speedup", lambda row: number(row.speedup, 2, "x")),
+    ("worst", lambda row: number(row.worst_speedup, 2, "x")),
+    ("accepted\nlength", lambda row: number(row.mean_accepted_length, 2)),
+    ("hit\nrate", lambda row: _percent(row.hit_rate)),
+    ("first\nms", lambda row: _milliseconds(row.time_to_first_token)),
+    ("p50\nms", lambda row: _milliseconds(row.inter_token_p50)),
+    ("p99\nms", lambda row: _milliseconds(row.inter_token_p99)),
+    ("same\ntext", _same_text),
+)
+BATCH_COLUMNS: Columns = (
+    ("tokens/s\nin all", lambda row: number(row.tokens_per_second, 1)),
+    ("speedup", lambda row: number(row.speedup, 2, "x")),
+    ("same\ntext", _same_text),
+)
+QUALITY_COLUMNS: Columns = (
+    ("accepted\nlength", lambda row: number(row.mean_accepted_length, 2)),
+    ("by\nposition", lambda row: number(row.predicted_length, 2)),
+    ("one\nchance", lambda row: number(row.constant_length, 2)),
+    ("speedup", lambda row: number(row.speedup, 2, "x")),
+    ("by\ntheory", lambda row: number(row.predicted_speedup, 2, "x")),
+    ("relaxed", lambda row: _percent(row.relaxed)),
+    ("perplexity", lambda row: number(row.perplexity, 2)),
+    ("right", lambda row: _percent(row.accuracy, f" of {row.scored}")),
+)
+
+
+def _table(columns: Columns, rows: Sequence[TableRow], caption: str = "", sections: bool = True) -> Table:
+    """Build a table with a line per row; with `sections`, a heading precedes the rows of each task."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
+    table.caption = Text(caption, style=GREY) if caption else None
+    table.add_column("method", overflow="fold", min_width=14, max_width=40)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    heading: TableRow | None = None
+    for row in rows:
+        if sections and (heading is None or heading.task != row.task):
+            heading = row
+            table.add_section()
+            table.add_row(Text(f"{row.task}, {row.prompts} prompt{'' if row.prompts == 1 else 's'}", style=GREY))
+        table.add_row(_name(row, heading), *(show(row) for _, show in columns))
+    return table
+
+
+def _name(row: TableRow, heading: TableRow | None) -> Text:
+    """Return a row's label, with a peer's precision, and its number of prompts if it differs from the heading's."""
+    name = Text("  " + row.label)
+    if row.is_peer:
+        name.append(f" {row.precision}", style=GREY)
+    return (
+        name.append(f" ({row.prompts} prompts)", style="yellow") if heading and heading.prompts != row.prompts else name
+    )
+
+
+def _position_table(rows: Sequence[TableRow]) -> Table:
+    longest = min(POSITIONS, max(len(row.acceptance_by_position) for row in rows))
+    table = _table([(str(place), _rate_at(place)) for place in range(1, 1 + longest)], rows, sections=False)
+    table.title, table.title_justify = "accepted by position, where all before it were accepted", "left"
+    return table
+
+
+def _rate_at(place: int) -> Callable[[TableRow], str]:
+    return lambda row: "".join(f"{rate:.2f}" for rate in row.acceptance_by_position[place - 1 : place])
+
+
+def quality_table(rows: Sequence[TableRow]) -> Table | None:
+    """Build the second table, predictions by theory and the quality of lossy texts; None if there is nothing to show.
+
+    Columns without any value are left out.
+    """
+    columns = [(name, show) for name, show in QUALITY_COLUMNS if any(show(row) != "-" for row in rows)]
+    if all(name in ("accepted\nlength", "speedup") for name, _ in columns):
+        return None
+    return _table(columns, rows, QUALITY_CAPTION)
 
 
 def _load_warning(facts: Mapping[str, Any]) -> list[str]:
@@ -235,15 +228,6 @@ def _footer(facts: Mapping[str, Any]) -> Text:
             " by plain decoding, if memory is the limit"
         )
     return Text("\n".join([*lines, facts["command"]]), style=GREY)
-
-
-def number(value: float | None, digits: int, unit: str = "") -> str:
-    """Format a number with a fixed count of decimals; "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
 def plain_rows(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> list[dict[str, Any]]:

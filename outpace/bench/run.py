@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,15 +15,18 @@ from outpace.api.params import SamplingParams
 from outpace.bench.contenders import PLAIN, Contender
 from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.method_runner import MethodRunner
-from outpace.bench.peer import Peer, PeerProcess, PeerSettings, TimedAnswer
+from outpace.bench.peer import Peer, PeerProcess, PeerSettings
 from outpace.bench.store import Record, RecordKey, Store
 from outpace.bench.tasks import BUILT_IN, TaskPrompt, check_turns, collect, prompt_of
 from outpace.core.errors import UserError, check_whole
+
+T = TypeVar("T")
 
 WARM_TOKENS = 12  # of the prompt and of the answer
 WARM_SECONDS = 30.0  # longest wait for a drafter in a process to start
 REST = 0.05  # seconds between two contenders, in which the threads of the one before go to sleep
 
+Job = tuple[RecordKey, Contender, Sequence[TaskPrompt]]
 Progress = Callable[[str, int, int], None]
 """Receives what is being measured, the finished answers, and all answers."""
 
@@ -84,11 +87,9 @@ class Bench:
         self._encoded: dict[TaskPrompt, tuple[int, ...]] = {}
         self._check_lengths()
         self._engines: dict[str, Peer] = {}
-        self._exits = ExitStack()
-        max_batch = max(options.batch, default=1)
         with ExitStack() as exits:  # a wrong option of a later method must not leave an earlier one's worker running
             for contender in options.methods:
-                engine = MethodRunner(contender, models, options.sampling_params, max_batch)
+                engine = MethodRunner(contender, models, options.sampling_params, max(options.batch, default=1))
                 self._engines[contender.label] = exits.enter_context(closing(engine))
             self._exits = exits.pop_all()
 
@@ -110,10 +111,10 @@ class Bench:
 
     def measure(self, progress: Progress) -> None:
         """Measure all answers that are not stored yet."""
-        jobs = [job for job in (*self._single_jobs(), *self._batch_jobs()) if not self.store.has(job[0])]
+        jobs = [job for job in (*self._single_jobs(), *self._batch_jobs()) if job[0] not in self.store.records]
         self._open_peers({key.label for key, _, _ in jobs})
         jobs = [job for job in jobs if job[0].label in self._engines]
-        self._warm_up(list(dict.fromkeys(key.label for key, _, _ in jobs)))
+        self._warm_up({key.label for key, _, _ in jobs})
         for done, (key, contender, prompts) in enumerate(jobs):
             progress(f"{key.task} {key.prompt}: {key.label}", done, len(jobs))
             time.sleep(REST)
@@ -129,13 +130,14 @@ class Bench:
             self._encoded[prompt] = prompt_of(prompt, self.models.tokenizer, self._plain_answer)
         return self._encoded[prompt]
 
-    def _plain_answer(self, prompt: TaskPrompt, turn: int) -> Sequence[int]:
-        known = self.store.records.get(RecordKey(PLAIN, prompt.task_of(turn), prompt.name, 0, 1))
+    def _plain_answer(self, prompt: TaskPrompt) -> Sequence[int]:
+        known = self.store.records.get(RecordKey(PLAIN, prompt.task, prompt.name, 0, 1))
         if known is None or known.failed is not None:
-            raise UserError(f"turn {turn + 1} was not answered: {known.failed if known else 'it is not measured'}")
+            reason = known.failed if known else "it is not measured"
+            raise UserError(f"turn {len(prompt.before) + 1} was not answered: {reason}")
         return known.tokens
 
-    def _single_jobs(self) -> Iterator[tuple[RecordKey, Contender, Sequence[TaskPrompt]]]:
+    def _single_jobs(self) -> Iterator[Job]:
         """Yield one prompt at a time; the contender that comes first changes from prompt to prompt."""
         for number in range(self.options.rounds):
             for place, prompt in enumerate(self.prompts):
@@ -143,7 +145,7 @@ class Bench:
                 for contender in sorted(order, key=lambda one: one.guess > 0):  # predictions need the plain answer
                     yield RecordKey(contender.label, prompt.task, prompt.name, number, 1), contender, [prompt]
 
-    def _batch_jobs(self) -> Iterator[tuple[RecordKey, Contender, Sequence[TaskPrompt]]]:
+    def _batch_jobs(self) -> Iterator[Job]:
         """Yield batches of prompts, for outpace's own methods."""
         for count in (count for count in self.options.batch if count > 1):
             starts = range(0, len(self.prompts) - count + 1, count)
@@ -154,31 +156,30 @@ class Bench:
                         yield RecordKey(contender.label, ALL, f"group {place}", number, count), contender, group
 
     def _record(self, key: RecordKey, contender: Contender, prompts: Sequence[TaskPrompt]) -> Record:
-        engine = self._engines[key.label]
-        record = Record(*key, is_peer=contender.is_peer, precision=engine.precision)
+        """Measure an answer or a batch of answers, and return its record."""
+        engine, max_tokens = self._engines[key.label], self.options.sampling_params.max_tokens
+        record = Record(**key._asdict(), is_peer=contender.is_peer, precision=engine.precision)
         try:
-            return self._measure_one(record, engine, contender, prompts)
+            encoded = [self.encode(prompt) for prompt in prompts]
+            if key.batch > 1 and isinstance(engine, MethodRunner):
+                texts, seconds = engine.answer_batch(encoded, max_tokens)
+                names = tuple((prompt.task, prompt.name) for prompt in prompts)
+                return replace(record, seconds=seconds, prompts=names, texts=tuple(texts))
+            if contender.guess and isinstance(engine, MethodRunner):
+                prediction = contender.prediction(self._plain_answer(prompts[0]))
+                answer = engine.answer(encoded[0], max_tokens, prediction)
+            else:
+                answer = engine.answer(encoded[0], max_tokens)
+            if not answer.tokens:
+                raise ValueError("it wrote nothing, not even a stop token")
+            return replace(record, **vars(answer))
         except Exception as error:  # one failed answer must not end the bench
             return replace(record, failed=f"{type(error).__name__}: {error}"[:300])
-
-    def _measure_one(self, record: Record, engine: Peer, contender: Contender, prompts: Sequence[TaskPrompt]) -> Record:
-        max_tokens = self.options.sampling_params.max_tokens
-        encoded = [self.encode(prompt) for prompt in prompts]
-        if record.batch > 1 and isinstance(engine, MethodRunner):
-            texts, seconds = engine.answer_batch(encoded, max_tokens)
-            names = tuple((prompt.task, prompt.name) for prompt in prompts)
-            return replace(record, seconds=seconds, prompts=names, texts=tuple(texts))
-        if contender.guess and isinstance(engine, MethodRunner):
-            prediction = contender.prediction(self._plain_answer(prompts[0], len(prompts[0].before)))
-            return replace(record, **record_fields(engine.answer(encoded[0], max_tokens, prediction)))
-        return replace(record, **record_fields(engine.answer(encoded[0], max_tokens)))
 
     def _open_peers(self, labels: set[str]) -> None:
         """Start the installed peers; say which are left out, and how to install them."""
         settings = self._peer_settings()
-        for contender in self.options.peers:
-            if contender.label not in labels:
-                continue
+        for contender in (peer for peer in self.options.peers if peer.label in labels):
             try:
                 peer = PeerProcess(contender.name, settings)
             except UserError as error:
@@ -192,7 +193,7 @@ class Bench:
         max_tokens, draft = self.options.sampling_params.max_tokens, self.models.draft
         per_turn = 2 * max_tokens  # an answer's text may be tokenized into more tokens than were written
         longest = max(
-            len(prompt_of(prompt, self.models.tokenizer, lambda *_: ())) + per_turn * len(prompt.before)
+            len(prompt_of(prompt, self.models.tokenizer, lambda _: ())) + per_turn * len(prompt.before)
             for prompt in self.prompts
         )
         files = draft.files() if draft is not None and draft.files is not None else None
@@ -204,15 +205,11 @@ class Bench:
             max_context=longest + max_tokens + 1,
         )
 
-    def _warm_up(self, labels: Sequence[str]) -> None:
+    def _warm_up(self, labels: set[str]) -> None:
         """Let each contender write short untimed answers; a UserError of an own method ends the bench."""
-        if not labels:
-            return
         prompt = self.encode(self.prompts[0])[:WARM_TOKENS]
-        for contender in self.options.contenders:
-            engine = self._engines.get(contender.label)
-            if engine is None or contender.label not in labels:
-                continue
+        for contender in (one for one in self.options.contenders if one.label in labels):
+            engine = self._engines[contender.label]
             try:
                 engine.answer(prompt, WARM_TOKENS)
                 # a drafter in a process needs time to start
@@ -230,8 +227,9 @@ class Bench:
         context = self.models.target.model.max_positions
         shortest = min(len(self.encode(prompt)) for prompt in self.prompts if not prompt.before)
         if shortest >= context:
-            lengths = f"the shortest has {shortest} tokens, the target's context holds {context}"
-            raise UserError(f"every prompt is too long: {lengths}")
+            raise UserError(
+                f"every prompt is too long: the shortest has {shortest} tokens, the target's context holds {context}"
+            )
 
 
 def check_batches(options: BenchOptions, prompts: Sequence[TaskPrompt]) -> None:
@@ -242,14 +240,7 @@ def check_batches(options: BenchOptions, prompts: Sequence[TaskPrompt]) -> None:
             raise UserError(f"batch is {count}, {available}: raise --prompts or name more --tasks")
 
 
-def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
+def rotated(items: Sequence[T], by: int) -> list[T]:
     """Rotate a sequence to the left."""
-    by %= max(len(contenders), 1)
-    return [*contenders[by:], *contenders[:by]]
-
-
-def record_fields(answer: TimedAnswer) -> dict[str, Any]:
-    """Return an answer's fields that a Record has; ValueError for an answer without tokens."""
-    if not answer.tokens:
-        raise ValueError("it wrote nothing, not even a stop token")
-    return {name: value for name, value in vars(answer).items() if name in Record.__dataclass_fields__}
+    by %= max(len(items), 1)
+    return [*items[by:], *items[:by]]

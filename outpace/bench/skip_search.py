@@ -9,9 +9,9 @@ few forwards and no timing of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,6 @@ from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
 from outpace.rules.greedy import Greedy
 
-INSTALL = f"`{install_command('search')}`"
 WINDOW = 50  # answer tokens that a draft predicts in one forward
 MAX_DRAFT_LENGTH = 8
 PROMPT_TOKENS = 256  # last tokens of each calibration prompt that are used
@@ -63,8 +62,7 @@ class SublayerTimes(NamedTuple):
         return max(self.rows[0] - saved, 1e-9)
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The best set, its predicted speedup with drafts of `draft_length`, and the share of tokens it predicts."""
 
     sublayers: Sublayers
@@ -74,7 +72,6 @@ class SearchResult:
     trials: int
     tokens: int
     times: SublayerTimes
-    options: SearchOptions = field(repr=False)
 
 
 class _Answer(NamedTuple):
@@ -85,18 +82,28 @@ class _Answer(NamedTuple):
     text: list[int]
 
 
-def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progress: Progress) -> SearchResult:
-    """Find the set with the highest predicted speedup.
+def calibration_texts(corpus: Sequence[Path]) -> list[str]:
+    """Read the texts of a corpus; UserError without any."""
+    if not corpus:
+        raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
+    return texts_of(corpus)
 
-    UserError without calibration texts, for a target whose sublayers cannot be skipped, for an inflated one, and
-    without optuna.
+
+def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progress: Progress) -> SearchResult:
+    """Find the set with the highest predicted speedup on the calibration texts.
+
+    UserError for a target whose sublayers cannot be skipped, for an inflated one, and without optuna.
     """
-    check(target.model, corpus)
-    texts = texts_of(corpus)[: options.prompts]
-    if find_spec("optuna") is None:
-        raise UserError(f"the search for sublayers needs optuna: {INSTALL}")
     model: Model = target.model
-    prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts]
+    check_target(model)
+    if model.inflate != 1:
+        raise UserError(
+            "an inflated target has layers that change nothing, so a search for sublayers to skip is meaningless"
+        )
+    searchable_layers(model.num_layers)
+    if find_spec("optuna") is None:
+        raise UserError(f"the search for sublayers needs optuna: `{install_command('search')}`")
+    prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts[: options.prompts]]
     answers = _answers(target, prompts, options, progress)
     times = _time_sublayers(model, answers[0].session)
 
@@ -108,26 +115,8 @@ def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progr
         return *predict_speedup(runs, sublayers, times), sum(map(sum, runs)) / sum(map(len, runs))
 
     best, trials = _optimize(judge, model.num_layers, options, progress)
-    speed, length, agreement = judge(best)
     tokens = sum(len(answer.text) - len(answer.request.prompt) for answer in answers)
-    return SearchResult(best, speed, length, agreement, trials, tokens, times, options)
-
-
-def check_corpus(corpus: Sequence[Path]) -> None:
-    """Raise UserError without calibration texts."""
-    if not corpus:
-        raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
-
-
-def check(model: Model, corpus: Sequence[Path]) -> None:
-    """Raise UserError for everything that is wrong before anything is computed."""
-    check_corpus(corpus)
-    check_target(model)
-    if model.inflate != 1:
-        raise UserError(
-            "an inflated target has layers that change nothing, so a search for sublayers to skip is meaningless"
-        )
-    searchable_layers(model.num_layers)
+    return SearchResult(best, *judge(best), trials, tokens, times)
 
 
 def predict_speedup(runs: Sequence[Sequence[bool]], sublayers: Sublayers, times: SublayerTimes) -> tuple[float, int]:
@@ -209,26 +198,21 @@ def _optimize(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=options.seed))
     layers = searchable_layers(num_layers)
-    names = [f"{kind} {layer}" for kind in Sublayers._fields for layer in layers]
-    alone = [{other: other == name for other in names} for name in names]
-    spread = [{name: _has(evenly_spaced(num_layers, ratio), name) for name in names} for ratio in STARTS]
-    for switches in [*alone, *spread]:
+    places = [(kind, layer) for kind in Sublayers._fields for layer in layers]
+    starts = [Sublayers(**{kind: (layer,)}) for kind, layer in places]
+    for sublayers in (*starts, *(evenly_spaced(num_layers, ratio) for ratio in STARTS)):
+        switches = {f"{kind} {layer}": layer in getattr(sublayers, kind) for kind, layer in places}
         study.enqueue_trial(switches, skip_if_exists=True)
 
     def run(trial: Any) -> float:
-        switches = {name: trial.suggest_categorical(name, [False, True]) for name in names}
-        speed = judge(_set_of(switches, layers))[0]
+        for kind, layer in places:
+            trial.suggest_categorical(f"{kind} {layer}", [False, True])
+        speed = judge(chosen(trial.params))[0]
         progress("trials", (trial.number + 1) / options.trials)
         return speed
 
+    def chosen(switches: Mapping[str, bool]) -> Sublayers:
+        return Sublayers(*(tuple(one for one in layers if switches[f"{kind} {one}"]) for kind in Sublayers._fields))
+
     study.optimize(run, n_trials=options.trials)
-    return _set_of(study.best_params, layers), len(study.trials)
-
-
-def _has(sublayers: Sublayers, name: str) -> bool:
-    kind, _, layer = name.partition(" ")
-    return int(layer) in getattr(sublayers, kind)
-
-
-def _set_of(switches: dict[str, bool], layers: Sequence[int]) -> Sublayers:
-    return Sublayers(*(tuple(one for one in layers if switches[f"{kind} {one}"]) for kind in Sublayers._fields))
+    return chosen(study.best_params), len(study.trials)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outpace.bench.peer import TimedAnswer
 from outpace.core.errors import UserError
-from outpace.core.stats import Positions
 
 ANSWERS = "answers.jsonl"
 SETTINGS = "settings.json"
@@ -28,13 +28,12 @@ class RecordKey(NamedTuple):
     batch: int
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class Record(TimedAnswer):
     """One measured answer, or batch of answers, or the reason of its failure (`failed`).
 
-    Most fields are those of `peer.TimedAnswer` and `method_runner.MethodAnswer`. A batch has its prompts' (task, name)
-    in `prompts` and their tokens in `texts`. Judging adds `surprise`, -log p of the text in nats by the target, and
-    `correct`, None where the right answer is not known.
+    A batch has its prompts' (task, name) in `prompts` and their tokens in `texts`. Judging adds `surprise`, -log p of
+    the text in nats by the target, and `correct`, None where the right answer is not known.
     """
 
     label: str
@@ -45,23 +44,6 @@ class Record:
     is_peer: bool = False
     precision: str = ""
     failed: str | None = None
-    tokens: tuple[int, ...] = ()
-    seconds: float = 0.0
-    first_token: float = 0.0
-    arrivals: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
-    drafted: int | None = None
-    accepted: int | None = None
-    by_position: tuple[float, ...] = ()
-    positions: Positions = ()
-    hit_rate: float | None = None
-    hits: int = 0
-    misses: int = 0
-    relaxed: int | None = None
-    lengths: tuple[int, ...] = ()
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
-    sources: tuple[tuple[str, int, int], ...] = ()
     surprise: float | None = None
     correct: bool | None = None
     prompts: tuple[tuple[str, str], ...] = ()
@@ -73,30 +55,52 @@ class Record:
 
     @property
     def decode_seconds(self) -> float:
-        """Time from the first round's tokens to the last round's."""
+        """Time from the first round's tokens to the last round's; of a batch, from the call to the last token."""
+        if self.batch > 1:
+            return self.seconds
         return self.arrivals[-1] - self.arrivals[0] if len(self.arrivals) > 1 else 0.0
 
     @property
     def decoded(self) -> int:
         """Number of tokens that arrived during `decode_seconds`."""
-        return sum(self.counts[1:])
+        return sum(map(len, self.texts)) if self.batch > 1 else sum(self.counts[1:])
+
+    @property
+    def speed(self) -> float | None:
+        """Decoding speed in tokens/s; None for an answer of one round."""
+        return self.decoded / self.decode_seconds if self.decoded and self.decode_seconds > 0 else None
+
+    @property
+    def written(self) -> list[tuple[tuple[str, str], tuple[int, ...]]]:
+        """Each prompt's (task, name) with its tokens."""
+        if self.batch > 1:
+            return list(zip(self.prompts, self.texts, strict=True))
+        return [((self.task, self.prompt), self.tokens)]
 
 
 class Store:
-    """Holds records by key; with a folder, it reads them at the start and appends each new one."""
+    """Holds records by key; with a folder, it reads them at the start and appends each new one.
+
+    Failed records of earlier runs are not read, so that their answers are measured again.
+    """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
         """Open a folder. UserError if it holds a bench with other settings, or lines that are not records."""
         self.folder = folder
         self.records: dict[RecordKey, Record] = {}
-        self.settings = dict(settings)
         if folder is None:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be made ({error.strerror})") from error
-        self._check_settings(folder / SETTINGS)
+        if not (folder / SETTINGS).exists():
+            (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        found = read_settings(folder)
+        for name, value in settings.items():
+            if found.get(name) != value:
+                difference = f"was made with {name} {found.get(name)!r}, now it is {value!r}"
+                raise UserError(f"{folder} {difference}; name another folder with --out")
         if (folder / ANSWERS).exists():
             _cut_torn_line(folder / ANSWERS)
             self.records = {record.key: record for record in read_records(folder) if record.failed is None}
@@ -105,30 +109,24 @@ class Store:
         """Store a record, on disk first."""
         if self.folder is not None:
             with (self.folder / ANSWERS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+                file.write(json.dumps(record.key._asdict() | asdict(record), separators=(",", ":")) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         self.records[record.key] = record
-
-    def has(self, key: RecordKey) -> bool:
-        """Whether a record is stored; failed ones of earlier runs do not count and are measured again."""
-        return key in self.records
-
-    def _check_settings(self, file: Path) -> None:
-        if not file.exists():
-            file.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-            return
-        found = read_object(file)
-        for name, value in self.settings.items():
-            if found.get(name) != value:
-                said = f"was made with {name} {found.get(name)!r}, now it is {value!r}"
-                raise UserError(f"{file.parent} {said}; name another folder with --out")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the bench in a folder; {} if there are none."""
     file = folder / SETTINGS
-    return read_object(file) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no JSON object ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is no JSON object")
+    return found
 
 
 def read_records(folder: Path) -> Iterator[Record]:
@@ -141,17 +139,6 @@ def read_records(folder: Path) -> Iterator[Record]:
     for place, line in enumerate(lines, start=1):
         if line.endswith("\n"):  # else it is being written, or was torn
             yield _record(file, place, line)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no JSON object ({error})") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is no JSON object")
-    return found
 
 
 def _record(file: Path, place: int, line: str) -> Record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -14,8 +14,6 @@ from outpace.models.files import token_tables
 from outpace.models.files.find import resolve
 from outpace.models.load import Progress
 from outpace.models.text.tokenizer import Tokenizer
-
-FORM = 'a JSON object with "text" or "turns" in each line'
 
 SEARCHED = "layer_skip"  # a drafter without a file, whose options skip_search.py finds with a corpus
 
@@ -69,25 +67,28 @@ def _find_maker(drafter: str | None) -> tuple[str, ModuleType]:
 
 
 def texts_of(corpus: Sequence[Path]) -> list[str]:
-    """Read the texts of all files of a corpus; UserError for one that cannot be read or is empty."""
-    return [text for file in corpus for text in _texts(file)]
+    """Read the texts of a corpus: text files, and the lines of .jsonl files.
 
-
-def _texts(file: Path) -> Iterator[str]:
-    """Yield a text file as one text, a .jsonl file line by line."""
-    try:
-        content = file.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text ({error.reason})") from error
-    if not content.strip():
-        raise UserError(f"{file} is empty, a corpus needs text")
-    if file.suffix != ".jsonl":
-        yield content
-        return
-    for place, line in enumerate(content.removesuffix("\n").split("\n"), start=1):  # a text may hold other line breaks
-        yield from _line_texts(line, f"{file}, line {place}")
+    UserError for a file that cannot be read or is empty.
+    """
+    texts = []
+    for file in corpus:
+        try:
+            content = file.expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 text ({error.reason})") from error
+        if not content.strip():
+            raise UserError(f"{file} is empty, a corpus needs text")
+        if file.suffix == ".jsonl":
+            lines = content.removesuffix("\n").split("\n")  # a text may hold other line breaks
+            texts += [
+                text for place, line in enumerate(lines, 1) for text in _line_texts(line, f"{file}, line {place}")
+            ]
+        else:
+            texts.append(content)
+    return texts
 
 
 def _line_texts(line: str, where: str) -> list[str]:
@@ -98,5 +99,5 @@ def _line_texts(line: str, where: str) -> list[str]:
     fields = entry if isinstance(entry, dict) else {}
     texts = fields.get("turns", [fields["text"]] if "text" in fields else [])
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where} must be {FORM}")
+        raise UserError(f'{where} must be a JSON object with "text" or "turns" in each line')
     return texts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +38,13 @@ class TaskPrompt(NamedTuple):
     reference: Reference | None = None
     before: tuple[str, ...] = ()
 
-    def task_of(self, turn: int) -> str:
-        """Return the task that a turn of this conversation (0: the first) belongs to."""
-        here = len(self.before)
-        return _turn_task(self.task.removesuffix(f" {here + 1}") if here else self.task, turn)
-
     def at(self, turn: int) -> TaskPrompt:
-        """Return an earlier turn of the conversation, without its reference."""
-        return TaskPrompt(self.task_of(turn), self.name, self.before[turn], None, self.before[:turn])
+        """Return an earlier turn of the conversation (0: the first), without its reference."""
+        task = self.task.removesuffix(f" {len(self.before) + 1}") if self.before else self.task
+        return TaskPrompt(_turn_task(task, turn), self.name, self.before[turn], None, self.before[:turn])
+
+
+Conversation = Sequence[TaskPrompt]  # the turns of one, in order
 
 
 def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[TaskPrompt]:
@@ -54,48 +54,36 @@ def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[TaskProm
     Of a conversation the first `turns` user messages are taken; the second and later ones are tasks of their own
     ("NAME 2") and follow the message before them.
     """
-    tasks: dict[str, dict[str, TaskPrompt]] = {}
+    tasks: dict[str, dict[str, Conversation]] = {}
     for source in sources:
-        for prompt in _read_source(source, count, turns):
-            found = tasks.setdefault(prompt.task, {})
-            if prompt.name in found:
-                raise UserError(f"{source}: the prompt {prompt.name!r} of the task {prompt.task} is there twice")
-            if len(found) < count if not prompt.before else prompt.name in tasks[prompt.task_of(0)]:
-                found[prompt.name] = prompt
-    columns = [_column(task, tasks) for task in tasks.values() if task]
-    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
+        for conversation in _read_source(source, count, turns):
+            first = conversation[0]
+            found = tasks.setdefault(first.task, {})
+            if first.name in found:
+                raise UserError(f"{source}: the prompt {first.name!r} of the task {first.task} is there twice")
+            if len(found) < count:
+                found[first.name] = conversation
+    rows = itertools.zip_longest(*(found.values() for found in tasks.values()), fillvalue=())
+    return [prompt for row in rows for conversation in row for prompt in conversation]
 
 
-def _column(task: Mapping[str, TaskPrompt], tasks: Mapping[str, Mapping[str, TaskPrompt]]) -> list[TaskPrompt | None]:
-    """Align a task's later turns with the first turns of their conversations."""
-    names = list(tasks[next(iter(task.values())).task_of(0)])
-    return [task.get(name) for name in (*names, *(name for name in task if name not in names))]
-
-
-def _read_source(source: str, count: int, turns: int) -> Iterable[TaskPrompt]:
+def _read_source(source: str, count: int, turns: int) -> Iterator[Conversation]:
     path = Path(source).expanduser()
     if source in SHIPPED:
-        return read_file(Path(__file__).with_name("prompts") / f"{source}.jsonl", turns)
+        path = Path(__file__).with_name("prompts") / f"{source}.jsonl"
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
-        return _from_hub(name, (name, None, None), count, turns)
-    if path.suffix == ".jsonl" or path.is_file():
-        return read_file(path, turns)
-    if source in KNOWN:
-        return _from_hub(source, KNOWN[source], count, turns)
-    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", *SHIPPED, *KNOWN])
+        yield from _from_hub(name, (name, None, None), count, turns)
+    elif path.suffix == ".jsonl" or path.is_file():
+        for place, entry in enumerate(read_prompt_file(path), 1):
+            yield _turns_of(entry, path.stem, str(place), f"{path}, line {place}", turns)
+    elif source in KNOWN:
+        yield from _from_hub(source, KNOWN[source], count, turns)
+    else:
+        raise unknown("task", source, ["FILE.jsonl", "hub:NAME", *SHIPPED, *KNOWN])
 
 
-def read_file(file: Path, turns: int = 1) -> list[TaskPrompt]:
-    """Read the first turns of every line of a file of prompts, each named by its line number unless it has an id."""
-    return [
-        prompt
-        for place, entry in enumerate(read_prompt_file(file), 1)
-        for prompt in _prompts_of(entry, file.stem, str(place), f"{file}, line {place}", turns)
-    ]
-
-
-def _prompts_of(entry: Mapping[str, Any], task: str, name: str, where: str, max_turns: int) -> list[TaskPrompt]:
+def _turns_of(entry: Mapping[str, Any], task: str, name: str, where: str, max_turns: int) -> Conversation:
     """Return an entry's first turns; its own task and id override `task` and `name`, its reference is of turn 1."""
     turns = tuple(entry["turns"][:max_turns])
     task, name = (
@@ -110,22 +98,19 @@ def _turn_task(task: str, turn: int) -> str:
     return f"{task} {turn + 1}" if turn else task
 
 
-def _from_hub(task: str, data_set: tuple[str, str | None, str | None], count: int, turns: int) -> list[TaskPrompt]:
+def _from_hub(
+    task: str, data_set: tuple[str, str | None, str | None], count: int, max_turns: int
+) -> Iterator[Conversation]:
     """Read a data set's first rows, of its test split, else of its first split, unless a split is named."""
     name, configuration, split = data_set
     loaded = load_data_set(f"the data set {name}", name, configuration, split)
     rows = loaded if split else loaded["test" if "test" in loaded else next(iter(loaded))]
-    chosen = itertools.islice(rows, count)
-    return [
-        prompt
-        for number, row in enumerate(chosen)
-        for prompt in _prompts_of(
-            _hub_entry(name, number, row), task, str(number), f"the data set {name}, row {number}", turns
-        )
-    ]
+    for number, row in enumerate(itertools.islice(rows, count)):
+        where = f"the data set {name}, row {number}"
+        yield _turns_of(_hub_entry(where, row), task, str(number), where, max_turns)
 
 
-def _hub_entry(name: str, number: int, row: Any) -> dict[str, Any]:
+def _hub_entry(where: str, row: Any) -> dict[str, Any]:
     """Convert a data set's row to the form of a file's line."""
     entry = {field: row.get(field) for field in ("test", "entry_point") if row.get("entry_point")}
     references = (row.get(field) for field in REFERENCE_FIELDS)
@@ -135,11 +120,7 @@ def _hub_entry(name: str, number: int, row: Any) -> dict[str, Any]:
         texts = value if isinstance(value, list) else [value]
         if texts and all(isinstance(text, str) and text.strip() for text in texts):
             return {"turns": texts, "reference": next(usable, None), **entry}
-    raise UserError(f"the data set {name}, row {number}: none of the fields {', '.join(TEXT_FIELDS)} holds a text")
-
-
-PlainAnswer = Callable[[TaskPrompt, int], Sequence[int]]
-"""Returns the tokens that plain decoding wrote in a turn (0: the first) of a prompt's conversation."""
+    raise UserError(f"{where}: none of the fields {', '.join(TEXT_FIELDS)} holds a text")
 
 
 def check_turns(prompts: Sequence[TaskPrompt], tokenizer: Any) -> None:
@@ -148,32 +129,30 @@ def check_turns(prompts: Sequence[TaskPrompt], tokenizer: Any) -> None:
         raise UserError("--turns needs a model with a chat template, this one has none")
 
 
-def prompt_of(prompt: TaskPrompt, tokenizer: Any, plain_answer: PlainAnswer) -> tuple[int, ...]:
-    """Return a prompt's token ids, including the earlier turns with plain decoding's answers."""
+def prompt_of(
+    prompt: TaskPrompt, tokenizer: Any, plain_answer: Callable[[TaskPrompt], Sequence[int]]
+) -> tuple[int, ...]:
+    """Return a prompt's token ids, including the earlier turns.
+
+    `plain_answer` returns the tokens that plain decoding wrote in an earlier turn.
+    """
     if not prompt.before:
         return tuple(tokenizer.encode_prompt(prompt.text))
     messages: list[dict[str, str]] = []
     for turn, text in enumerate(prompt.before):
         messages.append({"role": "user", "content": text})
-        written = [token for token in plain_answer(prompt, turn) if token not in tokenizer.stop_ids]
+        written = [token for token in plain_answer(prompt.at(turn)) if token not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(written)})
     return tuple(tokenizer.chat([*messages, {"role": "user", "content": prompt.text}]))
 
 
-class Conversations:
-    """Builds prompts of conversations outside a measurement: each earlier turn is answered once, when needed."""
+def encode_all(
+    prompts: Sequence[TaskPrompt], tokenizer: Any, answer: Callable[[tuple[int, ...]], Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Return the token ids of all prompts; `answer` writes plain decoding's answer in each earlier turn, once."""
 
-    def __init__(self, tokenizer: Any, answer: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        """`answer` returns plain decoding's tokens after a prompt."""
-        self._tokenizer, self._answer = tokenizer, answer
-        self._answers: dict[tuple[str, str, int], Sequence[int]] = {}
+    @cache
+    def plain_answer(prompt: TaskPrompt) -> Sequence[int]:
+        return answer(prompt_of(prompt, tokenizer, plain_answer))
 
-    def prompt(self, prompt: TaskPrompt) -> tuple[int, ...]:
-        """Return a prompt's token ids, including the earlier turns."""
-        return prompt_of(prompt, self._tokenizer, self._plain_answer)
-
-    def _plain_answer(self, prompt: TaskPrompt, turn: int) -> Sequence[int]:
-        key = prompt.task_of(0), prompt.name, turn
-        if key not in self._answers:
-            self._answers[key] = self._answer(self.prompt(prompt.at(turn)))
-        return self._answers[key]
+    return [prompt_of(prompt, tokenizer, plain_answer) for prompt in prompts]

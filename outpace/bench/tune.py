@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.api.llm import LLM, Result
+from outpace.bench.contenders import PLAIN
+from outpace.bench.run import rotated
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Drafter
 from outpace.engine.build import PLANNED, default_drafter
@@ -60,7 +62,6 @@ class TuneResult:
     chosen: str
     path: Path | None
     drafts: Mapping[str, float] = field(default_factory=dict)
-    options: TuneOptions = field(repr=False, default_factory=TuneOptions)
 
 
 def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> TuneResult:
@@ -70,7 +71,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     setups: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
         PLANNED: (draft, {"method": PLANNED}),
         "card": (draft, {"method": "card", "drafter": drafter}),
-        "autoregressive": (None, {"method": "autoregressive"}),
+        PLAIN: (None, {"method": PLAIN}),
         **{f"{SINGLE}{one.name}": (one, {"method": PLANNED}) for one in singles},
     }
     prompts = [target.tokenizer.encode_prompt(text) for text in options.prompts]
@@ -80,10 +81,11 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
             for name, (own, values) in setups.items()
         }
         costs = llms[PLANNED].engine.costs
-        for place, rows in enumerate(options.rows):
-            costs.load_state_dict(
-                costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, prompts, options)}
-            )
+        for place, rows in enumerate(options.rows):  # times of trees of up to `rows` nodes
+            method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": PLAIN}
+            with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
+                llm.generate(prompts[:1], max_tokens=min(24, options.max_tokens))
+                costs.load_state_dict(costs.state_dict() | {"rounds": llm.engine.costs.state_dict()["rounds"]})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
         chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[PLANNED] else PLANNED
@@ -94,28 +96,12 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     rounds = {int(rows): seconds for rows, seconds in learned["rounds"].items()}
     drafts = {one.name: rates.pop(f"{SINGLE}{one.name}") for one in singles}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
-    return TuneResult(dict(sorted(rounds.items())), learned["draft"].get("model"), rates, chosen, path, ranked, options)
+    return TuneResult(dict(sorted(rounds.items())), learned["draft"].get("model"), rates, chosen, path, ranked)
 
 
 def _learnt(llm: LLM) -> tuple[CostModel, Iterable[Drafter]]:
     """Return what learns in a run: the cost model and the drafters."""
     return llm.engine.costs, llm.engine.drafting.drafters.values()
-
-
-def _rounds(
-    target: Loaded,
-    draft: Loaded | None,
-    drafter: str,
-    rows: int,
-    prompts: Sequence[Sequence[int]],
-    options: TuneOptions,
-) -> dict[str, float]:
-    """Time rounds with trees of up to `rows` nodes."""
-    method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": "autoregressive"}
-    with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
-        llm.generate(prompts[:1], max_tokens=min(24, options.max_tokens))
-        found: dict[str, float] = llm.engine.costs.state_dict()["rounds"]
-        return found
 
 
 def _race(
@@ -125,9 +111,7 @@ def _race(
     results: dict[str, list[Result]] = {name: [] for name in llms}
     total = options.rounds * len(prompts)
     for turn in range(total):
-        names = list(llms)
-        names = names[turn % len(names) :] + names[: turn % len(names)]
-        for name in names:
+        for name in rotated(list(llms), turn):
             prompt = prompts[turn % len(prompts)]
             results[name] += llms[name].generate([prompt], max_tokens=options.max_tokens)
         progress("ways", (turn + 1) / total)
@@ -136,6 +120,5 @@ def _race(
 
 def _rate(results: Sequence[Result]) -> float:
     """Return all answers' tokens divided by their decoding seconds."""
-    tokens = sum(len(result.tokens) for result in results if result.tokens_per_second)
-    seconds = sum(len(result.tokens) / result.tokens_per_second for result in results if result.tokens_per_second)
-    return tokens / seconds if seconds else 0.0
+    timed = [(len(result.tokens), result.tokens_per_second) for result in results if result.tokens_per_second]
+    return sum(tokens for tokens, _ in timed) / sum(tokens / rate for tokens, rate in timed) if timed else 0.0

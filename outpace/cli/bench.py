@@ -239,7 +239,7 @@ def _compare(one: Path, other: Path) -> None:
 
 def _trace(llm: LLM, options: BenchOptions, file: Path) -> None:
     """Record the text of plain decoding and the draft's proposals at each position."""
-    from outpace.bench.tasks import Conversations, check_turns, collect
+    from outpace.bench.tasks import check_turns, collect, encode_all
     from outpace.simulate.trace import RecordOptions, record
 
     if llm.draft is None:
@@ -251,8 +251,7 @@ def _trace(llm: LLM, options: BenchOptions, file: Path) -> None:
     def answer(prompt: Sequence[int]) -> Sequence[int]:
         return llm.generate(list(prompt), params, plain=True)[0].tokens
 
-    conversations = Conversations(llm.tokenizer, answer)
-    prompts = [conversations.prompt(one) for one in tasks]
+    prompts = encode_all(tasks, llm.tokenizer, answer)
     names = [one.task for one in tasks]
     settings = RecordOptions(params.max_tokens, sampling=params.sampling, seed=params.seed)
     console = display.stderr()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
-from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
+from outpace.cli.output_files import check_file, raise_last, write_all
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class OutputFlags:
 
     panel: ClassVar[str] = "Output"
     rows: Path | None = flag(None, "File for the rows of the table.", "--json")
-    plot: Path | None = flag(None, "File for a plot, as in FILE.png.")
     markdown: bool = flag(False, "Print the table as markdown.")
 
 
@@ -82,7 +81,6 @@ def simulate(
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--json", output.rows)
-    check_plot("--plot", output.plot)
     costs = _costs(times)
     from outpace.bench.report import write_json
     from outpace.simulate import report, run
@@ -112,8 +110,6 @@ def simulate(
         display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title))
-    if output.plot is not None:
-        failed += write_all([partial(report.plot, outcomes, title, output.plot)])
     display.print_for_machines({**summary, "rows": report.as_rows(outcomes)})
     raise_last(failed)
 

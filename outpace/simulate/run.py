@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,11 +14,12 @@ from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.sampling import Sampling
 from outpace.core.stats import RoundStats, RunStats, summarize
-from outpace.core.types import Drafter, Request
+from outpace.core.types import Drafter, Request, Rule
 from outpace.drafters import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part
 from outpace.rules.greedy import Greedy
 from outpace.simulate.costs import Cost, PassCosts
@@ -120,52 +121,49 @@ def run_setup(
     target: Any = ReplayTarget(indexed)
     if worker is None:  # else the worker advances the clock
         target = ClockedModel(target, clock.run_target)
-    answers = indexed.answers if some is None else some
-    rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
+    options = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
     steps: list[RoundStats] = []
-    spent: dict[str, list[float]] = {}  # by task: seconds and tokens
-    with Engine(target, drafter, worker, rows, lambda: clock.now) as engine:
-        for answer in answers:
-            started = clock.now
-            steps += _write(engine, answer, setup, _decoder_options(setup, draft_length), clock)
-            of_task = spent.setdefault(answer.task, [0.0, 0])
-            of_task[0] += clock.now - started
-            of_task[1] += len(answer.tokens)
-    tokens = sum(len(answer.tokens) for answer in answers)
-    by_task = {task: seconds / count for task, (seconds, count) in spent.items()}
-    busy = (clock.target_busy, clock.draft_busy)
-    return _outcome(setup, costs, clock.now, *busy, tokens, steps, draft_length, by_task)
+    seconds: dict[str, float] = defaultdict(float)  # by task, as are tokens
+    tokens: dict[str, int] = defaultdict(int)
+    with Engine(target, drafter, worker, options, lambda: clock.now) as engine:
+        for answer in indexed.answers if some is None else some:
+            started, clock.is_reading = clock.now, True
+            run = _write(engine, answer, setup, RecordedGreedy(), draft_length, clock.end_prefill)
+            if worker is not None and worker.failure is not None:
+                raise worker.failure
+            if tuple(run.tokens) != answer.tokens:
+                raise RuntimeError(f"{setup.name} wrote another text than the recorded one")
+            steps += run.history.steps
+            seconds[answer.task] += clock.now - started
+            tokens[answer.task] += len(answer.tokens)
+    return _outcome(setup, costs, draft_length, steps, tokens, seconds, (clock.target_busy, clock.draft_busy))
 
 
 def _outcome(
     setup: Setup,
     costs: PassCosts,
-    seconds: float,
-    target_busy: float,
-    draft_busy: float,
-    tokens: int,
-    steps: Sequence[RoundStats],
     draft_length: int | None,
-    by_task: Mapping[str, float],
+    steps: Sequence[RoundStats],
+    tokens: Mapping[str, int],
+    seconds: Mapping[str, float],
+    busy: tuple[float, float],
 ) -> Outcome:
+    """Summarise a run. `tokens` and `seconds` are by task, `busy` the target's and the drafter's seconds of work."""
+    total, total_tokens = sum(seconds.values()), sum(tokens.values())
+    target_busy, draft_busy = busy
     return Outcome(
         setup,
         costs.name,
         costs.ratio,
-        seconds,
-        tokens,
+        total,
+        total_tokens,
         replace(summarize(steps), draft_seconds=draft_busy, target_seconds=target_busy),
-        1 - target_busy / seconds,
-        1 - draft_busy / seconds,
-        draft_length,
-        sum(step.verified_rows for step in steps) / tokens,
-        by_task=by_task,
+        target_idle=1 - target_busy / total,
+        draft_idle=1 - draft_busy / total,
+        draft_length=draft_length,
+        rows_per_token=sum(step.verified_rows for step in steps) / total_tokens,
+        by_task={task: seconds[task] / tokens[task] for task in tokens},
     )
-
-
-def _decoder_options(setup: Setup, draft_length: int | None) -> Any:
-    values = dict(setup.options) | ({} if draft_length is None else {"draft_length": draft_length})
-    return registry.build_options(setup.decoder, values)
 
 
 @dataclass
@@ -178,6 +176,10 @@ class _Clock(SimulatedClock):
         cost = self.target_seconds
         self.target_seconds = lambda rows: 0.0 if self.is_reading else cost(rows)
 
+    def end_prefill(self) -> None:
+        """Let target passes take time again."""
+        self.is_reading = False
+
 
 def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, DraftWorker | None]:
     """Return the drafter for sequential drafting or the worker for parallel drafting, as the setup needs."""
@@ -189,22 +191,25 @@ def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Dra
     return ClockedDrafter(drafter, clock), None
 
 
-def _write(engine: Engine, answer: IndexedAnswer, setup: Setup, options: Any, clock: _Clock) -> list[RoundStats]:
-    """Write one answer and compare it with the recorded one."""
-    request = Request(answer.prompt, RecordedGreedy(), len(answer.tokens), Sampling(answer.temperature))
-    run = engine.submit(request, setup.decoder, options)
-    clock.is_reading = True  # the first step only reads the prompt
+def _write(
+    engine: Engine,
+    answer: IndexedAnswer,
+    setup: Setup,
+    rule: Rule,
+    draft_length: int | None,
+    after_prefill: Callable[[], None] = lambda: None,
+) -> TokenSequence:
+    """Write one answer."""
+    options = dict(setup.options) | ({} if draft_length is None else {"draft_length": draft_length})
+    request = Request(answer.prompt, rule, len(answer.tokens), Sampling(answer.temperature))
+    run = engine.submit(request, setup.decoder, registry.build_options(setup.decoder, options))
+    engine.step()  # only reads the prompt
+    after_prefill()
     while run.finish_reason is None:
         engine.step()
-        clock.is_reading = False
     if run.error is not None:
         raise run.error
-    worker = engine.worker
-    if worker is not None and worker.failure is not None:
-        raise worker.failure
-    if tuple(run.tokens) != answer.tokens:
-        raise RuntimeError(f"{setup.name} wrote another text than the recorded one")
-    return run.history.steps
+    return run
 
 
 @dataclass
@@ -216,32 +221,15 @@ class PassCounts:
     forwards: Counter[int] = field(default_factory=Counter)
     steps: list[RoundStats] = field(default_factory=list)
 
-    def seconds(self, costs: PassCosts) -> tuple[float, float]:
-        """Return the time of the target and of the draft model, which work sequentially."""
-        return _total_cost(self.passes, costs.target), _total_cost(self.forwards, costs.draft)
 
-
-def _total_cost(counts: Counter[int], cost: Cost) -> float:
-    return sum(cost(rows) * count for rows, count in counts.items())
-
-
-class CountingModel(Model):
-    """A draft model that counts its forwards by rows."""
+class CountingModel:
+    """A draft model that counts its forwards by rows; everything else is the wrapped model's."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.forwards = model, Counter[int]()
-        self.vocab_size, self.max_positions, self.device = model.vocab_size, model.max_positions, model.device
-        self.draft_window = model.draft_window
 
-    @property
-    def token_bytes(self) -> int:
-        return self._model.token_bytes
-
-    def stored_bytes(self, slots: Sequence[int]) -> int:
-        return self._model.stored_bytes(slots)
-
-    def open(self, capacity: int, room: int) -> Any:
-        return self._model.open(capacity, room)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """Run a forward; one without wanted rows, as of a prompt, takes no simulated time and is not counted."""
@@ -278,21 +266,15 @@ class LiveModels:
         return self._known[key]
 
     def _run(self, setup: Setup, draft_length: int | None, answers: Sequence[IndexedAnswer]) -> dict[str, PassCounts]:
-        draft = CountingModel(self._draft)
+        draft: Any = CountingModel(self._draft)
         drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
-        options = _decoder_options(setup, draft_length)
-        rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), batch=1, reuse=False)
+        options = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), batch=1, reuse=False)
         found: dict[str, PassCounts] = {}
-        with Engine(self._target, drafter, options=rows) as engine:
+        with Engine(self._target, drafter, options=options) as engine:
             for answer in answers:
                 counts = found.setdefault(answer.task, PassCounts())
                 draft.forwards = counts.forwards
-                request = Request(answer.prompt, Greedy(), len(answer.tokens), GREEDY)
-                run = engine.submit(request, setup.decoder, options)
-                while run.finish_reason is None:
-                    engine.step()
-                if run.error is not None:
-                    raise run.error
+                run = _write(engine, answer, setup, Greedy(), draft_length)
                 if tuple(run.tokens) != answer.tokens:
                     raise UserError(
                         "the models write another text than the trace: they are not those that it was recorded from"
@@ -310,11 +292,15 @@ def _run_live(
     draft_length: int | None = None,
     some: Sequence[IndexedAnswer] | None = None,
 ) -> Outcome:
-    """Price a setup that the models run themselves."""
+    """Price a setup that the models run themselves; target and draft model work sequentially."""
     counts = live.pass_counts(setup, draft_length, live.indexed.answers if some is None else some)
-    spent = {task: of_task.seconds(costs) for task, of_task in counts.items()}
-    target, draft = (sum(seconds) for seconds in zip(*spent.values(), strict=True))
+    target = {task: _total_cost(of_task.passes, costs.target) for task, of_task in counts.items()}
+    draft = {task: _total_cost(of_task.forwards, costs.draft) for task, of_task in counts.items()}
     steps = [step for of_task in counts.values() for step in of_task.steps]
-    tokens = sum(of_task.tokens for of_task in counts.values())
-    by_task = {task: sum(spent[task]) / of_task.tokens for task, of_task in counts.items()}
-    return _outcome(setup, costs, target + draft, target, draft, tokens, steps, draft_length, by_task)
+    tokens = {task: of_task.tokens for task, of_task in counts.items()}
+    seconds = {task: target[task] + draft[task] for task in counts}
+    return _outcome(setup, costs, draft_length, steps, tokens, seconds, (sum(target.values()), sum(draft.values())))
+
+
+def _total_cost(counts: Counter[int], cost: Cost) -> float:
+    return sum(cost(rows) * count for rows, count in counts.items())

@@ -13,10 +13,25 @@ from outpace.decoders.base import Decoder
 PLAIN, ALL = "autoregressive", "all"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths to try for methods that have one
 LIVE = ("lookahead", "ouroboros")
-COPYING = "model+ngram"
 _MOST_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
-_PUBLISHED_FORWARDS = 7  # draft forwards per target pass, in the authors' settings for 1B and 70B
+_PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, which begins with the method
+    "planned": ("planned", {}),
+    "planned-no-hits": ("planned, waits after misses alone", {"hits": False}),
+    "planned-no-rests": ("planned, its drafter never rests", {"rests": False}),
+    "card": ("CARD", {}),
+    "card-chain": ("CARD, verifies a chain", {"chain": True}),
+    "card-no-b": ("CARD, without B", {"secondary": False}),
+    "card-no-wait": ("CARD, never waits", {"just_in_time": 0}),
+    "card-no-late": ("CARD, without late nodes", {"late": False}),
+    "card-no-correction": ("CARD, without correction", {"correction": False}),
+}
+_FREE = {"width": 100, "tree_nodes": _MOST_NODES, "floor": 0.0, "chain": True, "secondary": False, "just_in_time": 0}
+_AS_PUBLISHED = {
+    # seven draft forwards per target pass: the authors' settings for 1B and 70B
+    "card-published": ("CARD as published, K=100, r=7", _FREE | {"lockstep": 7}),
+    "card-published-free": ("the same, its drafter running freely", _FREE),
+}
 
 
 @dataclass(frozen=True)
@@ -78,63 +93,26 @@ def setups(sizes: SetupSizes) -> list[Setup]:
     ]
     for name in registry.names("decoders"):
         if name not in (PLAIN, "speculative", *_TITLES):
-            found.append(_other(name, n, tree))
-    wider = [
-        Setup(f"{method}-k{width}", f"{_TITLES[method]}, {width} wide", method, n, tree | {"width": width})
-        for method in _TITLES
-        for width in sizes.others
+            has_length = "draft_length" in {one.name for one in fields(registry.find("decoders", name).Options)}
+            found.append(Setup(name, name, name, n, tree, LENGTHS if has_length else ()))
+    window = registry.find("drafters", "lookahead").Options()
+    rows = (window.window + window.guesses) * (window.ngram - 1) + 1
+    length = {"draft_length": 1}
+    found += [
+        Setup("lookahead", f"lookahead, {rows} rows", "speculative", rows, length, drafter="lookahead"),
+        Setup("ouroboros", "Ouroboros", "speculative", n, tree, LENGTHS, drafter="ouroboros"),
     ]
-    copies = [
-        Setup(f"{method}-ngram", f"{_TITLES.get(method, method)}, n-grams too", method, n, tree, drafter=COPYING)
-        for method in ("auto", *_TITLES)
-    ]
-    return [*found, *_live(n, tree), *_planned(n, tree), *_card(n, tree), *copies, *wider]
-
-
-def _live(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
-    """Return the setups that run the models; lookahead has the rows of its own default options."""
-    options = registry.find("drafters", "lookahead").Options()
-    rows = (options.window + options.guesses) * (options.ngram - 1) + 1
-    window = Setup(
-        "lookahead", f"lookahead, {rows} rows", "speculative", rows, {"draft_length": 1}, drafter="lookahead"
-    )
-    phrases = Setup("ouroboros", "Ouroboros", "speculative", nodes, tree, LENGTHS, drafter="ouroboros")
-    return [window, phrases]
-
-
-def _planned(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
-    parts: dict[str, tuple[str, dict[str, Any]]] = {
-        "": ("planned", {}),
-        "-no-hits": ("planned, waits after misses alone", {"hits": False}),
-        "-no-rests": ("planned, its drafter never rests", {"rests": False}),
-    }
-    return [Setup(f"planned{name}", title, "planned", nodes, {**tree, **off}) for name, (title, off) in parts.items()]
-
-
-def _card(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
-    wide = {"width": 100, "tree_nodes": _MOST_NODES, "floor": 0.0}
-    published = wide | {"chain": True, "secondary": False, "just_in_time": 0}
-    in_step = published | {"lockstep": _PUBLISHED_FORWARDS}
-    parts: dict[str, tuple[str, dict[str, Any]]] = {
-        "": ("CARD", {}),
-        "-chain": ("CARD, verifies a chain", {"chain": True}),
-        "-no-b": ("CARD, without B", {"secondary": False}),
-        "-no-wait": ("CARD, never waits", {"just_in_time": 0}),
-        "-no-late": ("CARD, without late nodes", {"late": False}),
-        "-no-correction": ("CARD, without correction", {"correction": False}),
-    }
-    found = [Setup(f"card{name}", title, "card", nodes, {**tree, **off}) for name, (title, off) in parts.items()]
-    as_published = {
-        "card-published": ("CARD as published, K=100, r=7", in_step),
-        "card-published-free": ("the same, its drafter running freely", published),
-    }
-    return found + [Setup(name, title, "card", nodes, its, ranks=8) for name, (title, its) in as_published.items()]
-
-
-def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
-    """Return a decoder's setup with default options, and its best draft length if it has one."""
-    options = {field.name for field in fields(registry.find("decoders", name).Options)}
-    return Setup(name, name, name, nodes, tree, LENGTHS if "draft_length" in options else ())
+    for name, (title, options) in _PARTS.items():
+        found.append(Setup(name, title, name.partition("-")[0], n, tree | options))
+    for name, (title, options) in _AS_PUBLISHED.items():
+        found.append(Setup(name, title, "card", n, options, ranks=8))
+    for method in ("auto", *_TITLES):
+        title = f"{_TITLES.get(method, method)}, n-grams too"
+        found.append(Setup(f"{method}-ngram", title, method, n, tree, drafter="model+ngram"))
+    for method, title in _TITLES.items():
+        for width in sizes.others:
+            found.append(Setup(f"{method}-k{width}", f"{title}, {width} wide", method, n, tree | {"width": width}))
+    return found
 
 
 def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
@@ -154,13 +132,10 @@ def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = Fa
     if not names:
         usual = {f"{method}-k{width}" for method in _TITLES for width in sizes.others} | {*LIVE}
         return [one for one in every if one.name == one.method or one.method == "speculative" or one.name in usual]
-    allowed = {setup.name for setup in every} | {setup.method for setup in every}
+    known = {setup.name for setup in every}
+    allowed = known | {setup.method for setup in every}
     for name in names:
         if name not in allowed:
             raise unknown("method", name, (ALL, *allowed))
-    known = {setup.name for setup in every}
-    return [
-        setup
-        for setup in every
-        if setup.name in names or setup.method == PLAIN or (setup.method in names and setup.method not in known)
-    ]
+    by_method = {name for name in names if name not in known}
+    return [one for one in every if one.name in names or one.method == PLAIN or one.method in by_method]

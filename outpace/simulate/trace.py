@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import LogprobsOptions, Request, Row
+from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded
 from outpace.rules.greedy import Greedy
@@ -41,6 +42,7 @@ _TYPES = {
 }
 _ROWS = ("target_logprobs", "draft_tokens", "draft_logprobs")
 _CHUNK = 256  # tokens per forward of the draft
+_BATCH = 8  # answers that the target writes at once
 
 Progress = Callable[[int, int], None]
 """Receives the number of recorded answers and of all answers."""
@@ -107,14 +109,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Options of a recording: `batch` concurrent answers of `max_tokens`, with `ranks` draft tokens at each position.
+    """Options of a recording: answers of `max_tokens`, with `ranks` draft tokens at each position.
 
     `sampling` must not have filters.
     """
 
     max_tokens: int = 128
     ranks: int = 32
-    batch: int = 8
     sampling: Sampling = GREEDY
     seed: int = 0
 
@@ -123,14 +124,13 @@ class RecordOptions:
             raise UserError("a trace is recorded without top-k, top-p and min-p, leave them out")
         check_whole("max_tokens", self.max_tokens, 1)
         check_whole("ranks", self.ranks, 1, 1024)
-        check_whole("batch", self.batch, 1, 4096)
 
 
 def record(
     target: Loaded,
     draft: Loaded,
     prompts: Sequence[Sequence[int]],
-    options: RecordOptions | None = None,
+    options: RecordOptions,
     *,
     tasks: Sequence[str] = (),
     progress: Progress = lambda done, all: None,
@@ -139,41 +139,34 @@ def record(
 
     `tasks` has each prompt's task. UserError if a text does not fit the draft's context, or without prompts.
     """
-    options = options or RecordOptions()
     if not prompts:
         raise UserError("there are no prompts, at least one is needed for a trace")
     stops = frozenset(target.tokenizer.stop_ids)
-    requests = [_request(prompt, options, stops) for prompt in prompts]
-    written = _answers(target, requests, options.batch)
+    # sampled texts have noise that target and draft share
+    rule = Greedy() if options.sampling.is_greedy else Gumbel()
+    arguments = (rule, options.max_tokens, options.sampling, options.seed)
+    requests = [Request(tuple(prompt), *arguments, stop_ids=stops, logprobs=LogprobsOptions()) for prompt in prompts]
     answers = []
-    for number, (request, (tokens, logprobs)) in enumerate(zip(requests, written, strict=True)):
-        rows = _draft_rows(draft.model, request, tokens, options.ranks)
+    for number, (request, run) in enumerate(zip(requests, _write(target, requests), strict=True)):
+        logprobs = np.array([record.logprob for record in run.history.logprobs], np.float32)
+        rows = _draft_rows(draft.model, request, run.tokens, options.ranks)
         task = tasks[number] if tasks else ""
-        answers.append(TracedAnswer(request.prompt, tokens, np.array(logprobs, np.float32), *rows, task))
+        answers.append(TracedAnswer(request.prompt, tuple(run.tokens), logprobs, *rows, task))
         progress(number + 1, len(prompts))
     temperature = options.sampling.temperature
     return Trace(_name(target), _name(draft), int(target.model.vocab_size), tuple(answers), temperature)
 
 
-def _request(prompt: Sequence[int], options: RecordOptions, stops: frozenset[int]) -> Request:
-    """Build a request that is greedy, or sampled with the noise shared by target and draft."""
-    rule = Greedy() if options.sampling.is_greedy else Gumbel()
-    arguments = (tuple(prompt), rule, options.max_tokens, options.sampling, options.seed)
-    return Request(*arguments, stop_ids=stops, logprobs=LogprobsOptions())
-
-
-def _answers(target: Loaded, requests: Sequence[Request], batch: int) -> list[tuple[tuple[int, ...], list[float]]]:
-    """Return the target's tokens for every request, and their log-probabilities."""
-    settings = EngineOptions(nodes=1, batch=batch, reuse=False)
-    decoder = registry.find("decoders", "autoregressive")
-    with Engine(target.model, options=settings) as engine:
-        runs = [engine.submit(request, decoder, decoder.Options()) for request in requests]
+def _write(target: Loaded, requests: Sequence[Request]) -> list[TokenSequence]:
+    """Answer all requests by plain decoding."""
+    with Engine(target.model, options=EngineOptions(nodes=1, batch=_BATCH, reuse=False)) as engine:
+        runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     for run in runs:
         if run.error is not None:
             raise run.error
-    return [(tuple(run.tokens), [record.logprob for record in run.history.logprobs]) for run in runs]
+    return runs
 
 
 def _name(loaded: Loaded) -> str:
@@ -239,20 +232,19 @@ def _problem(arrays: Mapping[str, np.ndarray], vocab_size: int, tasks: Any) -> s
         dims = 2 if name.startswith("draft") else 1
         if name not in arrays or arrays[name].dtype != kind or arrays[name].ndim != dims:
             return f"{name} is missing or of another type"
-    lengths = {name: len(array) for name, array in arrays.items()}
-    for starts, tokens in (("prompt_starts", "prompt_tokens"), ("starts", "tokens")):
+    answers, tokens = len(arrays["starts"]) - 1, len(arrays["tokens"])
+    for starts, cut in (("prompt_starts", "prompt_tokens"), ("starts", "tokens")):
         bounds = arrays[starts]
-        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != lengths[tokens] or (np.diff(bounds) < 1).any():
-            return f"{starts} does not cut the {lengths[tokens]} {tokens}"
-    shape = arrays["draft_tokens"].shape
-    if lengths["starts"] != lengths["prompt_starts"] or not isinstance(tasks, list):
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(arrays[cut]) or (np.diff(bounds) < 1).any():
+            return f"{starts} does not cut the {len(arrays[cut])} {cut}"
+    if answers != len(arrays["prompt_starts"]) - 1:
         return "it holds more answers than prompts, or fewer"
-    if len(tasks) != lengths["starts"] - 1 or not all(isinstance(task, str) for task in tasks):
-        return f"it names {len(tasks)} tasks for {lengths['starts'] - 1} answers"
-    if shape != arrays["draft_logprobs"].shape or shape[0] != lengths["tokens"] or shape[1] < 1:
-        return f"the draft's rows {list(shape)} are not those of {lengths['tokens']} tokens"
-    if lengths["target_logprobs"] != lengths["tokens"]:
-        return "target_logprobs are not those of the tokens"
+    if not isinstance(tasks, list) or len(tasks) != answers or not all(isinstance(task, str) for task in tasks):
+        return f"it does not name the tasks of {answers} answers"
+    shape = arrays["draft_tokens"].shape
+    lengths = {shape[0], len(arrays["target_logprobs"]), tokens}
+    if len(lengths) > 1 or not shape[1] or shape != arrays["draft_logprobs"].shape:
+        return f"{', '.join(_ROWS)} are not those of {tokens} tokens"
     for name in ("prompt_tokens", "tokens", "draft_tokens"):
         if arrays[name].min() < 0 or arrays[name].max() >= vocab_size:
             return f"{name} go beyond the vocabulary of {vocab_size}"

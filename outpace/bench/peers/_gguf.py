@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,17 @@ TABLE_KIND = "Q8_0"
 MAX_NAME = 80  # characters of the model's name in the file's name
 
 
-def gguf_file(spec: str | Path | None, kind: str, cache: Path | None = None) -> Path:
+def gguf_file(spec: str | Path | None, kind: str) -> Path:
     """Return a GGUF file of the model with matrices of type `kind`, as Q8_0, Q4_1 or F32.
 
-    It is the file that `spec` names if it has that type, else one converted to the folder `cache`. UserError for a
-    model that cannot be converted, or if writing fails.
+    It is the file that `spec` names if it has that type, else one converted to the cache folder. UserError for a model
+    that cannot be converted, or if writing fails.
     """
     own = shipped_model() if spec is None else Path(spec).expanduser()
     if own.is_file() and main_kind(own) == kind:
         return own
     folder = resolve(None if spec is None else str(spec))
-    file = (cache or cache_folder()) / "gguf" / f"{folder.name[:MAX_NAME]}-{_identity(folder)}-{kind}.gguf"
+    file = cache_folder() / "gguf" / f"{folder.name[:MAX_NAME]}-{_identity(folder)}-{kind}.gguf"
     if not file.is_file():
         with exclusive_lock(file):
             if not file.is_file():
@@ -72,19 +71,16 @@ def _identity(folder: Path) -> str:
 
 def _write_whole(folder: Path, kind: str, file: Path) -> None:
     """Write the file atomically: it gets its name once it is complete."""
+    part = file.with_name(f".{file.name}.part-{os.getpid()}")
     with Checkpoint.open(folder) as checkpoint:
         architecture = _architecture(checkpoint)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.part-", dir=file.parent)
-            os.close(handle)
-            try:
-                write(checkpoint, architecture, kind, Path(temporary))
-                os.replace(temporary, file)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            write(checkpoint, architecture, kind, part)
+            part.replace(file)
         except OSError as error:
             raise UserError(f"{file} cannot be written ({error.strerror or error})") from error
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -102,7 +98,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
 def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> None:
     """Write all tensors, with one of them in memory at a time."""
     from gguf import GGMLQuantizationType, GGUFWriter
-    from gguf.quants import quantize
+    from gguf.quants import quant_shape_to_byte_shape, quantize
 
     config = from_dict(checkpoint.config)
     writer = GGUFWriter(file, architecture)
@@ -110,16 +106,17 @@ def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> N
     kinds = {}
     for name, shape in tensor_shapes(config).items():
         kinds[name] = GGMLQuantizationType[_kind_of(name, shape, kind)]
-        size = _stored_shape(shape, kinds[name])
-        stored = np.dtype(np.float32 if kinds[name].name == "F32" else np.uint8)
-        writer.add_tensor_info(gguf_name(name), size, stored, math.prod(size) * stored.itemsize, kinds[name])
+        size = quant_shape_to_byte_shape(shape, kinds[name])
+        writer.add_tensor_info(gguf_name(name), size, np.dtype(np.uint8), math.prod(size), kinds[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, quantisation in kinds.items():
         values = checkpoint.tensor(name).float().numpy()
         if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            values = _interleave_halves(values, config.head_dim)
+            # the rows i and i + d/2 of a head rotate together and become neighbours: [heads, 2, head_dim / 2, ...]
+            halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
         writer.write_tensor_data(np.ascontiguousarray(quantize(values, quantisation)))
     writer.close()
 
@@ -143,12 +140,12 @@ def _add_fields(writer: Any, config: LlamaConfig) -> None:
 
 def gguf_name(name: str) -> str:
     """Convert a tensor's Hugging Face name to its GGUF name."""
+    names = {theirs: ours for ours, theirs in (OUTER_PARTS | LAYER_PARTS).items()}
     stem, _, end = name.rpartition(".")
-    outer = {theirs: ours for ours, theirs in OUTER_PARTS.items()}
-    if stem in outer:
-        return f"{outer[stem]}.{end}"
+    if stem in names:
+        return f"{names[stem]}.{end}"
     number, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{ {theirs: ours for ours, theirs in LAYER_PARTS.items()}[part] }.{end}"
+    return f"blk.{number}.{names[part]}.{end}"
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
@@ -157,19 +154,3 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
         return "F32"
     is_table = gguf_name(name).partition(".")[0] in TABLES
     return TABLE_KIND if is_table and kind.startswith("Q") else kind
-
-
-def _stored_shape(shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
-    """Return the stored shape, in bytes for quantised types, in values for float32."""
-    from gguf.constants import GGML_QUANT_SIZES
-
-    if kind.name == "F32":
-        return shape
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    return (*shape[:-1], shape[-1] // block * block_bytes)
-
-
-def _interleave_halves(values: np.ndarray, head_dim: int) -> np.ndarray:
-    """Make the rows i and i + d/2 of each head, which rotate together, neighbours: [heads * head_dim, ...]."""
-    halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])  # [heads, 2, head_dim / 2, ...]
-    return halves.swapaxes(1, 2).reshape(values.shape)

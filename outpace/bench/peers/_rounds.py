@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import takewhile
 
 from outpace.bench.peer import PeerSettings, TimedAnswer
 from outpace.core.errors import UserError
-from outpace.core.stats import positions, rates
+from outpace.core.stats import positions
 
 
 class RoundRecorder:
@@ -19,57 +21,54 @@ class RoundRecorder:
 
     def __init__(self, stop_ids: frozenset[int], max_tokens: int) -> None:
         self._stop_ids, self._left = stop_ids, max_tokens
-        self._arrivals: list[float] = []
-        self._rounds: list[tuple[list[int], Sequence[int] | None]] = []  # tokens, drafts
+        self._rounds: list[_Round] = []
         self._start = time.perf_counter()
-        self._is_new = True
-        self._drafts: Sequence[int] | None = None
         self.is_over = False
 
     def begin(self, drafts: Sequence[int] | None = None) -> None:
         """Begin a round that verifies these drafts; None if the engine drafts nothing."""
-        self._is_new, self._drafts = True, drafts
+        self._rounds.append(_Round(drafts))
 
     def write(self, *tokens: int) -> None:
         """Add tokens to the current round."""
-        if not tokens or self.is_over:
-            return
-        if self._is_new:
-            self._rounds.append(([], self._drafts))
-            self._arrivals.append(0.0)
-            self._is_new = False
         for token in tokens:
-            self._rounds[-1][0].append(token)
+            if self.is_over:
+                return
+            self._rounds[-1].tokens.append(token)
+            self._rounds[-1].arrival = time.perf_counter() - self._start
             self._left -= 1
             self.is_over = token in self._stop_ids or not self._left
-            if self.is_over:
-                break
-        self._arrivals[-1] = time.perf_counter() - self._start
 
     def finish(self) -> TimedAnswer:
         """Return the answer, which ends now."""
         seconds = time.perf_counter() - self._start
-        drafted = [(len(drafts), num_accepted(drafts, tokens)) for tokens, drafts in self._rounds if drafts is not None]
+        rounds = [one for one in self._rounds if one.tokens]
+        drafted = [(len(one.drafts), num_accepted(one.drafts, one.tokens)) for one in rounds if one.drafts is not None]
         return TimedAnswer(
-            tokens=tuple(token for tokens, _ in self._rounds for token in tokens),
+            tokens=tuple(token for one in rounds for token in one.tokens),
             seconds=seconds,
-            first_token=self._arrivals[0] if self._arrivals else seconds,
-            arrivals=tuple(self._arrivals),
-            counts=tuple(len(tokens) for tokens, _ in self._rounds),
+            first_token=rounds[0].arrival if rounds else seconds,
+            arrivals=tuple(one.arrival for one in rounds),
+            counts=tuple(len(one.tokens) for one in rounds),
             drafted=sum(count for count, _ in drafted) if drafted else None,
             accepted=sum(count for _, count in drafted) if drafted else None,
-            by_position=rates(positions(drafted)),
+            positions=positions(drafted),
         )
+
+
+@dataclass
+class _Round:
+    """A round's drafts and emitted tokens, and when the last of them arrived."""
+
+    drafts: Sequence[int] | None
+    tokens: list[int] = field(default_factory=list)
+    arrival: float = 0.0
 
 
 def num_accepted(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     """Return the length of the common prefix of drafts and tokens."""
-    count = 0
-    for draft, token in zip(drafts, tokens, strict=False):
-        if draft != token:
-            break
-        count += 1
-    return count
+    pairs = zip(drafts, tokens, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def check_length(name: str, settings: PeerSettings, prompt: Sequence[int], max_tokens: int) -> None:
@@ -93,5 +92,5 @@ def check_draft(name: str, settings: PeerSettings) -> str:
 
 def require(name: str, package: str, command: str) -> None:
     """Raise UserError with the install command unless `package` can be imported."""
-    if importlib.util.find_spec(package) is None:
+    if find_spec(package) is None:
         raise UserError(f"peer {name} is not installed: run {command}")
