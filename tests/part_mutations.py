@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import serving
-import test_planned
+import test_parallel_decoders
 from mutation_checks import BROKEN, Mutation, Original
 
 from outpace.bench import scoring
@@ -61,9 +61,9 @@ def failed_by(*tests: str) -> str | None:
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
         patch.setattr(serving, "PATIENCE", PATIENCE)
-        test_planned.simulated.cache_clear()
+        test_parallel_decoders.planned.cache_clear()
         code = pytest.main([*QUIET, *(str(HERE / test) for test in tests)], plugins=[failures])
-        test_planned.simulated.cache_clear()
+        test_parallel_decoders.planned.cache_clear()
     broken = next((error for _, error in failures.found if isinstance(error, BROKEN)), None)
     if broken is not None:
         raise broken
@@ -157,28 +157,28 @@ PART_MUTATIONS = [
         planned.WaitPlanner,
         "during",
         lambda f: lambda self, rows: DraftDirectives(),
-        "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
+        "test_parallel_decoders.py::test_planned_gains_by_waits_after_hits_and_by_a_drafter_that_rests",
     ),
     mutation(
         "planned: the gain of a layer ignores the number of leaves",
         planned,
         "sqrt",
         lambda f: lambda of: 1.0,
-        "test_planned.py::test_a_layer_gains_by_the_chance_at_its_leaves_and_by_how_few_they_are",
+        "test_parallel_decoders.py::test_a_layer_gains_more_below_few_likely_leaves",
     ),
     mutation(
         "planned: never drafts sequentially",
         planned._Modes,
         "choose",
         nothing,
-        "test_planned.py::test_on_one_device_it_drafts_in_turn",
+        "test_parallel_decoders.py::test_planned_drafts_sequentially_on_one_device",
     ),
     mutation(
         "planned: a trial always pays",
         ExplorationBudget,
         "record_trial",
         always_paid,
-        "test_planned.py::test_the_budget_spends_a_share_and_half_of_it_after_each_failure",
+        "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure",
     ),
     mutation(
         "acceptance: one coverage for all positions",

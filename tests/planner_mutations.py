@@ -1,60 +1,32 @@
-"""Mistakes in the planner and in what it knows of costs; the tests of both must notice each."""
+"""Mistakes in the planner and the cost model: each must fail a test of the suite, named here."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import exp
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
-import test_asking
-import test_costs
-import test_planner
-from mutation_checks import Mutation, Original
+from mutation_checks import Original
+from part_mutations import mutation
 
 from outpace.core.tree import TokenTree
-from outpace.planning import acceptance, cost_model, estimators, latency_curve, planner, sources
-from outpace.planning.sources import PlanningContext
+from outpace.planning import estimators
+from outpace.planning.acceptance import AcceptanceModel
+from outpace.planning.cost_model import CostModel
+from outpace.planning.estimators import DecayedMean
+from outpace.planning.latency_curve import LatencyCurve
+from outpace.planning.planner import Planner
+from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 
-def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """The arguments of every case of a parametrised test; none where it needs anything else."""
-    cases: list[list[dict[str, Any]]] = []
-    for mark in getattr(test, "pytestmark", ()):
-        if mark.name == "parametrize":
-            names, values = mark.args
-            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-            cases.append([dict(zip(names, value if len(names) > 1 else [value], strict=True)) for value in values])
-    for chosen in itertools.product(*cases):
-        given = {name: value for case in chosen for name, value in case.items()}
-        if set(given) == set(inspect.signature(test).parameters):
-            yield given
+def returning(value: object) -> Original:
+    """Replace a function by one that always returns this value."""
+    return lambda original: lambda *given, **more: value
 
 
-def find_in(*modules: ModuleType) -> str | None:
-    """The first test of these modules that fails, as they stand in their files."""
-    for module in modules:
-        for name, test in list(vars(module).items()):
-            for given in calls_of(test) if name.startswith("test_") else ():
-                try:
-                    test(**given)
-                except AssertionError:
-                    return name
-    return None
-
-
-def find_in_planner() -> str | None:
-    return find_in(test_planner, test_costs, test_asking)
-
-
-def blindly_trusting(weigh: Original) -> Original:
-    def mutated(self: Any, tree: TokenTree) -> list[float]:
-        return [exp(score) for score in tree.scores]
-
-    return mutated
+def uncorrected(of: Original) -> Original:
+    return lambda self, tree: [exp(score) for score in tree.scores]
 
 
 def corrected_in_any_case(init: Original) -> Original:
@@ -63,37 +35,30 @@ def corrected_in_any_case(init: Original) -> Original:
     def mutated(self: Any, costs: Any, sources: Any) -> None:
         init(self, costs, sources)
         for source in sources:
-            self._trust.setdefault(source.name, estimators.DecayedMean(1.0, 2.0))
+            self._trust.setdefault(source.name, DecayedMean(1.0, 2.0))
 
     return mutated
 
 
 def of_a_few_rounds(trust: Original) -> Original:
-    return lambda self, source: estimators.DecayedMean(self.trust(source).value, 2.0, 0.8)
+    return lambda self, source: DecayedMean(self.trust(source).value, 2.0, 0.8)
 
 
-def adding_up(reach: Original) -> Original:
-    """Leaves count with their whole chance, whatever the rows below them cost."""
+def with_zero(attribute: str) -> Original:
+    """A method that runs as if this attribute was 0."""
 
-    def mutated(self: Any, tree: TokenTree, grower: Any) -> float:
-        row, self._row = self._row, 0.0
-        try:
-            return reach(self, tree, grower)
-        finally:
-            self._row = row
+    def make(original: Original) -> Original:
+        def mutated(self: Any, *given: Any) -> Any:
+            value = getattr(self, attribute)
+            setattr(self, attribute, 0.0)
+            try:
+                return original(self, *given)
+            finally:
+                setattr(self, attribute, value)
 
-    return mutated
+        return mutated
 
-
-def rows_for_nothing(best: Original) -> Original:
-    def mutated(self: Any, chances: Sequence[float]) -> Any:
-        price, self._price = self._price, 0.0
-        try:
-            return best(self, chances)
-        finally:
-            self._price = price
-
-    return mutated
+    return make
 
 
 def always_deeper(pays: Original) -> Original:
@@ -104,7 +69,7 @@ def of_one_source(learn: Original) -> Original:
     """Every node counts for the first source, whatever drafter added it."""
 
     def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> Any:
-        tree.sources = [test_planner.COPIES.name] * len(tree)
+        tree.sources = ["ngram"] * len(tree)
         return learn(self, tree, path)
 
     return mutated
@@ -123,15 +88,6 @@ def as_often_as_before(learn: Original) -> Original:
 
 def of_one_request(draft: Original) -> Original:
     return lambda self, source, requests=1: draft(self, source)
-
-
-def rows_unpaid(learn_copies: Original) -> Original:
-    def mutated(self: Any, copier: Any, tree: TokenTree, path: Sequence[int]) -> None:
-        price, self._price = self._price, 0.0
-        learn_copies(self, copier, tree, path)
-        self._price = price
-
-    return mutated
 
 
 def whole_trees(chosen: Original) -> Original:
@@ -162,8 +118,8 @@ def medians_joined(convex: Original) -> Original:
     return mutated
 
 
-def what_is_written_now(price: Original) -> Original:
-    """Without the floor of what plain decoding would write."""
+def current_rate(price: Original) -> Original:
+    """Without plain decoding's rate as the least."""
     return lambda self, requests: self._rates[requests].value if requests in self._rates else 0.0
 
 
@@ -175,94 +131,104 @@ def never_forgetting(learn: Original) -> Original:
     return mutated
 
 
-def as_often(asked: Original) -> Original:
-    def mutated(self: Any, gains: bool, repeats: Any) -> None:
-        asked(self, gains, repeats)
-        self._wait = sources._SKIPS
+def resetting(attribute: str, value: int) -> Original:
+    """A query that then sets this attribute to the value that it has at first."""
 
-    return mutated
+    def make(asked: Original) -> Original:
+        def mutated(self: Any, gains: bool, repeats: Any) -> None:
+            asked(self, gains, repeats)
+            setattr(self, attribute, value)
 
+        return mutated
 
-def never_in_vain(asked: Original) -> Original:
-    def mutated(self: Any, gains: bool, repeats: Any) -> None:
-        asked(self, gains, repeats)
-        self._min_repetition = sources._REPEATED
-
-    return mutated
+    return make
 
 
-def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original]) -> Mutation:
-    return Mutation(name, [owner], attribute, make, find_in_planner)
-
-
-PLANNER_MUTATIONS = [
-    mutation(
-        "planner: a drafter's chances are taken at their word", acceptance.AcceptanceModel, "of", blindly_trusting
-    ),
-    mutation(
-        "planner: fitted chances are corrected too", acceptance.AcceptanceModel, "__init__", corrected_in_any_case
-    ),
-    mutation("planner: a few bad rounds end a draft", cost_model.CostModel, "initial_trust", of_a_few_rounds),
-    mutation("planner: unlikely leaves add up", planner.Planner, "_reach", adding_up),
-    mutation("planner: rows cost nothing", planner.Planner, "_best", rows_for_nothing),
-    mutation("planner: one more layer whatever it costs", planner.Planner, "pays", always_deeper),
-    mutation("planner: all nodes are the first source's", acceptance.AcceptanceModel, "learn", of_one_source),
-    mutation("planner: nothing is tried again", planner.Planner, "_is_due", lambda f: lambda self, grower: False),
-    mutation("planner: what failed is tried as often as before", planner.Planner, "learn", as_often_as_before),
-    mutation(
-        "planner: a crowd's trials start anew with each request",
-        cost_model.CostModel,
-        "record_trial",
-        lambda f: lambda *parts, pays: None,
-    ),
-    mutation("planner: the whole tree is verified", planner.Planner, "chosen", whole_trees),
-    mutation(
-        "planner: any prompt is worth reading", sources.ModelSource, "is_worth_reading", lambda f: lambda self: True
-    ),
-    mutation("planner: nothing is explored", sources.ModelSource, "explores", lambda f: lambda self: False),
-    mutation(
-        "planner: it explores whatever that gave", sources.ModelSource, "end_round", lambda f: lambda self, price: None
-    ),
-    mutation("planner: copies are asked as often as before", sources.LookupSource, "asked", as_often),
-    mutation("planner: no text repeats itself", sources.RepetitionDetector, "follow", lambda f: lambda self: 0),
-    mutation("planner: a repetition in vain says nothing", sources.LookupSource, "asked", never_in_vain),
-    mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
-    mutation("costs: a round with its drafting", cost_model.CostModel, "record_round", with_its_drafting),
-    mutation("costs: more rows may be cheaper", latency_curve.LatencyCurve, "_convex", falling),
-    mutation("costs: rows are free where few samples say so", latency_curve.LatencyCurve, "_convex", medians_joined),
-    mutation(
-        "costs: what a busy machine took is kept",
-        latency_curve.LatencyCurve,
-        "_forget_old",
-        lambda f: lambda self: None,
-    ),
-    mutation(
-        "planner: requests do not share the rows that they choose",
-        PlanningContext,
-        "set_rows",
-        lambda f: lambda self, rows: None,
-    ),
-    mutation("planner: copies' rows cost nothing", planner.Planner, "_learn_lookup", rows_unpaid),
-    mutation(
-        "costs: reading is part of a step", cost_model.CostModel, "note_catch_up", lambda f: lambda self, source: None
-    ),
-    mutation(
-        "costs: a step costs each request what it costs one", cost_model.CostModel, "draft_seconds", of_one_request
-    ),
-    mutation(
-        "costs: rows that were never timed are free", latency_curve.LatencyCurve, "_slope", lambda f: lambda *parts: 0.0
-    ),
-    mutation(
-        "costs: a prompt's pass says nothing of rows",
-        latency_curve.LatencyCurve,
-        "learn_prefill",
-        lambda f: lambda *parts: None,
-    ),
-    mutation(
-        "costs: a second is worth what is written now", cost_model.CostModel, "tokens_per_second", what_is_written_now
-    ),
-    mutation("costs: nothing is forgotten", estimators.DecayedMean, "learn", never_forgetting),
-    mutation(
-        "costs: a source was asked just now", cost_model.CostModel, "seconds_idle", lambda f: lambda self, source: 0.0
-    ),
-]
+MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
+    "test_planner.py::test_bad_copies_do_not_lower_the_trust_in_a_good_model": [
+        ("planner: a drafter's chances are not corrected", AcceptanceModel, "of", uncorrected),
+    ],
+    "test_planner.py::test_chances_of_a_calibrated_drafter_are_not_corrected": [
+        ("planner: fitted chances are corrected too", AcceptanceModel, "__init__", corrected_in_any_case),
+    ],
+    "test_planner.py::test_a_few_bad_rounds_do_not_end_a_draft_that_pays": [
+        ("planner: a few bad rounds end a draft", CostModel, "initial_trust", of_a_few_rounds),
+    ],
+    "test_planner.py::test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_one": [
+        ("planner: unlikely leaves add up", Planner, "_reach", with_zero("_row")),
+    ],
+    "test_planner.py::test_nodes_with_small_chances_are_not_verified_if_rows_cost_time": [
+        ("planner: rows cost nothing", Planner, "_best", with_zero("_price")),
+        ("planner: the whole tree is verified", Planner, "chosen", whole_trees),
+    ],
+    "test_planner.py::test_a_draft_that_fails_is_tried_less_and_less": [
+        ("planner: one more layer whatever it costs", Planner, "pays", always_deeper),
+        ("planner: what failed is tried as often as before", Planner, "learn", as_often_as_before),
+    ],
+    "test_planner.py::test_trust_and_costs_are_kept_by_source": [
+        ("planner: all nodes are the first source's", AcceptanceModel, "learn", of_one_source),
+    ],
+    "test_planner.py::test_a_draft_that_recovers_is_used_again_in_the_next_answer": [
+        ("planner: nothing is tried again", Planner, "_is_due", returning(False)),
+    ],
+    "test_planner.py::test_a_crowded_batch_remembers_for_the_next_request_that_trials_failed": [
+        ("planner: a crowd's trials start anew with each request", CostModel, "record_trial", returning(None)),
+    ],
+    "test_planner.py::test_a_long_prompt_is_not_read_for_a_few_tokens": [
+        ("planner: any prompt is worth reading", ModelSource, "is_worth_reading", returning(True)),
+    ],
+    "test_planner.py::test_each_text_finds_out_what_its_draft_is_worth": [
+        ("planner: nothing is explored", ModelSource, "explores", returning(False)),
+        ("planner: it explores whatever that gave", ModelSource, "end_round", returning(None)),
+    ],
+    "test_planner.py::test_requests_share_the_rows_that_cost_little": [
+        ("planner: requests do not share the rows that they choose", PlanningContext, "set_rows", returning(None)),
+    ],
+    "test_planner.py::test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up": [
+        ("planner: copies' rows cost nothing", Planner, "_learn_lookup", with_zero("_price")),
+    ],
+    "test_asking.py::test_rejected_copies_are_queried_less_and_less_often": [
+        ("planner: copies are asked as often as before", LookupSource, "asked", resetting("_wait", 8)),
+    ],
+    "test_asking.py::test_repetition_length_against_a_reference": [
+        ("planner: no text repeats itself", RepetitionDetector, "follow", returning(0)),
+    ],
+    "test_asking.py::test_repetitions_without_accepted_copies_are_not_queried_each_time": [
+        ("planner: a repetition in vain changes nothing", LookupSource, "asked", resetting("_min_repetition", 4)),
+    ],
+    "test_costs.py::test_outliers_do_not_move_the_median": [
+        ("costs: means instead of medians", estimators, "median_low", lambda original: fmean),
+    ],
+    "test_costs.py::test_drafting_is_not_part_of_a_round": [
+        ("costs: a round with its drafting", CostModel, "record_round", with_its_drafting),
+    ],
+    "test_costs.py::test_times_between_known_rows_are_interpolated_and_never_fall": [
+        ("costs: more rows may be cheaper", LatencyCurve, "_convex", falling),
+    ],
+    "test_costs.py::test_no_row_is_free_because_few_samples_say_so": [
+        ("costs: rows are free where few samples say so", LatencyCurve, "_convex", medians_joined),
+        ("costs: rows that were never timed are free", LatencyCurve, "_slope", returning(0.0)),
+    ],
+    "test_costs.py::test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not": [
+        ("costs: the times of a busy machine are kept", LatencyCurve, "_forget_old", returning(None)),
+    ],
+    "test_costs.py::test_a_growth_in_which_another_request_reads_is_no_step": [
+        ("costs: reading is part of a step", CostModel, "note_catch_up", returning(None)),
+    ],
+    "test_costs.py::test_the_time_of_a_step_is_known_by_the_requests_that_share_it": [
+        ("costs: a step costs each request what it costs one", CostModel, "draft_seconds", of_one_request),
+    ],
+    "test_costs.py::test_a_prefill_shows_what_many_rows_cost": [
+        ("costs: a prefill says nothing of rows", LatencyCurve, "learn_prefill", returning(None)),
+    ],
+    "test_costs.py::test_the_price_is_at_least_that_of_plain_decoding": [
+        ("costs: the price is the current rate", CostModel, "tokens_per_second", current_rate),
+    ],
+    "test_costs.py::test_a_mean_forgets": [
+        ("costs: nothing is forgotten", DecayedMean, "learn", never_forgetting),
+    ],
+    "test_costs.py::test_idle_seconds_continue_from_answer_to_answer": [
+        ("costs: a source has just drafted", CostModel, "seconds_idle", returning(0.0)),
+    ],
+}
+PLANNER_MUTATIONS = [mutation(*row, test) for test, rows in MISTAKES.items() for row in rows]

@@ -1,27 +1,26 @@
-"""What parts may need of the target's passes: told as it is, refused where it cannot be, and free for all others."""
+"""What parts may need of the target's passes: passed on unchanged, refused if impossible, and free for all others."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from contract_parts import Forgiving, Head, Skipping, Successors, Witness
+from contract_parts import Forgiving, Skipping, Successors, Witness
 from doubles import Empty, QuickToy, make_drafter, make_request, write
+from engine_runs import finish, submit
 from torch import Tensor
 
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
-from outpace.core.drafting import Needs, TargetFeedback
+from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import Card, Speculative
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
 from outpace.models.toy import Toy
 
@@ -30,26 +29,15 @@ BRANCHES = ((1, 2, 3), (1, 4), (7,))
 LAYERED = Toy(16, 3, 0, mlp=0.5)
 
 
-def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
-    for _ in range(800):
-        if all(run.finish_reason for run in runs):
-            for run in runs:
-                if run.error:
-                    raise run.error
-            return [run.tokens for run in runs]
-        engine.step()
-    raise AssertionError("no end")
-
-
 def decode_by(target: Any, drafter: Any, requests: Sequence[Request], **options: Any) -> list[list[int]]:
     settings = EngineOptions(nodes=12, rows=100, chunk=4, **options)
     needs = Needs(layers=requests[0].rule.traits.hidden_layers)
     with Engine(target, drafter, options=settings, needs=needs) as engine:
         runs = [engine.submit(one, Speculative, Speculative.Options(draft_length=1)) for one in requests]
-        return finish(engine, runs)
+        return finish(engine, *runs)
 
 
-def check_told(witness: Witness, target: Toy, texts: Sequence[Sequence[int]]) -> None:
+def check_feedback(witness: Witness, target: Toy, texts: Sequence[Sequence[int]]) -> None:
     """Compares all feedback with a fresh look at each text; nothing is given twice or missing."""
     needs = witness.needs
     for state, text in zip(witness.states, texts, strict=True):
@@ -81,15 +69,17 @@ def check_told(witness: Witness, target: Toy, texts: Sequence[Sequence[int]]) ->
         Needs(top=2, layers=(0, 1, 3), prompt=True),
     ],
 )
-def test_a_drafter_is_told_what_it_needs_of_every_node_and_of_the_prompt(needs: Needs) -> None:
+def test_a_drafter_receives_its_needs_for_every_node_and_for_the_prompt(needs: Needs) -> None:
     witness = Witness(needs, BRANCHES)
     requests = [make_request(PROMPT[:length], max_tokens=12) for length in (1, 2, 7, 10)]
+    if needs.prompt:
+        requests += [make_request(PROMPT * 3, max_tokens=6)] * 2  # the second begins like the first
     texts = decode_by(LAYERED, witness, requests)
     assert texts == [write(LAYERED, request) for request in requests]
-    check_told(witness, LAYERED, texts)
+    check_feedback(witness, LAYERED, texts)
 
 
-def test_each_of_several_parts_gets_its_own_share() -> None:
+def test_each_of_several_drafters_receives_its_own_needs() -> None:
     one, two, three = (
         Witness(needs, BRANCHES[:count])
         for count, needs in enumerate((Needs(3, (1,), True), Needs(1, (3, 0)), Needs()), 1)
@@ -100,17 +90,17 @@ def test_each_of_several_parts_gets_its_own_share() -> None:
     with Engine(LAYERED, {"a": one, "b": two, "c": three}, options=EngineOptions(chunk=3)) as engine:
         pairs = [(request, name) for request in (asked, reported) for name in "abc"]
         runs = [engine.submit(one, Speculative, Speculative.Options(1), drafter=name) for one, name in pairs]
-        assert finish(engine, runs) == [plain] * 6
+        assert finish(engine, *runs) == [plain] * 6
         assert not any(run.history.prompt_logprobs for run in runs)
     for witness in (one, two, three):
-        check_told(witness, LAYERED, [plain] * 2)
+        check_feedback(witness, LAYERED, [plain] * 2)
 
 
-def test_parts_on_one_tree_get_their_shares_too() -> None:
+def test_drafters_of_one_tree_receive_their_own_needs() -> None:
     shown = Witness(Needs(2, (3, 1), True), ())
     with Engine(LAYERED, SharedTree([shown, Successors(), Empty()]), options=EngineOptions(chunk=3)) as engine:
         run = engine.submit(make_request(PROMPT, max_tokens=10), Speculative, Speculative.Options(1))
-        (text,) = finish(engine, [run])
+        (text,) = finish(engine, run)
     assert len(shown.states[0].told) >= len(PROMPT) + 5
     for context, top, hidden in shown.states[0].told:
         stream = LAYERED._stream(context)
@@ -120,47 +110,19 @@ def test_parts_on_one_tree_get_their_shares_too() -> None:
     assert text == write(LAYERED, make_request(PROMPT, max_tokens=10))
 
 
-def test_a_prompt_that_begins_like_another_is_told_all_the_same() -> None:
-    witness = Witness(Needs(top=1, prompt=True), BRANCHES)
-    request = make_request(PROMPT * 3, max_tokens=6)
-    with Engine(LAYERED, witness) as engine:
-        texts = [finish(engine, [engine.submit(request, Speculative, Speculative.Options(1))])[0] for _ in range(2)]
-    check_told(witness, LAYERED, texts)
-
-
 @pytest.mark.parametrize("kind", ["witness", "skipping"])
-def test_a_request_that_is_paused_is_told_nothing_twice(kind: str) -> None:
+def test_a_drafter_receives_nothing_twice_after_a_pause(kind: str) -> None:
     witness = Witness(Needs(2, (1, 3), True), BRANCHES)
     drafter = witness if kind == "witness" else Skipping(LAYERED, (2,), (2,))
     requests = [make_request(PROMPT[number:] * 3, max_tokens=200) for number in range(3)]
     settings = EngineOptions(nodes=8, chunk=8, kv_memory=LAYERED.session_bytes(330) / (1 << 30))
     with Engine(LAYERED, drafter, options=settings) as engine:
         runs = [engine.submit(one, Speculative, Speculative.Options(1)) for one in requests]
-        texts = finish(engine, runs)
+        texts = finish(engine, *runs)
     assert sum(run.history.pauses for run in runs) > 0
     assert texts == [write(LAYERED, one) for one in requests]
     if kind == "witness":
-        check_told(witness, LAYERED, texts)
-
-
-def test_a_table_of_successors_is_accepted_and_changes_nothing() -> None:
-    target = QuickToy(16, 1, 4)  # the next token follows from the last
-    request = make_request(PROMPT, max_tokens=40)
-    with Engine(target, Successors()) as engine:
-        run = engine.submit(request, Speculative, Speculative.Options())
-        assert finish(engine, [run]) == [write(target, request)]
-    assert sum(step.accepted for step in run.history.steps) > 15
-
-
-def test_a_head_learns_from_the_prompts_features() -> None:
-    target = Toy(8, 2, 1)
-    rng = random.Random(0)
-    request = make_request([rng.randrange(8) for _ in range(20)], max_tokens=120)
-    long = make_request([*request.prompt, *write(target, request)], max_tokens=30)
-    with Engine(target, Head(target, 1), options=EngineOptions(chunk=16)) as engine:
-        run = engine.submit(long, Speculative, Speculative.Options(1))
-        assert finish(engine, [run]) == [write(target, long)]
-    assert sum(step.accepted for step in run.history.steps) >= 10
+        check_feedback(witness, LAYERED, texts)
 
 
 def test_a_rule_gets_the_hidden_states_of_its_rows_alone() -> None:
@@ -172,7 +134,7 @@ def test_a_rule_gets_the_hidden_states_of_its_rows_alone() -> None:
     with Engine(LAYERED, drafters, needs=Needs(layers=(2,))) as engine:
         runs = [engine.submit(one, Speculative, Speculative.Options(3)) for one in requests]
         runs += [engine.submit(greedy, Speculative, Speculative.Options(1), drafter="told")]
-        texts = finish(engine, runs)
+        texts = finish(engine, *runs)
     assert texts[0] == texts[2] == write(LAYERED, greedy)
     assert texts[1] != texts[0]
     forgiven = 0
@@ -191,13 +153,13 @@ def test_a_drafter_on_the_targets_session_leaves_its_text_alone(width: int) -> N
     for skipped in ((), (2,), (1, 2)):
         drafter = Skipping(LAYERED, skipped, skipped, width)
         with Engine(LAYERED, drafter, options=EngineOptions(nodes=10, chunk=4)) as engine:
-            runs = [engine.submit(request, Speculative, Speculative.Options()) for _ in range(2)]
+            runs = submit(engine, request, request, method=Speculative)
             for _ in range(100):
                 engine.step()
                 for run in engine.running:
                     length = run.kv.session.length
                     assert run.kv.session.tokens[:length].tolist() == run.committed[:length]
-            assert finish(engine, runs) == [write(LAYERED, request)] * 2
+            assert finish(engine, *runs) == [write(LAYERED, request)] * 2
         accepted[skipped] = sum(step.accepted for step in runs[0].history.steps)
     assert accepted[()] >= accepted[(2,)] >= accepted[(1, 2)] > 0
     assert accepted[()] >= 20
@@ -232,13 +194,13 @@ class Spied(Toy):
 
 
 @pytest.mark.parametrize("method", registry.names("decoders"))
-def test_the_target_is_called_as_ever_where_nobody_needs_more(method: str) -> None:
-    """One argument, a list of parts; of each part the five fields that there always were, and `best`."""
+def test_the_target_is_called_plainly_if_no_part_needs_more(method: str) -> None:
+    """With one argument, a list of parts; only their first five fields and `best` are set."""
     target, decoder = Spied(), registry.find("decoders", method)
     drafter = make_drafter("both", QuickToy(16, 3, 0))
     worker = InlineWorker(drafter) if decoder.drafting == "parallel" else None
     with Engine(target, None if worker else drafter, worker, EngineOptions(chunk=3, nodes=6)) as engine:
-        finish(engine, [engine.submit(make_request(PROMPT, max_tokens=9), decoder, decoder.Options()) for _ in "ab"])
+        finish(engine, *submit(engine, *[make_request(PROMPT, max_tokens=9)] * 2, method=decoder))
     assert {(name, len(given), *named) for name, given, named in target.calls} == {("score", 1)}
     for _, (forest,), _ in target.calls:
         assert type(forest) is list
@@ -246,8 +208,7 @@ def test_the_target_is_called_as_ever_where_nobody_needs_more(method: str) -> No
             assert part == Part(*part[:5], best=part.best)
 
 
-def test_a_pass_in_which_nobody_is_shown_anything_is_a_plain_one() -> None:
-    """The prompt's chunks of a drafter that needs no prompt."""
+def test_prompt_chunks_of_a_drafter_that_needs_no_prompt_are_plain_passes() -> None:
     target = Spied()
     decode_by(target, Witness(Needs(layers=(1,)), ()), [make_request(PROMPT, max_tokens=2)])
     assert [name for name, _, _ in target.calls] == ["score"] * 3 + ["score_hidden"] * 2
@@ -279,7 +240,7 @@ def test_needs_that_a_target_cannot_meet_are_refused_at_once(target: Toy, needs:
         Engine(target, needs=needs)
 
 
-def test_a_rule_whose_layers_are_not_shown_is_refused() -> None:
+def test_a_rule_whose_layers_are_not_passed_on_is_refused() -> None:
     rule = Forgiving(2, [0.0] * 16, 0.5)
     says = r"the rule Forgiving needs hidden states after layers \[2\]"
     with Engine(LAYERED, needs=Needs(layers=(1,))) as engine, pytest.raises(UserError, match=says):
@@ -290,11 +251,3 @@ def test_a_worker_takes_no_drafter_that_must_see_passes() -> None:
     with pytest.raises(UserError, match="drafter successors needs to see the target's passes"):
         InlineWorker(Successors())
     assert Card.drafting == "parallel"
-
-
-def test_what_is_seen_can_be_cut() -> None:
-    hidden = torch.arange(24.0).reshape(2, 4, 3)
-    seen = TargetFeedback(range(5, 9), (1, 2, 3, 4), None, hidden)
-    part = seen.slice(slice(1, 3))
-    assert (list(part.ids), part.tokens) == ([6, 7], (2, 3))
-    assert torch.equal(part.only(Needs(layers=(7,)), (2, 7)).hidden, hidden[1:, 1:3])  # type: ignore[arg-type]

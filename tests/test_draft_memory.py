@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from doubles import QuickToy, make_drafter, make_request, write
 from light import failing
-from test_memory import GIB, drafts_of, finish
-from test_pausing import few_slots, prompts
+from test_memory import GIB, drafts_of, few_slots, finish, prompts
 
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError

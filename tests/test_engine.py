@@ -1,20 +1,27 @@
-"""The engine: requests come and go between steps, faults stay with their own request, limits hold."""
+"""The engine: requests come and go between steps and share its passes, faults end one request only, limits hold."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import reference
 from doubles import decoder_of
+from engine_runs import finish, submit
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Request, Verify
+from outpace.core.types import Commit, Request, Row, Verify
 from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
@@ -22,7 +29,8 @@ from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import TokenSequence
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget
+from outpace.models.base import Model
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
@@ -30,41 +38,25 @@ from outpace.rules.greedy import Greedy
 TARGET = Toy(16, 3, 0)
 
 
-def request(length: int = 6, max_tokens: int = 20, start: int = 0) -> Request:
-    return Request(tuple((start + place) % 16 for place in range(length)), Greedy(), max_tokens)
+def request(length: int = 6, max_tokens: int = 20, start: int = 0, **more: Any) -> Request:
+    prompt = tuple((start + place) % 16 for place in range(length))
+    return Request(**{"prompt": prompt, "rule": Greedy(), "max_tokens": max_tokens} | more)
 
 
-def finish(engine: Engine, *runs: TokenSequence, most: int = 500) -> list[list[int]]:
-    for _ in range(most):
-        if all(run.finish_reason for run in runs):
-            return [run.tokens for run in runs]
-        engine.step()
-    raise AssertionError("the requests did not end")
+def answer(engine: Engine, *requests: Request, method: ModuleType = Autoregressive) -> list[list[int]]:
+    return finish(engine, *submit(engine, *requests, method=method))
 
 
-def plain(req: Request, target=TARGET) -> list[int]:
+def plain(asked: Request, target: Model = TARGET) -> list[int]:
     with Engine(target) as engine:
-        return finish(engine, engine.submit(req, Autoregressive, Autoregressive.Options()))[0]
+        return answer(engine, asked)[0]
 
 
-def test_requests_join_and_leave_between_steps() -> None:
-    with Engine(TARGET, NgramDrafter(NgramOptions()), options=EngineOptions(chunk=3, batch=2)) as engine:
-        requests = [request(4 + number, 10 + 7 * number, number) for number in range(5)]
-        runs = [engine.submit(req, Speculative, Speculative.Options()) for req in requests[:3]]
-        for _ in range(6):
-            engine.step()
-            assert len(engine.running) <= 2
-        runs += [engine.submit(req, Speculative, Speculative.Options()) for req in requests[3:]]
-        assert finish(engine, *runs) == [plain(req) for req in requests]
-        assert not engine.running
-        assert not engine.waiting
-
-
-def test_a_long_prompt_stalls_nobody() -> None:
+def test_a_long_prompt_stalls_no_other_request() -> None:
     with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
-        short = engine.submit(request(2, 30), Autoregressive, Autoregressive.Options())
+        (short,) = submit(engine, request(2, 30))
         engine.step()
-        long = engine.submit(request(41, 5), Autoregressive, Autoregressive.Options())
+        (long,) = submit(engine, request(41, 5))
         before = len(short.tokens)
         for _ in range(8):
             engine.step()
@@ -73,50 +65,55 @@ def test_a_long_prompt_stalls_nobody() -> None:
         assert finish(engine, short, long) == [plain(request(2, 30)), plain(request(41, 5))]
 
 
-def test_a_pass_of_which_nobody_reads_a_score_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_prompt_waits_for_one_pass_of_a_long_one() -> None:
+    with Engine(TARGET, options=EngineOptions(chunk=16)) as engine:
+        (long,) = submit(engine, request(400, 4))
+        engine.step()
+        (short,) = submit(engine, request(3, 4, 5))
+        engine.step()
+        engine.step()
+        assert short.tokens
+        assert long.unread > 0
+
+
+def test_a_pass_without_wanted_rows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU would else work on it while the clock has stopped."""
     waits: list[object] = []
     monkeypatch.setattr(target_runner, "_synchronize", waits.append)
     with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
-        run = engine.submit(request(11, 3), Autoregressive, Autoregressive.Options())
-        counts = []
-        while run.finish_reason is None:
-            engine.step()
-            counts.append(len(waits))
+        (run,) = submit(engine, request(11, 3))
+        counts: list[int] = []
+        finish(engine, run, after_step=lambda: counts.append(len(waits)))
     assert counts[:3] == [1, 2, 3], "ten tokens in pieces of 4, 4 and 2, behind which the last one is a tree"
     assert set(counts[3:]) == {3}
 
 
-def test_an_aborted_request_leaves_the_others_alone() -> None:
-    with Engine(TARGET, None, InlineWorker(ModelDrafter(TARGET, ModelOptions()))) as engine:
-        runs = [engine.submit(request(5, 40, start), Card, Card.Options()) for start in range(3)]
-        engine.step()
-        engine.step()
-        engine.abort(runs[1])
-        assert runs[1].finish_reason == "abort"
-        assert runs[1].tokens == plain(request(5, 40, 1))[: len(runs[1].tokens)]
-        assert finish(engine, runs[0], runs[2]) == [plain(request(5, 40, 0)), plain(request(5, 40, 2))]
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize(("verifies", "says"), [(0, "a bug in one method"), (1, "a bug in one method"), (2, "")])
+def test_a_decoder_that_fails_ends_its_own_request_only(verifies: int, says: str, length: int) -> None:
+    """It raises at once or after a round, or verifies twice without a commit."""
 
+    def decode(context: Any, options: Any) -> Any:
+        for _ in range(verifies):
+            yield Verify(TokenTree(context.last_token))
+        if says:
+            raise RuntimeError(says)
 
-def test_a_coroutine_that_raises_ends_its_own_request_only() -> None:
-    def decode(place, options):
-        yield Verify(TokenTree(place.last_token))
-        raise RuntimeError("a bug in one method")
-
-    broken = decoder_of(decode)
     with Engine(TARGET) as engine:
-        good = engine.submit(request(), Autoregressive, Autoregressive.Options())
-        bad = engine.submit(request(), broken, None)
+        (good,) = submit(engine, request())
+        bad = engine.submit(request(length), decoder_of(decode), None)
         assert finish(engine, good, bad)[0] == plain(request())
         assert bad.finish_reason == "error"
-        assert "one method" in str(bad.error)
+        assert says in str(bad.error)
+        engine.step()
+        assert not engine.running
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
     target = Toy(16, 3, 0)
     with Engine(target) as engine:
-        run = engine.submit(request(), Autoregressive, Autoregressive.Options())
+        (run,) = submit(engine, request())
         for _ in range(4):
             engine.step()
         score, target.score = target.score, lambda forest: (_ for _ in ()).throw(error)
@@ -128,60 +125,57 @@ def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
         assert run.finish_reason == ("abort" if isinstance(error, KeyboardInterrupt) else "error")
         assert run.tokens == plain(request())[: len(run.tokens)]
         target.score = score
-        assert finish(engine, engine.submit(request(), Autoregressive, Autoregressive.Options()))[0] == plain(request())
+        assert answer(engine, request()) == [plain(request())]
 
 
-def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> None:
+def test_a_sequential_drafter_that_fails_gives_one_warning_and_the_whole_text() -> None:
     class Failing(NgramDrafter):
-        def grow(self, states, trees):
+        def grow(self, states: Any, trees: Any) -> list[int]:
             raise OSError("gone")
 
+    asked = [request(5, 20, start) for start in range(2)]
     with Engine(TARGET, Failing(NgramOptions())) as engine, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runs = [engine.submit(request(5, 20, start), Speculative, Speculative.Options()) for start in range(2)]
-        assert finish(engine, *runs) == [plain(request(5, 20, start)) for start in range(2)]
+        assert answer(engine, *asked, method=Speculative) == [plain(one) for one in asked]
     assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); continuing without it"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "method", "says"),
     [
-        ({"prompt": ()}, "no tokens"),
-        ({"prompt": (1, 99)}, "token 99, allowed are 0 to 15"),
-        ({"max_tokens": 0}, "max_tokens is 0, it must be at least 1"),
+        ({"prompt": ()}, Autoregressive, "no tokens"),
+        ({"prompt": (1, 99)}, Autoregressive, "token 99, allowed are 0 to 15"),
+        ({"max_tokens": 0}, Autoregressive, "max_tokens is 0, it must be at least 1"),
+        ({}, Card, "method card needs a drafter"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_at_once(changes, says: str) -> None:
-    fields = {"prompt": (1, 2), "rule": Greedy(), "max_tokens": 4} | changes
+def test_a_request_that_cannot_run_is_refused_at_once(changes: dict[str, Any], method: ModuleType, says: str) -> None:
     with Engine(TARGET) as engine, pytest.raises(UserError, match=says):
-        engine.submit(Request(**fields), Autoregressive, Autoregressive.Options())
+        submit(engine, request(**changes), method=method)
+    with pytest.raises(UserError, match="the engine is closed"):
+        submit(engine, request())
 
 
-def test_a_method_without_its_drafter_is_refused() -> None:
-    with Engine(TARGET) as engine, pytest.raises(UserError, match="method card needs a drafter"):
-        engine.submit(request(), Card, Card.Options())
-
-
-def test_the_end_of_the_context_ends_the_text_alike() -> None:
+def test_the_end_of_the_context_ends_every_text_at_the_same_place() -> None:
     config = replace(reference.TINY, max_positions=32)
     target = Llama.from_tensors(config, reference.random_tensors(config).__getitem__)
-    req = Request(tuple(range(20)), Greedy(), 100)
-    expected = plain(req, target)
+    asked = request(prompt=tuple(range(20)), max_tokens=100)
+    expected = plain(asked, target)
     assert len(expected) == 12
     for drafter in (NgramDrafter(NgramOptions()), ModelDrafter(target, ModelOptions())):
         with Engine(target, drafter) as engine:
-            run = engine.submit(req, Speculative, Speculative.Options(draft_length=8))
-            assert finish(engine, run)[0] == expected
+            run = engine.submit(asked, Speculative, Speculative.Options(draft_length=8))
+            assert finish(engine, run) == [expected]
             assert run.finish_reason == "length"
         with Engine(target, None, InlineWorker(drafter)) as engine:
-            assert finish(engine, engine.submit(req, Card, Card.Options()))[0] == expected
+            assert answer(engine, asked, method=Card) == [expected]
     with Engine(target) as engine, pytest.raises(UserError, match="32 tokens, the target's context holds 32"):
-        engine.submit(Request(tuple(range(32)), Greedy(), 1), Autoregressive, Autoregressive.Options())
+        submit(engine, request(prompt=tuple(range(32)), max_tokens=1))
 
 
 def test_the_budget_follows_the_load() -> None:
     with Engine(TARGET, options=EngineOptions(nodes=8, rows=12)) as engine:
-        runs = [engine.submit(request(), Autoregressive, Autoregressive.Options()) for _ in range(3)]
+        runs = submit(engine, request(), request(), request())
         engine.step()
         engine.step()
         assert [run.context.budget for run in runs] == [4, 4, 4]
@@ -192,8 +186,7 @@ def test_a_request_that_cannot_be_opened_ends_alone() -> None:
     opened = target.open
     with Engine(target) as engine:
         target.open = lambda capacity, room: opened(capacity, room) if capacity < 100 else [][1]
-        good = engine.submit(request(), Autoregressive, Autoregressive.Options())
-        bad = engine.submit(request(max_tokens=200), Autoregressive, Autoregressive.Options())
+        good, bad = submit(engine, request(), request(max_tokens=200))
         assert finish(engine, good, bad)[0] == plain(request())
         assert bad.finish_reason == "error"
         assert isinstance(bad.error, IndexError)
@@ -202,42 +195,48 @@ def test_a_request_that_cannot_be_opened_ends_alone() -> None:
 
 def test_an_interrupt_between_two_requests_ends_both() -> None:
     class Interrupted(Greedy):
-        def walk(self, tree, picks):
+        def walk(self, tree: Any, picks: Any) -> Any:
             raise KeyboardInterrupt
 
     with Engine(TARGET) as engine:
-        first = engine.submit(Request((1, 2), Interrupted()), Autoregressive, Autoregressive.Options())
-        second = engine.submit(request(2), Autoregressive, Autoregressive.Options())
+        first, second = submit(engine, request(2, rule=Interrupted()), request(2))
         with pytest.raises(KeyboardInterrupt):
             finish(engine, first, second)
         assert first.finish_reason == second.finish_reason == "abort"  # the second one's storage is not known either
         assert not engine.running
-        assert finish(engine, engine.submit(request(), Autoregressive, Autoregressive.Options()))[0] == plain(request())
+        assert answer(engine, request()) == [plain(request())]
 
 
-@pytest.mark.parametrize("prompt", [1, 5])
-@pytest.mark.parametrize("asks", ["nothing", "verify twice"])
-def test_a_decoder_out_of_turn_ends_its_own_request(asks: str, prompt: int) -> None:
-    def decode(place, options):
-        if asks == "nothing":
-            raise RuntimeError("at once")
-        yield Verify(TokenTree(place.last_token))
-        yield Verify(TokenTree(place.last_token))
+class Faulty(Greedy):
+    """Raises for one request's rows once that has written two tokens."""
 
-    broken = decoder_of(decode)
+    def reduce(self, logits: Any, rows: Sequence[Row]) -> list[int]:
+        if any(row.request.seed == 13 and len(row.committed) > 6 for row in rows):
+            raise ZeroDivisionError("a rule's own mistake")
+        return super().reduce(logits, rows)
+
+
+def test_a_rule_that_raises_ends_its_own_request_only() -> None:
+    asked = [request(prompt=(1, 2, 3, 4, start), rule=Faulty(), max_tokens=12) for start in range(4)]
+    alone = [plain(one) for one in asked]
+    with Engine(TARGET, options=EngineOptions(reuse=True)) as engine:
+        runs = submit(engine, *asked[:2], replace(asked[2], seed=13), asked[3])
+        texts = finish(engine, *runs)
+        assert [run.finish_reason for run in runs] == ["length", "length", "error", "length"]
+        assert isinstance(runs[2].error, ZeroDivisionError)
+        assert texts == [*alone[:2], alone[2][:2], alone[3]]
+        assert answer(engine, asked[2]) == [alone[2]], "nothing of it is left behind"
+
+
+def test_a_watcher_that_raises_ends_its_own_request_only() -> None:
+    def watch(tokens: Sequence[int], drafted: int) -> int:
+        raise KeyError("a caller's own mistake")
+
     with Engine(TARGET) as engine:
-        run = engine.submit(request(prompt), broken, None)
-        finish(engine, run)
-        assert run.finish_reason == "error"
-        engine.step()
-        assert not engine.running
-
-
-def test_a_closed_engine_takes_nothing_in() -> None:
-    engine = Engine(TARGET)
-    engine.close()
-    with pytest.raises(UserError, match="the engine is closed"):
-        engine.submit(request(), Autoregressive, Autoregressive.Options())
+        runs = [*submit(engine, request(2), watch=watch), *submit(engine, request(3))]
+        assert finish(engine, *runs)[1] == plain(request(3))
+        assert [run.finish_reason for run in runs] == ["error", "length"]
+        assert isinstance(runs[0].error, KeyError)
 
 
 def test_a_program_that_never_closes_its_engine_still_ends() -> None:
@@ -263,19 +262,85 @@ print("left")
 def test_a_round_begins_when_the_one_before_was_timed_and_the_load_is_known() -> None:
     seen: list[tuple[int, int, int]] = []
 
-    def decode(place, options):
+    def decode(context: Any, options: Any) -> Any:
         while True:
-            seen.append((place.costs.num_rounds, place.requests, place.tokens_left))
-            tree = TokenTree(place.last_token)
+            seen.append((context.costs.num_rounds, context.requests, context.tokens_left))
+            tree = TokenTree(context.last_token)
             picks = yield Verify(tree)
-            yield Commit(tree, place.request.rule.walk(tree, picks))
+            yield Commit(tree, context.request.rule.walk(tree, picks))
 
-    noting = decoder_of(decode)
     with Engine(TARGET, options=EngineOptions(chunk=64)) as engine:
-        engine.submit(request(5, 3), noting, None)
+        engine.submit(request(5, 3), decoder_of(decode), None)
         engine.step()
         engine.step()
-        other = engine.submit(request(5, 3), Autoregressive, Autoregressive.Options())
+        (other,) = submit(engine, request(5, 3))
         engine.step()
         assert other.context.requests == 2
     assert seen[:2] == [(0, 1, 3), (1, 2, 2)]
+
+
+UNREAD = st.lists(st.builds(Unread, st.integers(1, 400), st.integers(0, 20_000)), max_size=12)
+SLOPES = st.floats(0.0, 0.02)
+
+
+@settings(deadline=None)  # no test asserts a time
+@given(UNREAD, st.integers(1, 300), SLOPES, st.booleans())
+def test_the_prefill_budget_is_time_and_no_text_reads_more_than_is_left(
+    unread: list[Unread], room: int, slope: float, is_awaited: bool
+) -> None:
+    given_ = split_prefill_budget(unread, room, slope, is_awaited)
+    assert all(0 <= mine <= text.tokens for mine, text in zip(given_, unread, strict=True))
+    if not unread:
+        return
+    least, longest = -(-room // 16), max(prefill_time(text, 1, slope) for text in unread)
+    assert given_[0] >= min(unread[0].tokens, least), "the oldest goes on whatever its tokens take"
+    taken = [prefill_time(text, mine, slope) for text, mine in zip(unread, given_, strict=True)]
+    assert sum(taken) <= room + prefill_time(unread[0], least, slope) + longest
+    if slope == 0.0 and len(unread) == 1 and not is_awaited:
+        assert given_ == [min(unread[0].tokens, room)], "alone it has all of it"
+    assert max(taken[1:], default=0.0) <= room - room // 2 + longest, "half at most while others are read"
+    is_whole = given_[0] == unread[0].tokens
+    assert is_whole or prefill_time(unread[0], given_[0] + 1, slope) > room / 3, "a third is the oldest's"
+
+
+@pytest.mark.parametrize(
+    ("remaining", "is_awaited", "expected"),
+    [
+        ([1000], False, [256]),
+        ([1000], True, [86]),
+        ([1000, 20, 60], False, [128, 20, 60]),
+        ([1000, 500, 60], False, [86, 110, 60]),
+        ([10, 500, 60], False, [10, 128, 60]),
+        ([1000, 50, 60, 70], False, [86, 50, 60, 60]),
+        ([1000, 20, 60], True, [86, 20, 60]),
+        ([1000, 1000], False, [128, 128]),
+    ],
+)
+def test_a_third_goes_to_the_oldest_prompt_and_the_rest_to_the_shortest(
+    remaining: list[int], is_awaited: bool, expected: list[int]
+) -> None:
+    assert split_prefill_budget([Unread(tokens, 0) for tokens in remaining], 256, 0.0, is_awaited) == expected
+    # A third of the time is a twelfth of the tokens if each comes after 3,000 others.
+    long_text = [Unread(5000, 3000), Unread(60, 0), Unread(60, 0), Unread(60, 0)]
+    assert split_prefill_budget(long_text, 256, 0.001) == [21, 60, 60, 45]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.0005, 0.004])
+def test_the_cost_of_earlier_tokens_is_learnt_from_passes(slope: float) -> None:
+    chance, costs = random.Random(0), PrefillCostModel()
+    for _ in range(40):
+        spans = [Span(chance.randint(1, 250), chance.randint(0, 4000)) for _ in range(chance.randint(1, 4))]
+        rows, before = sum(span.rows for span in spans), sum(s.rows * s.before + s.rows * s.rows / 2 for s in spans)
+        held_up = 40.0 if chance.random() < 0.1 else 1.0  # others took the machine
+        costs.learn(spans, held_up * 1e-4 * chance.uniform(0.95, 1.05) * (30 + rows + slope * before))
+    assert costs.slope == pytest.approx(slope, rel=0.2, abs=1e-4)
+
+
+def test_no_slope_is_learnt_where_chunks_may_show_or_the_clock_does_not_move() -> None:
+    exact, still, other = PrefillCostModel(learns=False), PrefillCostModel(), PrefillCostModel()
+    for _ in range(50):
+        for costs, seconds in ((exact, 1.0), (still, 0.0), (other, 1.0)):
+            costs.learn([Span(256, 4000)], seconds)
+            costs.learn([Span(256, 0)], seconds)
+    assert exact.slope == still.slope == PrefillCostModel().slope
+    assert other.slope < exact.slope / 4

@@ -1,4 +1,4 @@
-"""A target and a draft that the native kernels run, with copies from the text: texts are those of plain decoding."""
+"""The native runtime's fast path into a pass; pairs of native models with copies write plain decoding's texts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,111 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from doubles import make_request
-from test_native import TINIES, tiny
+from engine_runs import finish, submit
+from passes import NATIVE_TINIES, native_tiny, random_parents, text
 
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Adjustments, Request
-from outpace.decoders import Auto, Autoregressive, Speculative
+from outpace.decoders import Auto, Speculative
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
+from outpace.models.base import Part, chain
 from outpace.models.llama.native.runtime import NativeLlama
 
-pytest.importorskip("outpace_kernels")
+kernels = pytest.importorskip("outpace_kernels")
+
+
+def parts_of(model: NativeLlama, best: int, seed: int = 1) -> list[Part]:
+    """A tree after a text, another tree below one of its nodes, and a chunk of another text with no wanted rows."""
+    session = model.open(200, 100)
+    model.score([chain(session, text(model, 37))])
+    session.keep(range(37))
+    model.score([Part(session, text(model, 9, seed), random_parents(9, seed), range(9))])
+    parents = [4, *(9 + parent if parent >= 0 else 4 for parent in random_parents(7, seed)[1:])]
+    tree = Part(session, text(model, 7, seed + 1), parents, range(0, 7, 2), best=best)
+    return [chain(model.open(100, 0), text(model, 5)), tree]
+
+
+@pytest.mark.parametrize("name", NATIVE_TINIES)
+def test_lists_give_the_bits_of_arrays(name: str) -> None:
+    model = native_tiny(NATIVE_TINIES[name])
+    got = model.score(parts_of(model, 0))
+    model._skipped = np.zeros((model.num_layers, 2), bool)  # an extra argument: the pass then takes arrays
+    assert torch.equal(got, model.score(parts_of(model, 0)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("known", [None, 60])
+def test_best_tokens_are_those_of_the_scores(count: int, known: int | None) -> None:
+    """Also where another model knows fewer tokens than the output layer has rows for."""
+    model = native_tiny()
+    if known is not None:
+        model.vocab_size = known
+    held = model.score_held(parts_of(model, count))
+    values = np.asarray(held.values)
+    assert values.shape == (4, known or 97)
+    assert list(held.best) == kernels.rank(values, count, [1.0] * 4, [], None, count > 1)
+    assert [tokens[0] for tokens, _ in held.best] == values.argmax(-1).tolist()
+
+
+def test_best_tokens_are_given_only_if_every_part_asks_for_as_many() -> None:
+    model = native_tiny()
+    assert not model.score_held(parts_of(model, 0)).best
+    assert not model.score_held([*parts_of(model, 1), *parts_of(model, 2)]).best
+    assert len(model.score_held([*parts_of(model, 2), *parts_of(model, 2)]).best) == 8
+
+
+def test_a_row_without_order_has_no_best_token() -> None:
+    """Nor a pick that differs from the definition: the caller then reads the logits."""
+    rows = np.full((4, 70), -3.0, np.float32)
+    rows[0, 5], rows[1], rows[2, 6], rows[3, [64, 69]] = np.nan, -np.inf, np.inf, 2.0
+    assert kernels.rank(rows, 1, [1.0] * 4, [], None, False) == [([], []), ([], []), ([], []), ([64], [2.0])]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sees": b"\1\1"}, "sees has the wrong shape"),
+        ({"sees": b"\0"}, "a node does not see itself"),
+        ({"positions": [0, 1]}, "positions has the wrong shape"),
+        ({"positions": [3]}, "a position is out of range"),
+        ({"positions": [-1]}, "a position is out of range"),
+        ({"tokens": [97]}, "token 97 is out of range"),
+        ({"wanted": [1]}, "a wanted row is out of range"),
+        ({"wanted": []}, "scores has the wrong shape"),
+        ({"held": 98}, "names has the wrong shape"),
+        ({"names": np.arange(4)}, "names has the wrong shape"),
+        ({"turns": np.zeros((3, 5, 2), np.float32)}, "turns has the wrong shape"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_shape_are_refused(change: dict[str, Any], says: str) -> None:
+    model = native_tiny()
+    session = model.open(8, 8)
+    session.reserve(8)
+    asked: dict[str, Any] = {
+        "tokens": [1],
+        "positions": [0],
+        "turns": np.zeros((3, model.config.head_dim // 2, 2), np.float32),
+        "wanted": [0],
+        "scores": np.zeros((1, 97), np.float32),
+        "count": 1,
+        "held": 97,
+        "names": None,
+    }
+    model.model_for_thread().score([(session.store, 0, 0, 1, b"\1")], **asked)
+    spans = [(session.store, 0, 0, 1, change.pop("sees", b"\1"))]
+    with pytest.raises(ValueError, match=says):
+        model.model_for_thread().score(spans, **(asked | change))
+
+
 SAMPLED = {"temperature": 0.8, "rule": "gumbel"}
 FILTERED = {"top_k": 30, "top_p": 0.9, "min_p": 0.01}
 ADJUSTED = {
@@ -33,7 +123,7 @@ ADJUSTED = {
 
 @pytest.fixture(scope="module")
 def target() -> NativeLlama:
-    return tiny(TINIES["tiny"])
+    return native_tiny()
 
 
 def without_last_layer(model: NativeLlama) -> NativeLlama:
@@ -52,17 +142,17 @@ def repetitive_requests(count: int, number: int = 0, **options: Any) -> list[Req
     return found
 
 
-def write(engine: Engine, requests: Sequence[Request], decoder: Any, **options: Any) -> list[TokenSequence]:
-    runs = [engine.submit(request, decoder, decoder.Options(), **options) for request in requests]
-    while any(run.finish_reason is None for run in runs):
-        engine.step()
-    assert not [run.error for run in runs if run.error]
+def write(engine: Engine, requests: Sequence[Request], decoder: Any = Auto, **options: Any) -> list[TokenSequence]:
+    """Decode these requests together; their texts are those of plain decoding."""
+    runs = submit(engine, *requests, method=decoder, **options)
+    for request, written in zip(requests, finish(engine, *runs), strict=True):
+        assert written == plain_tokens(engine.target, request)
     return runs
 
 
 def plain_tokens(target: NativeLlama, request: Request) -> list[int]:
     with Engine(target) as engine:
-        return write(engine, [request], Autoregressive)[0].tokens
+        return finish(engine, *submit(engine, request))[0]
 
 
 def drafted(target: NativeLlama, draft: NativeLlama, draft_options: Any = None, **options: Any) -> Engine:
@@ -91,38 +181,34 @@ def test_texts_are_those_of_plain_decoding(
     with drafted(target, without_last_layer(target), batch=4) as engine:
         runs = write(engine, requests, decoder)
     assert decoder is Auto or any(step.accepted for run in runs for step in run.history.steps)
-    for request, run in zip(requests, runs, strict=True):
-        assert run.tokens == plain_tokens(target, request)
+    for run in runs:
         assert sum(step.emitted for step in run.history.steps) == len(run.history.sources) == len(run.tokens)
 
 
 @pytest.mark.parametrize("name", ["windows", "gemma"])
 @pytest.mark.parametrize("options", [{}, SAMPLED])
 def test_windows_and_other_rotations_do_not_change_the_text(name: str, options: dict[str, Any]) -> None:
-    model = tiny(TINIES[name])
-    requests = repetitive_requests(4, 9, **options)
+    model = native_tiny(NATIVE_TINIES[name])
     with drafted(model, without_last_layer(model)) as engine:
-        runs = write(engine, requests, Auto)
-    assert [run.tokens for run in runs] == [plain_tokens(model, request) for request in requests]
+        write(engine, repetitive_requests(4, 9, **options))
 
 
 def test_a_text_that_was_cut_can_be_continued(target: NativeLlama) -> None:
     """A stop string cuts a round; what was accepted after the cut is dropped from both models' sessions."""
     (request,) = repetitive_requests(1)
-    text = plain_tokens(target, request)
-    for most in (3, 7, 11, len(text) - 1):
+    whole = plain_tokens(target, request)
+    for most in (3, 7, 11, len(whole) - 1):
         written: list[int] = []
 
         def watch(tokens: Sequence[int], drafted: int, written: list[int] = written, most: int = most) -> int | None:
             written += tokens
             return len(tokens) - (len(written) - most) if len(written) >= most else None
 
-        rest = replace(request, prompt=(*request.prompt, *text[:most]))
         with drafted(target, without_last_layer(target)) as engine:
-            (run,) = write(engine, [request], Auto, watch=watch)
-            assert (run.tokens, run.finish_reason) == (text[:most], "stop")
-            (again,) = write(engine, [rest], Auto)
-        assert again.tokens == plain_tokens(target, rest)
+            (run,) = submit(engine, request, method=Auto, watch=watch)
+            assert finish(engine, run) == [whole[:most]]
+            assert run.finish_reason == "stop"
+            write(engine, [replace(request, prompt=(*request.prompt, *whole[:most]))])
 
 
 @pytest.mark.parametrize("window", [0, 8])
@@ -136,7 +222,7 @@ def test_a_draft_with_a_shorter_context_stops_there(target: NativeLlama, context
         request = make_request([*prompt, *prompt[:5]], max_tokens=80)
         with drafted(target, draft, draft_model.Options(draft_window=window)) as engine, warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert write(engine, [request], Auto)[0].tokens == plain_tokens(target, request)
+            write(engine, [request])
 
 
 def test_requests_that_pause_because_memory_is_full_write_their_texts(target: NativeLlama) -> None:
@@ -144,7 +230,5 @@ def test_requests_that_pause_because_memory_is_full_write_their_texts(target: Na
     draft = without_last_layer(target)
     slots = target.session_bytes(128) + draft.session_bytes(512)
     with drafted(target, draft, batch=4, kv_memory=2.2 * slots / 2**30, reuse=False) as engine:
-        runs = write(engine, requests, Auto)
+        runs = write(engine, requests)
     assert any(run.history.pauses for run in runs)
-    for request, run in zip(requests, runs, strict=True):
-        assert run.tokens == plain_tokens(target, request)

@@ -1,8 +1,10 @@
-"""PEARL and SSD: their papers' formulas on scripted acceptance, what they verify, and the directives that they give."""
+"""PEARL and SSD against their papers' formulas, what they verify and direct; `planned` on simulated times."""
 
 from __future__ import annotations
 
 import itertools
+from functools import cache
+from typing import Any, cast
 
 import pytest
 from doubles import QuickToy, decode, make_drafter, make_request, write
@@ -13,7 +15,11 @@ from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
 from outpace.core import theory
 from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import TokenTree, depths
+from outpace.decoders.base import RequestContext
+from outpace.decoders.planned import Planned, WaitPlanner
 from outpace.drafters._tree_expander import outcome_frontier
+from outpace.planning.cost_model import CostModel, best_rows
+from outpace.planning.estimators import ExplorationBudget
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -108,13 +114,13 @@ def grown(directives: DraftDirectives, forwards: int = 50) -> TokenTree:
     ("directives", "deepest"),
     [(DraftDirectives(depth=3), 3), (DraftDirectives(layers=2), 2), (DraftDirectives(depth=5), 5)],
 )
-def test_the_drafter_stops_where_it_is_told(directives: DraftDirectives, deepest: int) -> None:
+def test_the_drafter_obeys_its_directives(directives: DraftDirectives, deepest: int) -> None:
     assert max(depths(grown(directives).parents)) == deepest
     chain = grown(directives._replace(width=1))
     assert chain.parents == list(range(-1, deepest)), "of width 1 it is a chain"
 
 
-def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
+def test_the_drafter_continues_after_a_correction_and_by_other_directives() -> None:
     loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
     for message in (Open(0, REQUESTS[0]), SetDirectives(0, DraftDirectives(depth=2, width=1))):
         loop.inbox.put(message)
@@ -151,3 +157,101 @@ def test_chains_for_outcomes() -> None:
     assert outcome_frontier(tree, {0}, 3, 9) == [best, other, second, after], "what another planted above goes with it"
     tip = tree.add(tree.add(after, 5, -0.4), 6, -0.5)
     assert tip not in outcome_frontier(tree, {0, 1, 3, 4, 5}, 2, 4), "a chain of two tokens is whole"
+
+
+@cache
+def planned(method: str, ratio: float, devices: int = 2, **options: Any) -> Outcome:
+    """360 tokens of a pair whose draft is right in six places of ten."""
+    setup = Setup(method, method, method, 16, {"width": 6, "tree_nodes": 512} | options)
+    return run_setup(index_trace(synthetic_trace(0.6, 2, 180)), setup, costs.by_ratio(ratio), devices)
+
+
+def test_an_exploration_budget_halves_after_each_failure() -> None:
+    budget = ExplorationBudget(0.1)
+    assert not budget.is_due("layer", 1.0)
+    budget.advance(11.0)
+    assert budget.is_due("layer", 1.0)
+    assert budget.is_due("layer", 1.0), "asking changes nothing"
+    budget.record_trial("layer", False)
+    budget.advance(11.0)
+    assert not budget.is_due("layer", 1.0)
+    assert budget.is_due("rows", 1.0), "of each thing separately"
+    budget.advance(11.0)
+    assert budget.is_due("layer", 1.0)
+    budget.record_trial("layer", True)
+    budget.advance(11.0)
+    assert budget.is_due("layer", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("chances", "more", "price", "expected"),
+    [
+        ([], [], 1.0, (1, 0.0)),
+        ([0.5, 0.2, 0.1], [0.0, 0.0, 0.0], 1.0, (4, 0.8)),
+        ([0.5, 0.2, 0.1], [0.1, 0.2, 0.4], 1.0, (3, 0.5)),
+        ([0.5, 0.2, 0.1], [1.0, 2.0, 3.0], 1.0, (1, 0.0)),
+        ([0.3, 0.3, 0.3], [0.4, 0.4, 0.4], 1.0, (4, 0.5)),  # a first row that does not pay alone
+        ([0.5, 0.2, 0.1], [0.0], 1.0, (2, 0.5)),  # the others' time is not known yet
+    ],
+)
+def test_rows_are_taken_while_they_pay(
+    chances: list[float], more: list[float], price: float, expected: tuple[int, float]
+) -> None:
+    assert best_rows(chances, more, price) == pytest.approx(expected)
+
+
+class Leaves:
+    """A candidate cache that knows only its leaves' chances."""
+
+    missed, layers, is_given_up = True, 0, False
+
+    def __init__(self, *chances: float) -> None:
+        self.chances = list(chances)
+
+    def __len__(self) -> int:
+        return len(self.chances)
+
+    def best_probabilities(self, most: int, ends: int) -> tuple[list[float], list[float]]:
+        return self.chances[:most], (self.chances or [1.0])[:ends]  # the root alone is a leaf
+
+
+def gain(*chances: float) -> float:
+    """Tokens that a layer below such leaves is expected to add."""
+    context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=CostModel(), budget=8)
+    context.candidates = cast(CandidateCache, Leaves(*chances))
+    planner = WaitPlanner(context, Planned.Options())
+    planner.begin()
+    return planner._gain
+
+
+def test_a_layer_gains_more_below_few_likely_leaves() -> None:
+    assert gain(0.6) > gain(0.3, 0.3) > gain(0.2, 0.2, 0.2) > 0
+    assert gain(0.3, 0.3) > gain(0.2, 0.2)
+    assert gain() == gain(1.0), "below a root alone the walk is there in any case"
+
+
+def test_planned_waits_longer_for_cheaper_layers() -> None:
+    found = {ratio: planned("planned", ratio) for ratio in (2.0, 7.0, 30.0)}
+    waits = [outcome.target_idle * ratio for ratio, outcome in found.items()]  # in draft steps
+    assert waits == sorted(waits)
+    lengths = [outcome.figures.mean_accepted_length for outcome in found.values()]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "most"), [(7.0, 1.02), (15.0, 0.98), pytest.param(3.5, 1.02, marks=pytest.mark.long)]
+)
+def test_planned_is_no_slower_than_card_and_auto_and_faster_with_a_cheap_draft(ratio: float, most: float) -> None:
+    known = min(planned(method, ratio).seconds for method in ("card", "auto"))
+    assert planned("planned", ratio).seconds < most * known
+
+
+@pytest.mark.parametrize(("ratio", "option"), [(15.0, "hits"), (7.0, "rests")])
+def test_planned_gains_by_waits_after_hits_and_by_a_drafter_that_rests(ratio: float, option: str) -> None:
+    assert planned("planned", ratio).seconds < planned("planned", ratio, **{option: False}).seconds
+
+
+def test_planned_drafts_sequentially_on_one_device() -> None:
+    found = {turns: planned("planned", 7.0, 1, turns=turns) for turns in (True, False)}
+    assert found[True].seconds < 0.95 * found[False].seconds
+    assert found[True].draft_idle > found[False].draft_idle

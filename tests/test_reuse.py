@@ -1,4 +1,4 @@
-"""Texts that start from what others left, on a tiny Llama: bit by bit what they are without."""
+"""Reuse of other texts' keys and values on a tiny Llama: every bit is the same as without."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from contextlib import closing
 import pytest
 import torch
 from doubles import make_request
+from engine_runs import finish, submit
 from test_library import folder
-from test_memory import slots, submit
+from test_memory import slots
 from turns import in_turn
 
 import outpace
@@ -31,11 +32,11 @@ CHAT = [{"role": "user", "content": "hello world 12 " * 6}]
 @pytest.mark.parametrize(
     ("tiny", "method"), in_turn(["auto", "float32"], ["card", "speculative", "autoregressive"]), indirect=["tiny"]
 )
-def test_turns_and_answers_are_bit_by_bit_those_without_reuse(tiny: Loaded, method: str) -> None:
+def test_reuse_changes_no_bit_of_turns_and_answers(tiny: Loaded, method: str) -> None:
     """Texts and log-probabilities over the turns of a chat and its several answers."""
     draft = None if method == "autoregressive" else load_draft("layers:0", tiny)
     worker = {"worker": "inline"} if method == "card" else {}
-    told: list[list[tuple]] = []
+    answers: list[list[tuple]] = []
     for reuse in (True, False):
         rows = []
         with closing(LLM(tiny, draft, method=method, reuse=reuse, **worker)) as llm:
@@ -46,29 +47,27 @@ def test_turns_and_answers_are_bit_by_bit_those_without_reuse(tiny: Loaded, meth
                 talk += [{"role": "assistant", "content": results[0].text}, {"role": "user", "content": "and 12?"}]
             kept = len(llm.engine.memory._kept)
         assert (kept > 0) == reuse
-        told.append(rows)
-    assert told[0] == told[1]
+        answers.append(rows)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("path", ["taken over", "copied", "from a running one"])
-def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
+def test_keys_and_values_equal_a_fresh_prefill(tiny: Loaded, path: str) -> None:
     model, ids = tiny.model, tuple(range(3, 123))
     first = Request(ids[:100], make_request((1,)).rule, 30)
     second = Request(ids, first.rule, 5 if path == "taken over" else 60)
     with Engine(model) as engine:
-        runs = submit(engine, first)
+        (other,) = submit(engine, first)
         if path == "from a running one":
             for _ in range(8):
                 engine.step()
         else:
-            while runs[0].finish_reason is None:
-                engine.step()
+            finish(engine, other)
         (run,) = submit(engine, second)
         engine.step()
         assert run.prefilled == 119
         session = run.kv.session
-        while run.finish_reason is None:
-            engine.step()
+        finish(engine, run)
         text = [*ids, *run.tokens]
         length = session.length
         assert length >= len(text) - 2
@@ -76,16 +75,12 @@ def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
         model.score([chain(fresh, text[:length])])
         fresh.keep(range(length))
         assert torch.equal(torch.as_tensor(session.read(length)), torch.as_tensor(fresh.read(length)))
-        plain = Engine(model, options=EngineOptions(reuse=False))
-        with plain:
-            (alone,) = submit(plain, second)
-            while alone.finish_reason is None:
-                plain.step()
-        assert alone.tokens == run.tokens
+        with Engine(model, options=EngineOptions(reuse=False)) as plain:
+            assert finish(plain, *submit(plain, second)) == [run.tokens]
 
 
 @pytest.mark.parametrize(("shared", "rest", "kept"), [(32, 40, 2), (96, 40, 2), (200, 12, 1)])
-def test_a_prompt_that_shares_little_leaves_the_text_that_it_begins_like(
+def test_a_prompt_that_shares_little_is_copied_and_leaves_the_other_text(
     tiny: Loaded, shared: int, rest: int, kept: int
 ) -> None:
     """As those of a chat that share only a system prompt: each is found again. What is short relative to
@@ -96,14 +91,13 @@ def test_a_prompt_that_shares_little_leaves_the_text_that_it_begins_like(
         for turn in range(2):
             for prompt in prompts:
                 (run,) = submit(engine, Request(prompt, rule, 4))
-                while run.finish_reason is None:
-                    engine.step()
+                finish(engine, run)
                 if turn:
                     assert run.history.reused == (len(prompt) - 1 if kept == 2 else shared)
             assert len(engine.memory._kept) == kept
 
 
-def test_the_library_says_what_does_not_fit_and_goes_on(tiny: Loaded) -> None:
+def test_the_library_refuses_what_does_not_fit_and_continues(tiny: Loaded) -> None:
     with closing(LLM(tiny, method="autoregressive", kv_memory=slots(300, tiny.model))) as llm:
         with pytest.raises(outpace.UserError, match="allow fewer tokens or a larger budget"):
             llm.stream("hello", max_tokens=400)

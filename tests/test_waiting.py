@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from doubles import QuickToy, make_request
+from engine_runs import submit
 from torch.overrides import TorchFunctionMode
 
-from outpace.core import noise
-from outpace.core.arrays import to_device
 from outpace.core.logits import SparseLogits
 from outpace.core.logprobs import token_logprobs
 from outpace.core.sampling import Sampling, filter_logits
 from outpace.core.types import LogprobsOptions, Request, Row
-from outpace.decoders import Autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -87,23 +85,6 @@ def test_the_host_waits_once_for_a_batch(rule: Any, samplings: list[Sampling]) -
     assert waits.count == 1, waits.seen
 
 
-def test_a_second_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "to_device", lambda values, dtype, device: torch.tensor(values, dtype=torch.int32))
-    with pytest.raises(AssertionError, match="tensor"):
-        test_the_host_waits_once_for_a_batch(Gumbel(), SAMPLED)
-
-
-@pytest.mark.parametrize("rule", [Gumbel(), Match()], ids=["gumbel", "match"])
-def test_offers_of_many_rows_are_those_of_each(rule: Any) -> None:
-    rows = rows_of(rule, SAMPLED)
-    given = scores(len(rows))
-    together = top_k_rows(SparseLogits(given, None, given.shape[1]), rows, 8)
-    for number, (row, (tokens, values)) in enumerate(zip(rows, together, strict=True)):
-        ((alone, its),) = top_k_rows(SparseLogits(given[number : number + 1], None, given.shape[1]), [row], 8)
-        assert tokens == alone
-        assert values == pytest.approx(its, abs=1e-5)
-
-
 def test_the_host_waits_once_for_a_likelihood() -> None:
     drafter = ModelDrafter(QuickToy(16, 3, 0), Options())
     state = drafter.open(make_request((1, 2, 3)))
@@ -121,7 +102,7 @@ REPORTED = [
 def reports(requests: Sequence[Request], most: int | None = None) -> list[TokenSequence]:
     """Return the results of plain decoding, with at most `most` waits per round."""
     with Engine(QuickToy(16, 3, 0), options=EngineOptions(rows=16, batch=8)) as engine:
-        runs = [engine.submit(request, Autoregressive, Autoregressive.Options()) for request in requests]
+        runs = submit(engine, *requests)
         engine.step()  # the prompts
         while any(run.finish_reason is None for run in runs):
             with Waits() as waits:
@@ -140,7 +121,7 @@ def test_the_host_waits_once_for_all_log_probabilities_of_a_kind(monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("count", "top"), [(150, 5), (150, 0), (3, 4000), (0, 5)])
-def test_log_probabilities_on_a_device_are_those_of_the_host(
+def test_log_probabilities_on_a_device_equal_those_of_the_host(
     count: int, top: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many equal scores, and tokens that are left out."""
@@ -169,18 +150,10 @@ def test_a_fault_in_one_requests_log_probabilities_ends_it_alone(monkeypatch: py
 
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
-def test_filters_that_ask_nobody_leave_the_same_tokens(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_that_read_nothing_back_keep_the_same_tokens(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = scores(6).float()
-    asked_nobody = filter_logits(given, [sampling] * 6)
+    without_reads = filter_logits(given, [sampling] * 6)
     monkeypatch.setattr("outpace.core.sampling._NUCLEUS", 64)
-    assert torch.equal(filter_logits(given, [sampling] * 6), asked_nobody)
-
-
-def test_what_is_uploaded_is_what_was_given() -> None:
-    import numpy as np
-
-    found = to_device([[1, -2], [3, 4]], np.int32, "cpu")
-    assert (found.dtype, found.tolist()) == (torch.int32, [[1, -2], [3, 4]])
-    assert noise.exponential([], 5).shape == (0, 5)
-    empty = to_device([], np.int64, torch.device("cpu"))
-    assert (empty.dtype, len(empty)) == (torch.int64, 0)
+    assert torch.equal(filter_logits(given, [sampling] * 6), without_reads)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from doubles import QuickToy, decode, make_drafter, make_request
+from engine_runs import finish, submit
 from test_library import folder
 
 import outpace
@@ -49,7 +50,7 @@ def test_rounds_of_every_size_and_the_step_are_timed() -> None:
         assert set(costs.state_dict()["draft"]) == {source.name}
 
 
-def test_nothing_else_stays() -> None:
+def test_only_timings_remain() -> None:
     with engine_of(QuickToy(), reuse=True) as engine:
         warm_up(engine, [1], WHOLE)
         assert [*engine.running, *engine.waiting] == []
@@ -60,12 +61,10 @@ def test_nothing_else_stays() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "both"])
-def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
+def test_drafters_keep_their_statistics(drafter: str) -> None:
     with engine_of(QuickToy(), drafter) as engine:
         made = engine.drafting.drafter
-        run = engine.submit(make_request([1, 2, 3], max_tokens=30), Auto, Auto.Options())
-        while run.finish_reason is None:
-            engine.step()
+        finish(engine, *submit(engine, make_request([1, 2, 3], max_tokens=30), method=Auto))
         before = made.state_dict()
         warm_up(engine, [1], WHOLE)
         assert made.state_dict() == before
@@ -92,16 +91,12 @@ class Capturing(Counting):
         return found
 
 
-def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what they take nor that they take long: what fits into the time that is given is timed all the same."""
     target, draft = Capturing(), Capturing()
     monkeypatch.setattr(warmup.time, "perf_counter", lambda: target.now + draft.now)
-    with Engine(
-        target,
-        make_drafter("perfect", draft),
-        options=EngineOptions(nodes=8),
-        clock=lambda: target.now + draft.now,
-    ) as engine:
+    drafter = make_drafter("perfect", draft)
+    with Engine(target, drafter, options=EngineOptions(nodes=8), clock=lambda: target.now + draft.now) as engine:
         warm_up(engine, [1], 0.1)
         costs, (source,) = engine.costs, engine.drafting.drafter.sources
         assert target.rows == list(warmup._ROWS)
@@ -112,35 +107,27 @@ def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPa
         assert 0 < costs.draft_seconds(source) < 0.01
 
 
-def test_it_ends_when_its_time_is_over() -> None:
+def test_it_ends_when_its_time_is_over_and_fits_small_trees() -> None:
     target = Counting()
-    with engine_of(target) as engine:
+    with engine_of(target, nodes=4) as engine:
         warm_up(engine, [1], 0.0)
         assert not target.rows
         assert [*engine.running, *engine.waiting] == []
-
-
-def test_trees_may_be_smaller_than_what_is_timed() -> None:
-    target = Counting()
-    with engine_of(target, nodes=4) as engine:
         warm_up(engine, [1], WHOLE)
-        assert max(target.rows) == 4
+        assert max(target.rows) == 4, "trees may be smaller than those that are timed"
 
 
 @pytest.mark.parametrize("drafter", ["model", "both", "ngram"])
-def test_texts_are_the_same_behind_it(drafter: str) -> None:
+def test_texts_are_the_same_after_it(drafter: str) -> None:
     target = QuickToy()
     request = make_request([1, 2, 3], max_tokens=24)
     (expected,) = decode([request], target=target).texts
     with engine_of(target, drafter) as engine:
         warm_up(engine, [1], WHOLE)
-        run = engine.submit(request, Auto, Auto.Options())
-        while run.finish_reason is None:
-            engine.step()
-    assert run.tokens == expected
+        assert finish(engine, *submit(engine, request, method=Auto)) == [expected]
 
 
-def test_a_drafter_that_fails_is_given_up_as_for_any_request() -> None:
+def test_a_drafter_that_fails_is_dropped_as_for_any_request() -> None:
     with engine_of(QuickToy(), "failing") as engine:
         with pytest.warns(UserWarning, match="the drafter failed"):
             warm_up(engine, [1], WHOLE)
@@ -148,26 +135,25 @@ def test_a_drafter_that_fails_is_given_up_as_for_any_request() -> None:
         assert engine.costs.is_timed(8, 2), "rounds are timed all the same"
 
 
-def test_a_target_that_fails_tells_the_first_request() -> None:
+def test_a_target_that_fails_is_reported_to_the_first_request() -> None:
     class Broken(QuickToy):
         def score(self, parts: Any, **options: Any) -> Any:
             raise RuntimeError("out of order")
 
     with engine_of(Broken()) as engine:
         warm_up(engine, [1], WHOLE)
-        run = engine.submit(make_request([1, 2]), Auto, Auto.Options())
-        while run.finish_reason is None:
-            engine.step()
+        (run,) = submit(engine, make_request([1, 2]), method=Auto)
+        finish(engine, run)
     assert str(run.error) == "out of order"
 
 
-def test_too_little_memory_is_for_the_first_request_to_tell() -> None:
+def test_too_little_memory_is_reported_to_the_first_request() -> None:
     target = Counting()
     with engine_of(target, kv_memory=1e-9) as engine:
         warm_up(engine, [1], WHOLE)
         assert not target.rows
         with pytest.raises(outpace.UserError, match=r"the budget is 0\.00"):
-            engine.submit(make_request([1, 2]), Auto, Auto.Options())
+            submit(engine, make_request([1, 2]), method=Auto)
 
 
 def test_an_llm_times_rounds_where_no_profile_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

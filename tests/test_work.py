@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from doubles import Empty, QuickToy, decode, decoder_of, make_request, write
+from engine_runs import finish
 from timed import Stopwatch, Timed
 from torch import Tensor
 
@@ -74,12 +74,12 @@ class CountedRule(Greedy):
 
 
 class CountedEmpty(Empty):
-    """Offers nothing, and counts how often it is asked, and told what was written."""
+    """Offers nothing, and counts its calls."""
 
-    asked = told = 0
+    asked = observed = 0
 
     def observe(self, state: DraftState, seen: Observation) -> None:
-        self.told += 1
+        self.observed += 1
         assert len(seen.path) == len(seen.tokens), "a path that is walked, one token behind each node"
         assert len(set(seen.path)) == len(seen.path)
         assert seen.tree.tokens == [seen.tokens[-1]]
@@ -98,10 +98,10 @@ def requests_of(count: int, max_tokens: int, rule: Any = "greedy") -> list[Reque
     return [make_request(prompt, rule, max_tokens) for prompt in prompts(count)]
 
 
-def run(target: QuickToy, requests: Sequence[Request], method: str = "autoregressive", *args: Any, **more: Any) -> Any:
-    more = {"engine": WHOLE, **more}
-    outcome = decode(requests, method, *args, target=target, check_storage=False, **more)
-    assert outcome.texts == [write(target, request) for request in requests]
+def run(target: Any, requests: Sequence[Request], method: str = "autoregressive", *args: Any, **more: Any) -> Any:
+    outcome = decode(requests, method, *args, target=target, check_storage=False, **({"engine": WHOLE} | more))
+    toy = getattr(target, "_toy", target)
+    assert outcome.texts == [write(toy, request) for request in requests]
     return outcome
 
 
@@ -147,25 +147,20 @@ def test_a_tree_is_grown_by_at_most_as_many_forwards_as_it_has_layers() -> None:
     assert draft.work["wanted"] <= sum(rounds) * (1 + 4 + 4), "the root, then the four best nodes"
 
 
-def test_of_a_tree_only_the_accepted_nodes_are_moved() -> None:
+def test_only_accepted_nodes_of_a_tree_are_moved() -> None:
     target = Counted()
     outcome = run(target, requests_of(1, 24), "speculative", ModelDrafter(Counted(), Options()))
     assert outcome.figures.accepted > 12
     assert 0 < target.work["moved"] <= 24
 
 
-def test_a_drafter_without_anything_to_offer_is_asked_once_a_round() -> None:
+def test_a_drafter_that_proposes_nothing_is_called_once_a_round() -> None:
     target, empty = Counted(), CountedEmpty()
     run(target, requests_of(3, 9), "speculative", empty)
     assert (empty.asked, target.work["passes"]) == (9, 1 + 9)
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """None."""
-
-
-def seldom(place: RequestContext, options: NoOptions) -> DecoderGenerator:
+def seldom(place: RequestContext, options: None) -> DecoderGenerator:
     """A decoder that drafts in every fourth round."""
     tree = TokenTree(place.last_token)
     for number in itertools.count(1):
@@ -175,17 +170,16 @@ def seldom(place: RequestContext, options: NoOptions) -> DecoderGenerator:
         tree = yield Commit(tree, place.request.rule.walk(tree, picks))
 
 
-def test_rounds_without_drafts_are_told_together() -> None:
-    """Of 30 tokens the drafter is asked, and told, in every fourth round; at the end it knows the whole text."""
+def test_rounds_without_drafts_are_observed_together() -> None:
+    """Of 30 tokens the drafter drafts and observes in every fourth round; at the end it knows the whole text."""
     decoder = decoder_of(seldom, "sequential")
     target, empty, texts = Counted(), CountedEmpty(), []
     empty.close = lambda state: texts.append(state.tokens)  # type: ignore[method-assign]
     with Engine(target, empty, options=WHOLE) as engine:
         request = requests_of(1, 30)[0]
-        run = engine.submit(request, decoder, NoOptions())
-        while run.finish_reason is None:
-            engine.step()
-    assert (empty.asked, empty.told) == (7, 8), "before each draft, and at the end"
+        run = engine.submit(request, decoder, None)
+        finish(engine, run)
+    assert (empty.asked, empty.observed) == (7, 8), "before each draft, and at the end"
     whole = [*request.prompt, *write(target, request)]
     assert run.committed == whole
     assert texts == [whole[:-1]], "the end of a text is not followed by a draft"
@@ -201,19 +195,16 @@ def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
     assert draft.work["passes"] >= rounds
 
 
-def test_a_planner_seldom_asks_a_draft_that_is_no_good() -> None:
+def test_a_planner_rarely_uses_a_bad_draft() -> None:
     watch, draft, target = Stopwatch(), Counted(), QuickToy(16, 3, 0)
     draft._tables = -target._tables  # what it likes best is what the target likes least
     drafter = ModelDrafter(Timed(draft, watch, 1.0, 0.02), Options())
-    request = requests_of(1, 400)[0]
-    timed = Timed(target, watch, 6.0, 0.15)
-    outcome = decode([request], "auto", drafter, target=timed, seconds=watch, engine=WHOLE, check_storage=False)
-    assert outcome.texts == [write(target, request)]
+    run(Timed(target, watch, 6.0, 0.15), requests_of(1, 400), "auto", drafter, seconds=watch)
     assert 0 < draft.work["passes"] < 40
     assert watch.now < 1.03 * 6.0 * (400 + 1)
 
 
-def test_the_time_of_planning_is_held_against_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_planning_counts_as_part_of_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither the draft's nor free: what a plain round does not need counts with the rows that it brings."""
     watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), planner.Planner.pays
 
@@ -225,20 +216,8 @@ def test_the_time_of_planning_is_held_against_rounds_that_draft(monkeypatch: pyt
     drafter = ModelDrafter(Timed(target, watch, 0.5, 0.0), Options(width=1))
     with Engine(Timed(target, watch, 6.0, 0.1), drafter, options=WHOLE, clock=watch) as engine:
         run = engine.submit(requests_of(1, 100)[0], Auto, Auto.Options(deepest=4))
-        while run.finish_reason is None:
-            engine.step()
+        finish(engine, run)
         costs, (source,) = engine.costs, drafter.sources
     assert run.history.steps[-2].verified_rows == 5
     assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 5 * 0.4), "asked five times: four layers, and no more"
     assert costs.draft_seconds(source) == pytest.approx(0.5)
-
-
-def test_a_planner_takes_what_a_perfect_draft_gives() -> None:
-    watch, target = Stopwatch(), QuickToy(16, 3, 0)
-    drafter = ModelDrafter(Timed(target, watch, 0.5, 0.02), Options(width=1))
-    request = requests_of(1, 400)[0]
-    timed = Timed(target, watch, 6.0, 0.15)
-    outcome = decode([request], "auto", drafter, target=timed, seconds=watch, engine=WHOLE, check_storage=False)
-    assert outcome.texts == [write(target, request)]
-    assert len(outcome.steps[0]) < 400 / 4
-    assert watch.now < 6.0 * 400 / 3

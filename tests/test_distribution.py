@@ -1,4 +1,4 @@
-"""Distributions on the host against the plain formulas: filters, draws, what one has more than another, tiny sums."""
+"""Distributions on the host against the plain formulas: filters, draws, residuals, tiny sums."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dense(chances: TokenDistribution, size: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab", SIZES)
-def test_a_row_gives_what_sampling_says(vocab: int, sampling: Sampling, dtype: torch.dtype) -> None:
+def test_a_distribution_equals_the_slow_definition(vocab: int, sampling: Sampling, dtype: torch.dtype) -> None:
     for seed, row in itertools.product(range(2), range(9)):
         scores = shapes(vocab, seed)[row].to(dtype)
         exact = torch.exp(log_probs(scores[None].double(), [sampling]))[0].numpy()
@@ -59,7 +59,7 @@ def test_a_row_gives_what_sampling_says(vocab: int, sampling: Sampling, dtype: t
             assert np.abs(found - exact).max() < 5e-6
 
 
-def test_scores_of_some_tokens_are_of_these() -> None:
+def test_logits_of_some_tokens_give_their_distribution() -> None:
     scores, ids = torch.randn(40, dtype=torch.float64), np.sort(np.random.default_rng(1).choice(90, 40, False))
     wide = torch.full((90,), -math.inf, dtype=torch.float64)
     wide[torch.from_numpy(ids)] = scores
@@ -72,7 +72,7 @@ def test_scores_of_some_tokens_are_of_these() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_a_finite_best_gives_nothing(bad: float) -> None:
+def test_a_row_without_a_finite_maximum_has_no_distribution(bad: float) -> None:
     assert distribution_of(np.full(5, bad), Sampling(1.0)).total == 0.0
 
 
@@ -100,7 +100,7 @@ SHAPES = [(600, None), (600, 50), (400, None), (900, 70), (600, 600)]
 
 
 @pytest.mark.parametrize(("mine", "other"), list(itertools.product(SHAPES, SHAPES)))
-def test_what_one_has_more_than_another(mine: tuple[int, int | None], other: tuple[int, int | None]) -> None:
+def test_the_residual_of_two_distributions(mine: tuple[int, int | None], other: tuple[int, int | None]) -> None:
     """Whatever the two keep, and however many tokens they know."""
     for seed, share in ((1, 1.0), (2, 0.4), (3, 0.0)):
         p, q = random_chances(seed, *mine), random_chances(seed + 9, *other)
@@ -113,7 +113,7 @@ def test_what_one_has_more_than_another(mine: tuple[int, int | None], other: tup
         assert p.of(3) == pytest.approx(dense(p, 900)[3])
 
 
-def test_a_token_goes_and_in_the_end_nothing_is_left() -> None:
+def test_a_token_can_be_removed() -> None:
     for chances in (random_chances(1, 700), random_chances(1, 700, 300)):
         token = chances.likeliest
         rest, row = chances.without(token), dense(chances, 700)
@@ -127,7 +127,7 @@ def test_a_token_goes_and_in_the_end_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab", SIZES)
-def test_match_draws_what_the_sum_over_all_tokens_gives(vocab: int, sampling: Sampling) -> None:
+def test_match_draws_the_same_as_the_sum_over_all_tokens(vocab: int, sampling: Sampling) -> None:
     """Bit by bit: where float32 may decide otherwise, the long way is gone."""
     rule = Match()
     for seed in range(2 if vocab > 5000 else 8):
@@ -137,7 +137,7 @@ def test_match_draws_what_the_sum_over_all_tokens_gives(vocab: int, sampling: Sa
         assert [rule.pick(judged) for judged in rule.reduce(scores, rows)] == rule.run(scores, rows)
 
 
-def test_match_asks_the_long_way_next_to_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_match_uses_float64_next_to_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers so near to the end of a token's part that sums in float32 may put them on either side."""
     scores, rule, asked = shapes(1024, 3)[:1], Match(), list[int]()
     cumulative = torch.exp(log_probs(scores, [Sampling(1.0)]).double())[0].cumsum(0)
@@ -153,7 +153,7 @@ def test_match_asks_the_long_way_next_to_a_border(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_rho_is_where_both_sides_meet(count: int) -> None:
+def test_rho_solves_its_equation(count: int) -> None:
     for seed in range(60):
         p, q = (random_chances(seed + shift, 40).wide(40) for shift in (0, 99))
         rho = least_rho(p, q, count)
