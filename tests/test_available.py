@@ -100,7 +100,7 @@ def needs(path: Path, kept: bool) -> int:
 
 
 @needs_kernels
-def test_what_is_said_to_be_needed_is_near_what_is_held(tmp_path: Path) -> None:
+def test_the_estimate_is_near_the_memory_used(tmp_path: Path) -> None:
     path = quantised(tmp_path)
     for held in ("file", "int8"):
         with GgufSource(path) as source:
@@ -154,11 +154,9 @@ def test_too_little_memory_is_told_before_loading(tmp_path: Path, free: Callable
             load_model(path, dtype=dtype)
 
 
-def test_torch_is_told_of_the_native_way(tmp_path: Path, free: Callable[[int], None]) -> None:
+def test_errors_of_torch_name_int8(tmp_path: Path, free: Callable[[int], None]) -> None:
     folder = model_folder(tmp_path)
-    config = load_model(folder, dtype="float32").model.config
-    needed = float_bytes(tensor_shapes(config), 4)
-    free(needed)
+    free(float_bytes(tensor_shapes(load_model(folder, dtype="float32").model.config), 4))
     with pytest.raises(UserError, match=r"in float32, .* are free: dtype int8 needs"):
         load_model(folder, dtype="float32")
     free(1 << 40)

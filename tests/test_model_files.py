@@ -62,44 +62,38 @@ def test_the_same_config_in_other_words(changes: dict[str, Any]) -> None:
     assert llama.from_dict(CONFIG | changes) == llama.from_dict(CONFIG | {"rope_theta": 7.0})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("model_type", "gemma3"),
-        ("model_type", 3),
-        ("architectures", ["LlamaForSequenceClassification"]),
-        ("architectures", "LlamaForCausalLM"),
-        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
-        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
-        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
-        ("rope_parameters", "default"),
-        ("sliding_window", 64),
-        ("layer_types", ["full_attention", "sliding_attention"]),
-        ("partial_rotary_factor", 0.5),
-        ("hidden_act", "gelu"),
-        ("use_qk_norm", True),
-        ("quantization_config", {"quant_method": "gptq"}),
-        ("num_local_experts", 8),
-        ("vocab_size", -1),
-        ("vocab_size", 2.5),
-        ("vocab_size", True),
-        ("vocab_size", 2**40),
-        ("hidden_size", None),
-        ("hidden_size", 65),
-        ("intermediate_size", "96"),
-        ("num_hidden_layers", 0),
-        ("num_key_value_heads", 3),
-        ("head_dim", 15),
-        ("rms_norm_eps", 0),
-        ("rms_norm_eps", float("nan")),
-        ("rope_theta", -1.0),
-        ("rope_theta", float("inf")),
-        ("max_position_embeddings", 0),
-        ("tie_word_embeddings", "yes"),
-        ("attention_bias", 1),
+REFUSED: dict[str, list[Any]] = {
+    "model_type": ["gemma3", 3],
+    "architectures": [["LlamaForSequenceClassification"], "LlamaForCausalLM"],
+    "rope_scaling": [{"type": "dynamic", "factor": 2.0}],
+    "rope_parameters": [
+        {"rope_type": "yarn", "rope_theta": 1e4},
+        {"full_attention": {"rope_type": "default"}},
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+        "default",
     ],
-)
+    "sliding_window": [64],
+    "layer_types": [["full_attention", "sliding_attention"]],
+    "partial_rotary_factor": [0.5],
+    "hidden_act": ["gelu"],
+    "use_qk_norm": [True],
+    "quantization_config": [{"quant_method": "gptq"}],
+    "num_local_experts": [8],
+    "vocab_size": [-1, 2.5, True, 2**40],
+    "hidden_size": [None, 65],
+    "intermediate_size": ["96"],
+    "num_hidden_layers": [0],
+    "num_key_value_heads": [3],
+    "head_dim": [15],
+    "rms_norm_eps": [0, float("nan")],
+    "rope_theta": [-1.0, float("inf")],
+    "max_position_embeddings": [0],
+    "tie_word_embeddings": ["yes"],
+    "attention_bias": [1],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in REFUSED for value in REFUSED[field]])
 def test_refused_configs(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=field):
         llama.from_dict(CONFIG | {field: value})
@@ -255,16 +249,16 @@ def test_quantised_checkpoints_name_the_other_runtime(folder: Path, field: str, 
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
-def test_values_that_are_not_finite(tmp_path: Path, kind: str) -> None:
-    for number, value in enumerate((float("nan"), float("inf"), -float("inf"))):
-        changed = {name: tensor.to(getattr(torch, kind)) for name, tensor in tensors().items()}
-        changed["model.norm.weight"][5] = value
-        write_checkpoint(tmp_path / str(number), CONFIG, changed)
-        with Checkpoint.open(tmp_path / str(number)) as checkpoint:
-            assert checkpoint.tensor("model.embed_tokens.weight").dtype == getattr(torch, kind)
-            with pytest.raises(UserError, match=r"model\.norm\.weight' holds values that are not finite"):
-                checkpoint.tensor("model.norm.weight")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_values_that_are_not_finite(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    changed = {name: tensor.to(dtype) for name, tensor in tensors().items()}
+    changed["model.norm.weight"][5] = value
+    write_checkpoint(tmp_path / "model", CONFIG, changed)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert checkpoint.tensor("model.embed_tokens.weight").dtype == dtype
+        with pytest.raises(UserError, match=r"model\.norm\.weight' holds values that are not finite"):
+            checkpoint.tensor("model.norm.weight")
 
 
 def test_folders_without_safetensors(folder: Path) -> None:

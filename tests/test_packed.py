@@ -96,7 +96,7 @@ def test_a_packed_draft_scores_as_the_whole_one(target: Path, tmp_path: Path, ca
 
 
 def test_the_embedding_of_a_gguf_target(tmp_path: Path, cache: Path) -> None:
-    """Quantised: what the file's blocks mean is what the student is trained with."""
+    """The student is trained with the dequantised embedding."""
     file = write_gguf(tmp_path / "target.gguf", kind="Q4_1")
     folder = resolve(str(file))
     draft = draft_of(folder, tmp_path / "draft")

@@ -74,14 +74,13 @@ def test_a_target_no_larger_than_its_draft_is_refused(width: str) -> None:
 
 
 def test_a_draft_that_comes_with_the_package_stands_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "SHIPPED", (("smollm2-135m-instruct", "smollm2"),))
     monkeypatch.setattr(pairs, "SHIPPED_FOLDER", tmp_path)
     small = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576}
     with pytest.raises(UserError, match="is not larger than"):
         find_draft("SmolLM2-135M-Instruct.Q4_1", small)  # one that was left out of an installation
-    (tmp_path / "smollm2").mkdir()
-    (tmp_path / "smollm2" / "config.json").write_text("{}")
-    assert find_draft("SmolLM2-135M-Instruct.Q4_1", small) == str(pairs.SHIPPED_FOLDER / "smollm2")
+    (tmp_path / pairs.SHIPPED).mkdir()
+    (tmp_path / pairs.SHIPPED / "config.json").write_text("{}")
+    assert find_draft("SmolLM2-135M-Instruct.Q4_1", small) == str(tmp_path / pairs.SHIPPED)
     assert find_draft("SmolLM2-1.7B", small | {"hidden_size": 2048}) == "HuggingFaceTB/SmolLM2-135M"
 
 

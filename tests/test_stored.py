@@ -91,7 +91,7 @@ def tree_scores(model: NativeLlama) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_means_what_the_gguf_package_says(name: str) -> None:
+def test_formats_match_the_gguf_package(name: str) -> None:
     data = blocks(name, 70, 768)
     order = np.random.default_rng(1).permutation(70).astype(np.int32)
     expected = gguf.quants.dequantize(data, GGMLQuantizationType[name])[order]
@@ -297,31 +297,20 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, dtype: str) -> No
         load_model(path, dtype=dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F32", "auto"), ("BF16", "int8"), ("Q8_0", "int8")])
-def test_a_weight_that_is_too_large_for_int8_is_named(tmp_path: Path, kind: str, dtype: str) -> None:
-    """As a Q8_0 file holds it, int8 does."""
-    tensors = weights()
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name][3, 5] = -8.3e6 if kind == "Q8_0" else 1e7
-    path = write_gguf(tmp_path / "large.gguf", kind=kind, tensors=tensors)
-    if kind == "Q8_0":
-        assert load_model(path, dtype=dtype).precision == "int8"
-        return
-    with pytest.raises(
-        UserError, match=r"blk.1.ffn_down.weight' holds a weight of size 1e\+07, and int8 holds at most"
-    ):
-        load_model(path, dtype=dtype)
-    assert load_model(path, dtype="float32").precision == "float32"
-
-
-def test_a_weight_that_is_too_large_for_int8_is_told_of_a_matrix_in_memory(tmp_path: Path) -> None:
-    tensors = {name: torch.from_numpy(values).double() for name, values in weights().items()}
-    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = 1e7
-    write_checkpoint(tmp_path / "model", CONFIG, tensors)
-    with (
-        Checkpoint.open(tmp_path / "model") as source,
-        pytest.raises(UserError, match=r"does not fit int8, a weight is too"),
-    ):
+def test_a_weight_that_is_too_large_for_int8_is_named(tmp_path: Path) -> None:
+    tensors, name = weights(), "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = -8.3e6
+    assert load_model(write_gguf(tmp_path / "a.gguf", kind="Q8_0", tensors=tensors), dtype="int8").precision == "int8"
+    tensors[name][3, 5] = 1e7
+    for kind, dtype in (("F32", "auto"), ("BF16", "int8")):
+        path = write_gguf(tmp_path / f"{kind}.gguf", kind=kind, tensors=tensors)
+        with pytest.raises(
+            UserError, match=r"blk.1.ffn_down.weight' holds a weight of size 1e\+07, and int8 holds at "
+        ):
+            load_model(path, dtype=dtype)
+        assert load_model(path, dtype="float32").precision == "float32"
+    write_checkpoint(tmp_path / "model", CONFIG, {key: torch.from_numpy(tensors[key]).double() for key in tensors})
+    with Checkpoint.open(tmp_path / "model") as source, pytest.raises(UserError, match="not fit int8, a weight is too"):
         NativeLlama.from_tensors(from_dict(source.config), source.weight)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +35,10 @@ WHOLE_ROW = -1
 GROUP_SIZES = (32, 64, 128, WHOLE_ROW)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: order of a word's 8 outputs
 MAX_NIBBLE = 15
+QUANTIZATION_CONFIG = "quantization_config"
+GROUP_INDEX = "g_idx"
+REQUIRED_PARTS = ("qweight", "qzeros", "scales")
+PART_DTYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", GROUP_INDEX: "I32"}
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,6 @@ class QuantizationScheme:
     def groups_of(self, inputs: int) -> np.ndarray:
         """Return the group of each input, int [inputs], for groups of consecutive inputs."""
         return np.arange(inputs) // (inputs if self.group == WHOLE_ROW else self.group)
-
-
-class QuantizedMatrix(NamedTuple):
-    """`q` uint8 [outputs, inputs], `scales` float16 and `zeros` uint8 [outputs, groups], `groups` int [inputs]."""
-
-    q: np.ndarray
-    scales: np.ndarray
-    zeros: np.ndarray
-    groups: np.ndarray
-
-    def values(self) -> np.ndarray:
-        """Dequantise to float32 [outputs, inputs]."""
-        zeros, scales = (part[:, self.groups] for part in (self.zeros, self.scales))
-        values: np.ndarray = (self.q.astype(np.float32) - zeros) * scales.astype(np.float32)
-        return values
 
 
 def read_scheme(path: Path, settings: Mapping[str, Any]) -> QuantizationScheme:
@@ -89,21 +78,23 @@ def read_scheme(path: Path, settings: Mapping[str, Any]) -> QuantizationScheme:
     return QuantizationScheme(GPTQ, int(str(group)), int(settings.get("checkpoint_format") != "gptq_v2"))
 
 
-def read_matrix(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> QuantizedMatrix:
-    """Unpack qweight, qzeros, scales and an optional g_idx.
+def read_values(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """Dequantise qweight, qzeros, scales and an optional g_idx to float32 [outputs, inputs].
 
     Raises UserError for parts that are inconsistent or damaged, UnsupportedModel for ambiguous zero points.
     """
-    zeros = read_zeros(scheme, parts, where)
-    groups = read_groups(scheme, parts.get("g_idx"), matrix_shape(scheme, parts["qweight"].shape)[1], where)
-    is_awq, words = scheme.method == AWQ, parts["qweight"]
-    q = _nibbles(words, AWQ_ORDER).T if is_awq else _nibbles(np.ascontiguousarray(words.T), range(8))
-    q, scales, zeros = (np.ascontiguousarray(part) for part in (q, parts["scales"].T, zeros.T))
-    return QuantizedMatrix(q, scales, zeros, groups)
+    words, zeros = parts["qweight"], read_zeros(scheme, parts, where)
+    groups = read_groups(scheme, parts.get(GROUP_INDEX), matrix_shape(scheme, words.shape)[1], where)
+    if scheme.method == AWQ:
+        q = np.ascontiguousarray(_nibbles(words, AWQ_ORDER).T)
+    else:
+        q = _nibbles(np.ascontiguousarray(words.T), range(8))
+    values: np.ndarray = (q.astype(np.float32) - zeros.T[:, groups]) * parts["scales"].astype(np.float32).T[:, groups]
+    return values
 
 
 def read_zeros(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """Return zero points, uint8 [groups, outputs], after checking that all parts fit. Raises as `read_matrix`."""
+    """Return zero points, uint8 [groups, outputs], after checking that all parts fit. Raises as `read_values`."""
     outputs, inputs = matrix_shape(scheme, parts["qweight"].shape)
     count = int(scheme.groups_of(inputs)[-1]) + 1
     for name, shape in {"qzeros": (count, outputs // 8), "scales": (count, outputs)}.items():
@@ -166,7 +157,7 @@ def block_bytes(kind: str, count: int) -> int:
 
 
 def pack_blocks(kind: str, scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """Convert a matrix's parts to blocks, uint8 [outputs, bytes per row], by the kernels. Raises as `read_matrix`."""
+    """Convert a matrix's parts to blocks, uint8 [outputs, bytes per row], by the kernels. Raises as `read_values`."""
     read_zeros(scheme, parts, where)
     outputs, inputs = matrix_shape(scheme, parts["qweight"].shape)
     types = {"qweight": np.uint32, "qzeros": np.uint32, "scales": np.uint16}
@@ -175,12 +166,6 @@ def pack_blocks(kind: str, scheme: QuantizationScheme, parts: Mapping[str, np.nd
     group = inputs if scheme.group == WHOLE_ROW else scheme.group
     load_kernels().blocks_of_words(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
     return data
-
-
-GROUP_INDEX = "g_idx"
-REQUIRED_PARTS = ("qweight", "qzeros", "scales")
-PART_DTYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", GROUP_INDEX: "I32"}
-QUANTIZATION_CONFIG = "quantization_config"
 
 
 def is_four_bit_folder(path: Path) -> bool:
@@ -256,7 +241,7 @@ class FourBitFolder(Checkpoint):
         """Return a 4-bit matrix as float32, anything else as stored."""
         if not self._is_packed(name):
             return super().raw(name)
-        return RawTensor("F32", read_matrix(self.scheme, self._values(name), self._where(name)).values())
+        return RawTensor("F32", read_values(self.scheme, self._values(name), self._where(name)))
 
     def tensor(self, name: str) -> torch.Tensor:
         return torch.from_numpy(self.array(name)) if self._is_packed(name) else super().tensor(name)

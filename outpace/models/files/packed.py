@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files import reading
 from outpace.models.files.cache import DRAFTS, identity, make_once, mark_used, remove_unused
 from outpace.models.files.cache_folder import cache_folder, new_folder
 from outpace.models.files.checkpoint import (
@@ -28,7 +27,7 @@ from outpace.models.files.checkpoint import (
 )
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource, is_complete_model
-from outpace.models.files.reading import RawTensor, read_json, write_json
+from outpace.models.files.reading import RawTensor, read_json, write_json, write_safetensors
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.options import silent
 
@@ -77,7 +76,7 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
                 raise UserError(f"{name} of {draft} is not that of {target}, so it cannot be left out")
         tensors = {name: small.raw(name) for name in shapes if name not in TARGET_TENSORS}
         with new_folder(out) as made:
-            _write(made, config, tensors)
+            _write_model(made, config, tensors)
             for file in (*_others(draft), *extra):
                 is_shared = file.name in TOKENIZER_FILES and (target / file.name).is_file()
                 if file.is_file() and not (is_shared and file.read_bytes() == (target / file.name).read_bytes()):
@@ -113,7 +112,7 @@ def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float
             tensors[name] = _as_dtype(large, name, kind)
         progress("converting", 0.5)
         with new_folder(out) as made:
-            _write(made, config, tensors)
+            _write_model(made, config, tensors)
             if isinstance(large, GgufSource):
                 large.write_tokenizer(made)
             for file in (*(target / name for name in TOKENIZER_FILES), *_others(draft)):
@@ -174,10 +173,7 @@ def _check_new(out: Path) -> None:
         raise UserError(f"{out} already exists")
 
 
-def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> None:
+def _write_model(made: Path, config: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> None:
     write_json(made / "config.json", config)
     kinds = {name: (raw.kind, raw.values.shape) for name, raw in tensors.items()}
-    try:
-        reading.write_safetensors(made / SINGLE, kinds, lambda name: [tensors[name].values])
-    except OSError as error:
-        raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
+    write_safetensors(made / SINGLE, kinds, lambda name: [tensors[name].values])

@@ -61,19 +61,16 @@ DRAFT_FAMILIES = tuple(
     )
 )
 
-# Shipped drafts: a pattern for the target's name, and a folder below outpace/drafts/.
-SHIPPED: tuple[tuple[str, str], ...] = (("smollm2-135m-instruct", "smollm2-135m-instruct"),)
+SHIPPED = "smollm2-135m-instruct"  # part of the target's name, and the folder of its draft in SHIPPED_FOLDER
 SHIPPED_FOLDER = Path(__file__).parents[2] / "drafts"
 NO_DRAFT = "none"
 
 
 def shipped_draft(*names: str) -> str | None:
     """Return the folder of the draft shipped with outpace for a target of one of these names, or None."""
-    for pattern, folder in SHIPPED:
-        path = SHIPPED_FOLDER / folder
-        if any(re.search(pattern, _plain(name)) for name in names) and (path / "config.json").is_file():
-            return str(path)
-    return None
+    path = SHIPPED_FOLDER / SHIPPED
+    is_known = any(SHIPPED in _plain(name) for name in names)
+    return str(path) if is_known and (path / "config.json").is_file() else None
 
 
 def find_draft(name: str, config: Mapping[str, Any]) -> str:

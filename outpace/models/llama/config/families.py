@@ -29,8 +29,6 @@ class Family:
     head_norm: bool = False
     theta: float = 10000.0
     activation: str = SILU
-    is_gemma: bool = False
-    is_phi: bool = False
 
 
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
@@ -64,9 +62,8 @@ FAMILIES = {
         head_norm=True,
         theta=gemma.THETA,
         activation=GELU,
-        is_gemma=True,
     ),
-    phi.MODEL_TYPE: Family(phi.ARCHITECTURE, phi.DEFAULTS, is_phi=True, **NO_BIASES),
+    phi.MODEL_TYPE: Family(phi.ARCHITECTURE, phi.DEFAULTS, **NO_BIASES),
 }
 
 

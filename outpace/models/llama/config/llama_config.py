@@ -134,11 +134,11 @@ class LlamaConfig:
 def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
     """Read a config.json; UserError names the first field that is missing, invalid or unsupported."""
     model_type = model_type_of(config)
-    family = FAMILIES[model_type]
+    family, is_gemma, is_phi = FAMILIES[model_type], model_type == gemma.MODEL_TYPE, model_type == phi.MODEL_TYPE
     fields: Mapping[str, Any] = {**family.defaults, **config}
-    fields, part = phi.read_part(fields) if family.is_phi else (fields, 1.0)
+    fields, part = phi.read_part(fields) if is_phi else (fields, 1.0)
     _refuse_unsupported(fields, family)
-    fields = gemma.with_flat_rope(fields) if family.is_gemma else fields
+    fields = gemma.with_flat_rope(fields) if is_gemma else fields
     theta, scaling = read_rope(fields, family.theta)
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
     rotary_layers = read_rotary_layers(model_type, fields, num_layers)
@@ -162,9 +162,9 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
         draft_window=size(ours, "draft_window", 0) if isinstance(ours, Mapping) else 0,  # of `outpace distill`
         activation=family.activation,
         rotary_dim=_rotary_dim(part, heads["head_dim"], scaling),
-        fused=family.is_phi,
+        fused=is_phi,
         local_layers=read_local_layers(model_type, fields, num_layers),
-        **(gemma.read_constants(fields) if family.is_gemma else {}),
+        **(gemma.read_constants(fields) if is_gemma else {}),
     )
 
 

@@ -45,7 +45,6 @@ class Llama3Scaling:
     gain: float = 1.0
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Return the scaled frequencies, float32 [pairs]."""
         turns = self.original / (2 * math.pi / frequencies)
         share = ((turns - self.slow_turns) / (self.fast_turns - self.slow_turns)).clip(0, 1)
         return (1 - share) * frequencies / self.factor + share * frequencies
@@ -63,7 +62,6 @@ class YarnScaling:
     whole_pairs: bool  # whether the ramp's ends are rounded to whole pairs ("truncate")
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Return the scaled frequencies, float32 [pairs]."""
         count = len(frequencies)
 
         def pair(turns: float) -> float:
@@ -88,7 +86,6 @@ class LongScaling:
     gain: float
 
     def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Return the scaled frequencies, float32 [pairs]."""
         return frequencies / np.array(self.factors, np.float32)
 
 
