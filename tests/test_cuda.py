@@ -206,7 +206,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
     assert 300 <= first["tokens"] < 600 <= second["tokens"]
     assert second["loss"] < 2 * first["loss"]
     judging = EvaluationOptions(prompts=2, max_tokens=16)
-    found = distill(replace(options, stage="judge", tasks=options.prompts, judge=judging), silent)
+    found = distill(replace(options, stage="judge", tasks=options.prompts, evaluation=judging), silent)
     assert found is not None
     assert found.speed.cost > 0
 

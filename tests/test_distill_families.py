@@ -79,7 +79,7 @@ def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_
     folder = pairs(name).folder
     shape = DraftShape("1,2,3")
     with Checkpoint.open(folder) as checkpoint:
-        config = draft_config(checkpoint.config, shape, None)
+        config = draft_config(checkpoint.config, shape)
         sizes = from_dict(checkpoint.config)
     student = new_student(folder, shape, None, 0)
     for value in student.tensors.values():
@@ -133,7 +133,7 @@ def test_fresh_norms_of_gemma_are_one(pairs: Callable[[str], Pair]) -> None:
 def test_a_narrow_draft_for_longrope_is_refused(pairs: Callable[[str], Pair]) -> None:
     """transformers would not load it: it counts pairs by the hidden size."""
     with Checkpoint.open(pairs("phi3_part").folder) as checkpoint, pytest.raises(UserError, match="leave it out"):
-        draft_config(checkpoint.config, DraftShape("1", hidden=32), None)
+        draft_config(checkpoint.config, DraftShape("1", hidden=32))
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "qwen3", "mistral", "gemma3", "gptq", "awq"])
@@ -160,4 +160,4 @@ def test_a_draft_of_a_config_with_an_empty_list_of_layers(tmp_path: Path) -> Non
     """It says what its target says, which is nothing."""
     folder = target_folder(tmp_path / "target", no_rope_layers=[])
     with Checkpoint.open(folder) as checkpoint:
-        assert from_dict(draft_config(checkpoint.config, DraftShape("1"), None)).num_layers == 1
+        assert from_dict(draft_config(checkpoint.config, DraftShape("1"))).num_layers == 1

@@ -65,7 +65,7 @@ def test_training_goes_on_from_a_draft_whole_or_packed(target: Path, tmp_path: P
     student = new_student(target, shape, ids, 0)
     for value in student.trained.values():
         value.data.add_(torch.randn_like(value), alpha=0.1)
-    config = draft_config(read_json(target / "config.json"), shape, ids.tolist())
+    config = draft_config(read_json(target / "config.json"), shape)
     write_draft(tmp_path / "draft", student, config, target)
     pack(tmp_path / "draft", target, tmp_path / "packed")
     for name in ("draft", "packed"):
@@ -76,7 +76,7 @@ def test_training_goes_on_from_a_draft_whole_or_packed(target: Path, tmp_path: P
         for weight, value in found.trained.items():
             assert torch.equal(value, student.tensors[weight].bfloat16().float())
         assert torch.equal(found.tensors[EMBEDDING], new_student(target, DraftShape("2"), None, 0).tensors[EMBEDDING])
-        assert draft_config(read_json(target / "config.json"), going_on, ids.tolist()) == config
+        assert draft_config(read_json(target / "config.json"), going_on) == config
 
 
 def test_the_shipped_draft_can_be_trained_further() -> None:
@@ -85,7 +85,7 @@ def test_the_shipped_draft_can_be_trained_further() -> None:
 
 
 def test_a_draft_to_go_on_from_that_does_not_fit(target: Path, tmp_path: Path) -> None:
-    config = draft_config(read_json(target / "config.json"), DraftShape("2"), None)
+    config = draft_config(read_json(target / "config.json"), DraftShape("2"))
     student = new_student(target, DraftShape("2"), None, 0)
     write_draft(tmp_path / "draft", student, config, target)
     save_vocab_ids(tmp_path / "draft" / "draft_vocab.safetensors", torch.tensor([4, 300]))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from distill_files import prompts_file, target_folder
+from distill_files import prompts_file, settings, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill import prompts
 from outpace.distill.batches import frequent_tokens, read_samples
+from outpace.distill.options import TEMPERATURES
 from outpace.distill.prompts import is_held_out
-from outpace.distill.shards import MANIFEST, Shard, TextFolder, read_shard, read_shards
-from outpace.distill.text import TEMPERATURES, TextPlan, write_text
+from outpace.distill.shards import MANIFEST, TextFolder, read_shard, read_shards
+from outpace.distill.text import write_text
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer
 from outpace.models.text.tokenizer import Tokenizer
-
-SMALL = WriterOptions(rows=7, max_tokens=12, top=4)
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +28,29 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target_folder(tmp_path_factory.mktemp("target"))
 
 
-def jobs(count: int, temperature: float = 0.0) -> list[AnswerJob]:
-    random = np.random.default_rng(0)
-    lengths = random.integers(1, 20, count).tolist()
-    return [
-        AnswerJob(n, tuple(random.integers(3, 260, length).tolist()), temperature) for n, length in enumerate(lengths)
-    ]
+@pytest.fixture
+def write(target: Path, tmp_path: Path) -> Callable[..., TextFolder]:
+    """Write until there are `tokens`, from a file of `count` prompts, to the folder `text`."""
 
+    def run(
+        count: int, tokens: int, progress: Callable[[dict[str, float]], None] = lambda figures: None, **changes: Any
+    ) -> TextFolder:
+        asked = [str(prompts_file(tmp_path / f"{count}.jsonl", count))]
+        writer = WriterOptions(rows=6, max_tokens=10, top=4)
+        return write_text(
+            target, settings(target, tmp_path, prompts=asked, tokens=tokens, writer=writer, **changes), None, progress
+        )
 
-def write(target: Path, folder: Path, asked: Path, tokens: int, **options: int) -> TextFolder:
-    settings = WriterOptions(**{"rows": 6, "max_tokens": 10, "top": 4, **options})
-    plan = TextPlan([str(asked)], settings, tokens=tokens)
-    return write_text(target, "tiny", folder, plan, lambda figures: None)
+    return run
 
 
 def test_shards_hold_what_was_written(tmp_path: Path) -> None:
-    answers = [
-        WrittenAnswer(
-            job, np.arange(3 + n, dtype=np.int32), np.zeros((3 + n, 4), np.int32), np.zeros((3 + n, 4), np.float16)
-        )
-        for n, job in enumerate(jobs(3))
-    ]
+    answers = []
+    for number in range(3):
+        count = 3 + number
+        ids, log_p = np.zeros((count, 4), np.int32), np.zeros((count, 4), np.float16)
+        job = AnswerJob(number, tuple(range(5, 9 + number)), 0.0)
+        answers.append(WrittenAnswer(job, np.arange(count, dtype=np.int32), ids, log_p))
     TextFolder(tmp_path, {"target": "tiny", "top": 4}).add(answers)
     (shard,) = read_shards(tmp_path)
     for n, answer in enumerate(answers):
@@ -58,26 +60,24 @@ def test_shards_hold_what_was_written(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     assert manifest["tokens"] == 12
     assert [entry["answers"] for entry in manifest["shards"]] == [3]
+    with pytest.raises(UserError, match="holds text with target 'tiny', not 'other'"):
+        TextFolder(tmp_path, {"target": "other", "top": 4})
 
 
-def test_a_run_goes_on_with_the_prompts_that_are_left(target: Path, tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 40)
-    first = write(target, tmp_path / "text", asked, 60)
-    before = {file: (tmp_path / "text" / file).stat().st_mtime_ns for file in first.shards}
-    second = write(target, tmp_path / "text", asked, 300)
+def test_a_run_continues_with_the_remaining_prompts(write: Callable[..., TextFolder]) -> None:
+    first = write(40, 60)
+    before = {file: (first.folder / file).stat().st_mtime_ns for file in first.shards}
+    second = write(40, 300)
     assert second.tokens >= 300
     assert len(second.shards) == len(first.shards) + 1
-    assert all((tmp_path / "text" / file).stat().st_mtime_ns == time for file, time in before.items())
-    numbers = [number for shard in read_shards(tmp_path / "text") for number in shard.jobs.tolist()]
+    assert all((first.folder / file).stat().st_mtime_ns == time for file, time in before.items())
+    numbers = [number for shard in read_shards(first.folder) for number in shard.jobs.tolist()]
     assert len(numbers) == len(set(numbers))
 
 
-def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 4)
-    write(target, tmp_path / "text", asked, 400, max_tokens=10)
-    shards = list(read_shards(tmp_path / "text"))
+def test_every_prompt_is_answered_at_every_temperature(write: Callable[..., TextFolder]) -> None:
     found: dict[bytes, list[float]] = {}
-    for shard in shards:
+    for shard in read_shards(write(4, 400).folder):
         for n, length in enumerate(shard.prompts.tolist()):
             text = shard.tokens[shard.starts[n] : shard.starts[n] + length].tobytes()
             found.setdefault(text, []).append(float(shard.temperatures[n]))
@@ -85,66 +85,52 @@ def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> N
         assert np.allclose(np.unique(temperatures), TEMPERATURES)
 
 
-def test_a_temperature_that_stands_twice_has_twice_the_share(target: Path, tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 6)
-    plan = TextPlan([str(asked)], WriterOptions(rows=6, max_tokens=10, top=4), 600)
-    write_text(target, "tiny", tmp_path / "text", replace(plan, temperatures=(0.0, 0.0, 0.7)), lambda figures: None)
-    found = np.concatenate([shard.temperatures for shard in read_shards(tmp_path / "text")])
-    greedy = float((found == 0).mean())
-    assert 0.5 < greedy < 0.85
+def test_a_temperature_named_twice_has_twice_the_share(write: Callable[..., TextFolder]) -> None:
+    folder = write(6, 600, temperatures=(0.0, 0.0, 0.7)).folder
+    found = np.concatenate([shard.temperatures for shard in read_shards(folder)])
+    assert 0.5 < float((found == 0).mean()) < 0.85
     assert np.allclose(np.unique(found), [0.0, 0.7])
     with pytest.raises(UserError, match="temperatures is empty"):
-        replace(plan, temperatures=())
+        write(6, 600, temperatures=())
 
 
-def test_a_torn_shard_is_dropped_and_said(target: Path, tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 40)
-    store = write(target, tmp_path / "text", asked, 60)
+def test_a_torn_shard_is_dropped_and_reported(write: Callable[..., TextFolder]) -> None:
+    store = write(40, 60)
     (name,) = store.shards
-    file = tmp_path / "text" / name
+    file = store.folder / name
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(UserError, match="is not a whole shard"):
         read_shard(file)
-    said: list[dict[str, float]] = []
-    plan = TextPlan([str(asked)], SMALL, tokens=60)
-    after = write_text(target, "tiny", tmp_path / "text", plan, said.append)
-    assert said[0] == {"dropped": 1}
-    assert after.tokens >= 60
+    reports: list[dict[str, float]] = []
+    assert write(40, 60, reports.append).tokens >= 60
+    assert reports[0] == {"dropped": 1}
 
 
-def test_an_interrupted_run_keeps_what_is_finished(target: Path, tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 40)
-
+def test_an_interrupted_run_keeps_finished_answers(write: Callable[..., TextFolder], tmp_path: Path) -> None:
     def interrupt(figures: dict[str, float]) -> None:
         if figures["tokens"] > 50:
             raise KeyboardInterrupt
 
-    plan = TextPlan([str(asked)], SMALL, tokens=5000)
     with pytest.raises(KeyboardInterrupt):
-        write_text(target, "tiny", tmp_path / "text", plan, interrupt)
+        write(40, 5000, interrupt)
     assert sum(len(shard.top_ids) for shard in read_shards(tmp_path / "text")) > 50
 
 
-def test_a_full_disk_leaves_the_finished_shards(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 40)
-    first = write(target, tmp_path / "text", asked, 60)
+def test_a_full_disk_leaves_the_finished_shards(
+    write: Callable[..., TextFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write(40, 60)
 
-    def full(shard: Shard, file: Path) -> None:
+    def full(tensors: dict[str, np.ndarray], file: Path) -> None:
         file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("outpace.distill.shards._save", full)
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
     with pytest.raises(UserError, match=r"No space left on device.*1 finished shards stay good"):
-        write(target, tmp_path / "text", asked, 200)
+        write(40, 200)
     monkeypatch.undo()
-    assert TextFolder(tmp_path / "text", {}).tokens == first.tokens
-    assert not list((tmp_path / "text").glob(".*"))
-
-
-def test_another_targets_text_is_refused(target: Path, tmp_path: Path) -> None:
-    write(target, tmp_path, prompts_file(tmp_path / "asked.jsonl", 9), 20)
-    with pytest.raises(UserError, match="holds text with target 'tiny', not 'other'"):
-        TextFolder(tmp_path, {"target": "other", "top": 4})
+    assert TextFolder(first.folder, {}).tokens == first.tokens
+    assert not list(first.folder.glob(".*"))
 
 
 @pytest.mark.parametrize(
@@ -168,11 +154,7 @@ def test_a_bad_prompt_file_is_named_with_its_line(tmp_path: Path, content: bytes
         prompts.collect([str(file)])
 
 
-def test_a_missing_prompt_file_and_a_hub_set_without_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        prompts.collect([str(tmp_path / "none.jsonl")])
+def test_a_hub_data_set_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match="hub:someone/some needs `pip install datasets`"):
         prompts.collect(["hub:someone/some"])
@@ -188,24 +170,17 @@ def test_the_built_in_prompts() -> None:
     assert 0.01 < share < 0.03
 
 
-def test_held_out_answers_are_kept_apart(target: Path, tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 150)
-    write(target, tmp_path / "text", asked, 1200)
-    train, held_out = read_samples(tmp_path / "text", 64)
+def test_held_out_answers_are_not_trained_on(write: Callable[..., TextFolder], target: Path, tmp_path: Path) -> None:
+    train, held_out = read_samples(write(150, 1200).folder, 64)
     tokenizer = Tokenizer.from_folder(target)
-    apart = {text for text in prompts.collect([str(asked)]) if is_held_out(text)}
-    encoded = {tuple(tokenizer.chat([{"role": "user", "content": text}])) for text in apart}
+    texts = {text for text in prompts.collect([str(tmp_path / "150.jsonl")]) if is_held_out(text)}
+    encoded = {tuple(tokenizer.chat([{"role": "user", "content": text}])) for text in texts}
     assert {tuple(sample.tokens[: sample.prompt].tolist()) for sample in held_out} <= encoded
     assert not {tuple(sample.tokens[: sample.prompt].tolist()) for sample in train} & encoded
     assert held_out
-
-
-def test_frequent_tokens(target: Path, tmp_path: Path) -> None:
-    write(target, tmp_path / "text", prompts_file(tmp_path / "asked.jsonl", 30), 200)
-    train, _ = read_samples(tmp_path / "text", 64)
-    ids = frequent_tokens(train, 272, 40, always=[2])
+    ids = frequent_tokens(train, 272, 60, always=[2])
     assert ids.tolist() == sorted(set(ids.tolist()))
-    assert len(ids) == 40
+    assert len(ids) == 60
     assert 2 in ids.tolist()
     written = np.concatenate([sample.tokens[sample.prompt :] for sample in train])
     assert np.isin(written, ids.numpy()).mean() > 0.5

@@ -323,8 +323,10 @@ def test_transformers_loads_the_draft(made: Path) -> None:
 
 def test_judgement_and_its_files(target: Path, made: Path) -> None:
     tasks, evaluation = [str(made.parent / "asked.jsonl")], EvaluationOptions(prompts=12, max_tokens=64)
-    found = distill(settings(target, made, stage="judge", tasks=tasks, evaluation=evaluation), silent)
+    options = settings(target, made, stage="judge", tasks=tasks, evaluation=evaluation)
+    found = distill(options, silent)
     assert found is not None
+    save_evaluation(options, found)
     assert {row.temperature for row in found.rows} == {0.0, 0.8}
     assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)
     assert all(4 <= len(row.by_position) <= POSITIONS and row.prompts == 12 for row in found.rows)

@@ -33,7 +33,7 @@ def draft_of(target: Path, out: Path, **changes: Any) -> Path:
     """An untrained draft of one layer that writes 100 tokens."""
     ids = torch.arange(0, 200, 2)
     shape = DraftShape("1", vocab=len(ids))
-    config = draft_config(read_json(target / "config.json"), shape, ids.tolist()) | changes
+    config = draft_config(read_json(target / "config.json"), shape) | changes
     write_draft(out, new_student(target, shape, ids, 0), config, target)
     (out / "README.md").write_text("a card\n")
     return out

@@ -80,7 +80,7 @@ class Group:
         ]
 
     def line(self) -> Any:
-        """The next that rank 0 says."""
+        """Return the next line that rank 0 prints."""
         out = self.ranks[0].stdout
         assert out is not None
         line = out.readline()
@@ -89,7 +89,7 @@ class Group:
         return json.loads(line)
 
     def ends(self) -> list[tuple[int, str, str]]:
-        """Status, what was written and what was complained of, of each rank, once both have ended."""
+        """Return each rank's status, output and errors once both have ended."""
         found = [rank.communicate(timeout=500) for rank in self.ranks]
         return [(rank.returncode, *texts) for rank, texts in zip(self.ranks, found, strict=True)]
 
@@ -120,7 +120,7 @@ def test_texts_are_those_of_plain_decoding_and_of_one_process(folder: Path, opti
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_who_dies_takes_the_other_along(folder: Path, dying: int) -> None:
+def test_a_killed_process_ends_the_other_one(folder: Path, dying: int) -> None:
     pytest.importorskip("accelerate")
     group = Group((folder, folder), {"method": "speculative", "drafter": "ngram"}, GO_ON="1")
     assert group.line() == "loaded"
@@ -184,7 +184,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
         split.check_tp_plan(config({"a": "b"}, num_attention_heads=4, num_key_value_heads=2), None, 4, "it")
 
 
-def test_a_stranger_who_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_from_outside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     told: Queue[Any] = Queue()
     monkeypatch.setattr(split.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
     monkeypatch.setattr(split.dist, "get_world_size", lambda: 2)
@@ -195,7 +195,7 @@ def test_a_stranger_who_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -
     socket.create_connection(address).close()
     with socket.create_connection(address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    link = split._link_of(socket.create_connection(address))
+    link = split._connection(socket.create_connection(address))
     link.send_bytes(secret)
     thread.join(60)
     assert len(found) == 1
@@ -214,23 +214,21 @@ class Followed:
         self.failure: BaseException | None = None
         self.sessions: dict[int, TransformersSession] = {}
         self.follower = modules[1]
-        self._thread = threading.Thread(target=self._run, args=(theirs,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(theirs, split.repeat), daemon=True)
         self._thread.start()
 
-    def _run(self, connection: Any) -> None:
-        apply = split._Follower.apply
-
-        def noted(follower: Any, name: str, *arguments: Any) -> None:
-            self.sessions = follower._sessions
-            apply(follower, name, *arguments)
+    def _run(self, connection: Any, repeat: Any) -> None:
+        def noted(passes: Any, sessions: dict[int, TransformersSession], *operation: Any) -> None:
+            self.sessions = sessions
+            repeat(passes, sessions, *operation)
 
         try:
-            split._Follower.apply = noted
+            split.repeat = noted
             split.follow(ForwardPasses(self.follower), connection)
         except BaseException as failure:
             self.failure = failure
         finally:
-            split._Follower.apply = apply
+            split.repeat = repeat
             connection.close()
 
     def end(self) -> BaseException | None:
@@ -267,7 +265,7 @@ def test_a_follower_holds_what_the_leader_holds(folder: Path) -> None:
                 assert torch.equal(one[..., :held, :], two[..., :held, :])
 
 
-def test_a_forward_that_fails_on_both_sides_ends_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_fails_on_both_sides_ends_nothing(folder: Path) -> None:
     both = Followed(folder)
     with pytest.raises(IndexError):
         both.passes.plain([10**6])
@@ -276,7 +274,6 @@ def test_a_forward_that_fails_on_both_sides_ends_nothing(folder: Path, monkeypat
 
 
 def test_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "PATIENCE", 0.2)
     monkeypatch.setattr(split, "PATIENCE", 0.2)
     both = Followed(folder)
     with pytest.raises(RuntimeError, match="failed alone"), both.lead.forward("plain", [1, 2]):

@@ -131,7 +131,7 @@ def test_sizes_that_the_hubs_file_leaves_out(tmp_path: Path) -> None:
         sizes = from_dict(checkpoint.config)
         (tmp_path / "draft").mkdir()
         (tmp_path / "draft" / "config.json").write_text(
-            json.dumps(draft_config(checkpoint.config, DraftShape("1"), [1, 2]))
+            json.dumps(draft_config(checkpoint.config, DraftShape("1", vocab=2)))
         )
     assert (sizes.vocab_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (262208, 8, 4, 256)
     assert provenance({}, tmp_path / "draft", [])["tokens that it writes"] == "2 of 262,208"

@@ -14,7 +14,7 @@ from outpace.cli.flags import common_fields, flag, flags, numbers
 from outpace.cli.options import JSON, TARGET
 from outpace.cli.process import sigterm_as_interrupt
 from outpace.cli.sampling_options import SEED, TEXT
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError, check_whole
 
 if TYPE_CHECKING:
     from outpace.distill.options import DistillOptions
@@ -84,9 +84,6 @@ class TrainingFlags:
     token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
     distribution_weight: float = flag(0.8, "Weight of the divergence in the loss.")
     save_every: float = flag(180.0, "Seconds between checkpoints.")
-    part_size: float | None = flag(
-        None, "Maximum size of a file of a checkpoint and of the draft, in MB; larger ones are split."
-    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ def _run(options: DistillOptions, as_json: bool) -> None:
     from outpace.distill.progress_display import ProgressDisplay
 
     with ProgressDisplay(as_json) as progress:
-        found = run.run_stages(options, progress.show)
+        found = run.distill(options, progress.show)
     if found is None:
         return
     if as_json:
@@ -221,15 +218,12 @@ def _options(
         check_whole(name, value, 1)
     if training.batch_rows is not None:
         check_whole("batch_rows", training.batch_rows, 1)
-    if training.part_size is not None:
-        check_range("part_size", training.part_size, 0.1, 1e6)
     has_gpu = not device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
     says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
         seed=seed,
-        part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
         loss=LossOptions(training.token_weight, training.distribution_weight, training.divergence),
         **common_fields(training, TrainOptions),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.losses import Labels
-from outpace.distill.shards import Shard, read_shards
+from outpace.distill.shards import read_shards
 from outpace.distill.student import PackedRows
 
 
@@ -41,25 +41,18 @@ def read_samples(folder: Path, length: int) -> tuple[list[Sample], list[Sample]]
     train: list[Sample] = []
     held_out: list[Sample] = []
     for shard in read_shards(folder):
-        for sample, is_held_out in _samples(shard, length):
-            (held_out if is_held_out else train).append(sample)
+        row = 0
+        for number, prompt in enumerate(shard.prompts.tolist()):
+            tokens = shard.tokens[shard.starts[number] : shard.starts[number + 1]]
+            rows = slice(row, row + min(len(tokens), length) - prompt)
+            row += len(tokens) - prompt
+            if rows.stop > rows.start:
+                temperature = float(shard.temperatures[number])
+                sample = Sample(tokens[:length], prompt, shard.top_ids[rows], shard.top_log_p[rows], temperature)
+                (held_out if shard.held_out[number] else train).append(sample)
     if not train:
         raise UserError(f"{folder} holds no answer to train on that fits into {length} tokens")
     return train, held_out
-
-
-def _samples(shard: Shard, length: int) -> Iterator[tuple[Sample, bool]]:
-    row = 0
-    for number, prompt in enumerate(shard.prompts.tolist()):
-        tokens = shard.tokens[shard.starts[number] : shard.starts[number + 1]]
-        end = row + len(tokens) - prompt
-        kept = min(len(tokens), length) - prompt
-        if kept > 0:
-            rows = slice(row, row + kept)
-            temperature = float(shard.temperatures[number])
-            sample = Sample(tokens[: prompt + kept], prompt, shard.top_ids[rows], shard.top_log_p[rows], temperature)
-            yield sample, bool(shard.held_out[number])
-        row = end
 
 
 def frequent_tokens(samples: Sequence[Sample], vocab: int, size: int, always: Sequence[int]) -> Tensor:
@@ -89,19 +82,19 @@ class Packer:
         """Return the samples' numbers by batch and row: shuffled by (seed, epoch), packed first-fit."""
         order = np.random.default_rng((seed, epoch)).permutation(len(samples)).tolist()
         batches: list[list[list[int]]] = []
-        rows: list[list[int]] = []
-        free: list[int] = []
+        free: list[int] = []  # tokens of the last batch's rows
         for number in order:
             needed = len(samples[number].tokens)
-            row = next((row for row, length in enumerate(free) if length >= needed), None)
-            if row is None:
-                if len(rows) == self.rows:
-                    batches.append(rows)
-                    rows, free = [], []
-                rows, free, row = [*rows, []], [*free, self.length], len(rows)
-            rows[row].append(number)
+            row = next((row for row, length in enumerate(free) if length >= needed), len(free))
+            if row == len(free):
+                if not batches or row == self.rows:
+                    batches.append([])
+                    free, row = [], 0
+                batches[-1].append([])
+                free.append(self.length)
+            batches[-1][row].append(number)
             free[row] -= needed
-        return [*batches, rows] if rows else batches
+        return batches
 
     def batch(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> TrainingBatch:
         """Build a batch; the last token of a sample has no label, since nothing follows it."""
@@ -124,13 +117,12 @@ class Packer:
                 scored.append(row * shape[1] + start + np.arange(sample.prompt - 1, count - 1))
                 chosen.append(sample)
                 start += count
-        parts = (tokens, positions, sequences, np.concatenate(scored))
-        packed = PackedRows(*(torch.from_numpy(part).to(self.device) for part in parts))
-        return TrainingBatch(packed, self._labels(chosen), len(packed.scored))
+        written = np.concatenate([sample.tokens[sample.prompt :] for sample in chosen])
+        top = np.concatenate([sample.top_ids for sample in chosen])
+        top_p = np.exp(np.concatenate([sample.top_log_p for sample in chosen]).astype(np.float32))
+        packed = PackedRows(*map(self._to_device, (tokens, positions, sequences, np.concatenate(scored))))
+        labels = Labels(*map(self._to_device, (self._index[written], self._index[top], top_p)))
+        return TrainingBatch(packed, labels, len(packed.scored))
 
-    def _labels(self, samples: Sequence[Sample]) -> Labels:
-        written = np.concatenate([sample.tokens[sample.prompt :] for sample in samples])
-        top = np.concatenate([sample.top_ids for sample in samples])
-        top_p = np.exp(np.concatenate([sample.top_log_p for sample in samples]).astype(np.float32))
-        parts = (self._index[written], self._index[top], top_p)
-        return Labels(*(torch.from_numpy(part).to(self.device) for part in parts))
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)

@@ -95,12 +95,17 @@ def evaluate(
             rows.append(_measure_acceptance(target, draft, task, prompts[: options.prompts], temperature, options))
             progress({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
     speed = _time_models(target.model, draft.model)
-    kernels = "native kernels" if target.model.instruction_set else "torch"
-    weights = [
-        "the file's own weights" if one.precision == FILE else f"weights in {one.precision}" for one in (target, draft)
+    where = [
+        "native kernels" if target.model.instruction_set else "torch",
+        f"target: {_weights(target)}",
+        f"draft: {_weights(draft)}",
+        f"threads {torch.get_num_threads()}",
     ]
-    where = f"{kernels}, target: {weights[0]}, draft: {weights[1]}, threads {torch.get_num_threads()}"
-    return Evaluation(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
+    return Evaluation(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), ", ".join(where))
+
+
+def _weights(loaded: Loaded) -> str:
+    return "the file's own weights" if loaded.precision == FILE else f"weights in {loaded.precision}"
 
 
 def predicted_speedups(rows: Sequence[Acceptance], speed: ModelTimes) -> dict[int, float]:

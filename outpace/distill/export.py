@@ -12,54 +12,42 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.sharded_safetensors import index_json, save_sharded
+from outpace.distill.atomic_write import write_atomically
 from outpace.distill.student import Student
 from outpace.models.files.cache_folder import new_folder
-from outpace.models.files.checkpoint import INDEX, SINGLE
+from outpace.models.files.checkpoint import SINGLE
 from outpace.models.files.packed import TOKENIZER_FILES
+from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 
-VOCAB_FILE = "draft_vocab.safetensors"
 
+def write_draft(folder: Path, student: Student, config: Mapping[str, Any], target: Path) -> None:
+    """Replace the draft in `folder`; `config` is its config.json. The old draft is kept if that fails.
 
-def write_draft(
-    folder: Path, student: Student, config: Mapping[str, Any], target: Path, part_bytes: int | None = None
-) -> None:
-    """Replace the draft in `folder` atomically; `config` is its config.json.
-
-    Weights are stored in bfloat16 under their Hugging Face names, in files of at most `part_bytes`. A draft with a
-    reduced vocabulary has its token ids in the int32 tensor `ids` of draft_vocab.safetensors.
+    Weights are stored in bfloat16 under their Hugging Face names. A draft with a reduced vocabulary has its token ids
+    in the int32 tensor `ids` of draft_vocab.safetensors.
     """
+    from safetensors.torch import save_file
+
     tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.tensors.items()}
-    retired = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(retired, ignore_errors=True)
-    if folder.exists():
-        folder.rename(retired)
-    try:
-        with new_folder(folder) as unfinished:
-            (unfinished / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-            files = save_sharded(unfinished, Path(SINGLE).stem, tensors, part_bytes, {"format": "pt"})
-            if len(set(files.values())) > 1:
-                (unfinished / INDEX).write_text(index_json(tensors, files), encoding="utf-8")
-            if student.ids is not None:
-                save_vocab_ids(unfinished / VOCAB_FILE, student.ids)
-            for name in TOKENIZER_FILES:
-                if (target / name).is_file():
-                    shutil.copyfile(target / name, unfinished / name)
-    except BaseException:
-        if retired.exists() and not folder.exists():
-            retired.rename(folder)
-        raise
-    shutil.rmtree(retired, ignore_errors=True)
+    replacement = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(replacement, ignore_errors=True)
+    with new_folder(replacement) as unfinished:
+        (unfinished / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        write_atomically(unfinished / SINGLE, lambda part: save_file(tensors, part, {"format": "pt"}))
+        if student.ids is not None:
+            save_vocab_ids(unfinished / VOCAB_FILE, student.ids)
+        for name in TOKENIZER_FILES:
+            if (target / name).is_file():
+                shutil.copyfile(target / name, unfinished / name)
+    shutil.rmtree(folder, ignore_errors=True)
+    replacement.rename(folder)
 
 
 def save_vocab_ids(file: Path, ids: Tensor) -> None:
     """Write the token ids of a draft's reduced vocabulary, in ascending order, as the int32 tensor `ids`."""
     from safetensors.torch import save_file
 
-    try:
-        save_file({"ids": ids.cpu().to(torch.int32)}, file, {"format": "pt"})
-    except Exception as error:  # safetensors has an error class of its own
-        raise UserError(f"{file} cannot be written ({error})") from error
+    write_atomically(file, lambda part: save_file({"ids": ids.cpu().to(torch.int32)}, part, {"format": "pt"}))
 
 
 def read_vocab_ids(file: Path) -> Tensor:
@@ -80,10 +68,9 @@ def chosen_vocab_ids(folder: Path, size: int) -> Tensor | None:
 
     UserError if it has another size.
     """
-    file = folder / VOCAB_FILE
-    if not size or not file.exists():
+    if not size or not (folder / VOCAB_FILE).exists():
         return None
-    ids = read_vocab_ids(file)
+    ids = read_vocab_ids(folder / VOCAB_FILE)
     if len(ids) != size:
         raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
     return ids

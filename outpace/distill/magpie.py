@@ -22,7 +22,6 @@ from outpace.distill.writer import AnswerJob, WriterOptions, make_writer
 from outpace.models.text.tokenizer import Tokenizer
 
 FILE = "prompts.jsonl"
-STAGE = "prompts"
 TEMPERATURE = 1.0
 MAX_TOKENS = 160
 MIN_CHARACTERS = 15  # greetings and broken beginnings are shorter
@@ -49,44 +48,31 @@ def write_prompts(
     file = folder / FILE
     with stage_lock(file, "writing prompts"):
         known = dict.fromkeys(read_prompts(file)) if file.is_file() and file.stat().st_size else {}
-        if len(known) < number:
-            _extend(file, known, target, number, options, device, progress, begins)
-        return file
-
-
-def _extend(
-    file: Path,
-    known: dict[str, None],
-    target: Path,
-    number: int,
-    options: WriterOptions,
-    device: str,
-    progress: StageProgress,
-    begins: Sequence[str],
-) -> None:
-    tokenizer = Tokenizer.from_folder(target)
-    heads = [user_beginning(tokenizer, begin) for begin in begins]
-    first = [tokenizer.continuation(begin) for begin in begins]  # decoded together: decoders may drop a first space
-    model, longest = load_target(target, device), max(map(len, heads))
-    max_tokens = min(MAX_TOKENS, model.max_positions - longest - 1)
-    if max_tokens < 1:
-        raise UserError(f"a message begins with {longest} tokens, the target's context has {model.max_positions}")
-    writer = make_writer(model, tokenizer.stop_ids, replace(options, max_tokens=max_tokens, top=1), longest)
-    before, started = len(known), time.monotonic()
-    with file.open("a", encoding="utf-8") as stream:
-        for tried, answer in enumerate(writer.answers(_jobs(heads, before)), 1):
-            text = _message(tokenizer, [*first[answer.job.number % len(first)], *answer.tokens.tolist()])
-            if text is not None and text not in known:
-                known[text] = None
-                stream.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
-                stream.flush()
-            rate = (len(known) - before) / (time.monotonic() - started)
-            left = {"seconds_left": (number - len(known)) / rate} if rate else {}
-            progress(STAGE, {"prompts": float(len(known)), **left})
-            if len(known) >= number:
-                return
-            if tried >= _MAX_TRIES * (len(known) - before + 1):
-                break
+        if len(known) >= number:
+            return file
+        tokenizer = Tokenizer.from_folder(target)
+        heads = [user_beginning(tokenizer, begin) for begin in begins]
+        first = [tokenizer.continuation(begin) for begin in begins]  # decoded together: decoders may drop a first space
+        model, longest = load_target(target, device), max(map(len, heads))
+        max_tokens = min(MAX_TOKENS, model.max_positions - longest - 1)
+        if max_tokens < 1:
+            raise UserError(f"a message begins with {longest} tokens, the target's context has {model.max_positions}")
+        writer = make_writer(model, tokenizer.stop_ids, replace(options, max_tokens=max_tokens, top=1), longest)
+        before, started = len(known), time.monotonic()
+        with file.open("a", encoding="utf-8") as stream:
+            for tried, answer in enumerate(writer.answers(_jobs(heads, before)), 1):
+                text = _message(tokenizer, [*first[answer.job.number % len(first)], *answer.tokens.tolist()])
+                if text is not None and text not in known:
+                    known[text] = None
+                    stream.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
+                    stream.flush()
+                rate = (len(known) - before) / (time.monotonic() - started)
+                left = {"seconds_left": (number - len(known)) / rate} if rate else {}
+                progress("prompts", {"prompts": float(len(known)), **left})
+                if len(known) >= number:
+                    return file
+                if tried >= _MAX_TRIES * (len(known) - before + 1):
+                    break
     raise UserError(
         f"of {tried} messages that the target began, {len(known) - before} ended as a user's message does: it writes no"
         " prompts of its own, name some with --prompts"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.prompts import BUILT_IN
 from outpace.distill.start import DraftShape
-from outpace.distill.text import TEMPERATURES, check_temperatures
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
 from outpace.models.files.cache_folder import exclusive_lock
 from outpace.models.runtimes import RUNTIMES
 
 STAGES = ("text", "train", "judge", "all")
+TEMPERATURES = (0.0, 0.8, 1.0)
 TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
 
 
@@ -32,7 +32,7 @@ class DistillOptions:
     tokens: int | None = None
     seconds: float | None = None
     epochs: float = 3.0  # passes over the text, where `tokens` limits the text
-    temperatures: Sequence[float] = TEMPERATURES  # at which prompts are answered, in rotation
+    temperatures: Sequence[float] = TEMPERATURES  # of the passes over the prompts, in rotation
     device: str = "cpu"
     runtime: str = "auto"  # of the evaluation
     evaluate: str | None = None  # the draft to evaluate; None: the run's own
@@ -52,25 +52,17 @@ class DistillOptions:
             check_whole("tokens", self.tokens, 1)
         if self.seconds is not None:
             check_range("budget", self.seconds, 1.0)
-        if self.tokens is None and self.seconds is None and self.stage in ("text", "all"):
+        if self.tokens is None and self.seconds is None and self.runs("text"):
             raise UserError("say how much to distil: a time (--budget 2h) or a number of tokens (--tokens 100000)")
-        check_temperatures(self.temperatures)
+        if not self.temperatures:
+            raise UserError("temperatures is empty, at least one is needed")
+        for temperature in self.temperatures:
+            check_range("a temperature", temperature, 0.0, 10.0)
         check_range("epochs", self.epochs, 0.001, 10000.0)
 
-    @property
-    def writes_text(self) -> bool:
-        """Whether the stage text runs."""
-        return self.stage in ("text", "all")
-
-    @property
-    def trains(self) -> bool:
-        """Whether the stage train runs."""
-        return self.stage in ("train", "all")
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the stage judge runs."""
-        return self.stage in ("judge", "all")
+    def runs(self, stage: str) -> bool:
+        """Whether this stage is among the selected ones."""
+        return self.stage in (stage, "all")
 
     @property
     def draft(self) -> str:
@@ -78,12 +70,10 @@ class DistillOptions:
         return self.evaluate if self.evaluate is not None else str(self.out / DRAFT)
 
 
-@contextmanager
-def stage_lock(path: Path, work: str) -> Iterator[None]:
-    """Hold a lock on `path`; UserError if another process holds it, whose files this one would overwrite."""
+def stage_lock(path: Path, work: str) -> AbstractContextManager[bool]:
+    """Return a lock on `path`; UserError on entering if another process holds it, whose files it would overwrite."""
 
     def fail() -> None:
         raise UserError(f"another process is {work} in {path}: wait for it, end it, or choose another --out")
 
-    with exclusive_lock(path, fail):
-        yield
+    return exclusive_lock(path, fail)

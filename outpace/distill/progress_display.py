@@ -44,7 +44,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def __init__(self, quiet: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4) if sys.stderr.isatty() and not quiet else None
-        self._quiet, self._stage, self._figures, self._printed = quiet, "", dict[str, float](), 0.0
+        self._quiet, self._stage, self._printed = quiet, "", 0.0
+        self._figures: Figures = {}
 
     def __enter__(self) -> ProgressDisplay:
         if self._live is not None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError, install_command
 from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Evaluation
+from outpace.distill.options import DRAFT, TRAINING
+from outpace.distill.train import CURVE
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.llama.config.llama_config import from_dict
@@ -19,15 +21,49 @@ if TYPE_CHECKING:
 PLOT = "distill.png"
 STATE, NOTES = "run.json", "notes.md"
 CARD_POINTS = 12  # points of the learning curve in the model card
-USE = (
-    "## Use",
-    "",
-    "    outpace generate --target TARGET --draft THIS_FOLDER ...",
-    "",
-    'As `assistant_model` of transformers it loads as it is, unless its config.json says `"embedding": "target"`: then',
-    "`outpace distill --unpack THIS_FOLDER --target TARGET --out WHOLE` writes the folder that does.",
-    "",
-)
+CARD = """\
+# A draft for {target}
+
+A small model that proposes tokens for {target} to verify. It was made by `outpace distill`
+from nothing but the target: its weights and its own answers. By itself it writes poor text; it only helps
+as a draft, which does not change the target's text.
+
+{provenance}
+
+## Use
+
+    outpace generate --target TARGET --draft THIS_FOLDER ...
+
+As `assistant_model` of transformers it loads as it is, unless its config.json says `"embedding": "target"`: then
+`outpace distill --unpack THIS_FOLDER --target TARGET --out WHOLE` writes the folder that does.
+
+## Attribution
+
+Embeddings, output layer and initial weights are those of {target}, which also wrote the training
+text. The target's licence ({licence}) therefore applies to this draft as well. What was changed: the
+number of layers, and their weights by training.
+"""
+MEASURED = """\
+
+## Measured
+
+| task | temperature | prompts | tokens | acceptance by position | chain {chain} | tree {tree} |
+|---|---|---|---|---|---|---|
+{rows}
+
+Real decoding. Lengths are emitted tokens per target pass; a position's acceptance is that of a token whose
+predecessors in its chain were accepted. On the machine of the measurement{where}: {times}.
+"""
+LEARNING_CURVE = """\
+
+## Learning curve
+
+| tokens seen | of text | held-out top-1 | chain {chain} |
+|---|---|---|---|
+{rows}
+
+Held-out answers, with the target's own text before each token.
+"""
 
 
 def table(found: Evaluation) -> Table:
@@ -78,9 +114,10 @@ def plot(found: Evaluation, curve: Sequence[Mapping[str, Any]], file: Path) -> N
     right.plot([point["tokens"] / 1e6 for point in curve], [point["top1"] for point in curve], marker=".")
     right.set(title="held-out answers", xlabel="million answer tokens trained on", ylim=(0, 1))
     right.set_ylabel("top-1 agreement", color="C0")
-    lengths = [(point["tokens"] / 1e6, point["chain"]) for point in curve if point.get("chain") is not None]
+    measured = [point for point in curve if point["chain"] is not None]
     twin = right.twinx()
-    twin.plot(*zip(*lengths, strict=True) if lengths else ((), ()), color="C1", marker=".")
+    millions = [point["tokens"] / 1e6 for point in measured]
+    twin.plot(millions, [point["chain"] for point in measured], color="C1", marker=".")
     twin.set_ylim(1, CHAIN + 1)
     twin.set_ylabel(f"tokens per pass, chain {CHAIN}", color="C1")
     for axes in (left, middle, right):
@@ -132,9 +169,9 @@ def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[s
         facts["trained on"] = f"{last['tokens']:,} answer tokens, {last['step']:,} steps, {minutes:.0f} min"
         facts["held-out agreement"] = f"{last['top1']:.3f} (likeliest token, the target's own text before it)"
     if "training" in state:
-        options = {name: value for name, value in state["training"].items() if not isinstance(value, Mapping)}
-        for value in state["training"].values():
-            options |= value if isinstance(value, Mapping) else {}
+        options = {name: value for name, value in state["training"].items() if name != "loss"} | state["training"][
+            "loss"
+        ]
         named = (f"{name.replace('_', ' ')} {value}" for name, value in options.items() if value is not None)
         facts["training"] = ", ".join(named)
     return facts
@@ -154,77 +191,35 @@ def licence(target: str | None) -> str | None:
     return named[0] if named and named[0] else None
 
 
-def model_card(found: Evaluation, target: str | None, folder: Path, draft: Path, curve: Path) -> str:
-    """Return the text of the model card of a run's draft; `folder` is the run's, `curve` its learning curve."""
-    terms, state, points = licence(target), read_state(folder), read_curve(curve)
-    commands = state.get("commands", ())
-    notes = folder / NOTES
+def write_card(folder: Path, found: Evaluation, target: str | None) -> None:
+    """Write the model card of a run's draft from its evaluation; `folder` is the run's."""
+    draft, terms, state = folder / DRAFT, licence(target), read_state(folder)
+    points = read_curve(folder / TRAINING / CURVE)
+    facts = [f"- {name}: {value}" for name, value in provenance(state, draft, points).items()]
+    if state.get("commands"):
+        facts += ["", "Made by", "", *(f"    {command}" for command in state["commands"])]
     named_terms = f"`{terms}`" if terms else "not named in its files: look it up before you pass this on"
-    lines = ["---", *([f"license: {terms}"] if terms else [])]
-    lines += ["library_name: transformers", "tags: [speculative-decoding, draft]", "---", ""]
-    lines += [
-        f"# A draft for {found.target}",
-        "",
-        f"A small model that proposes tokens for {found.target} to verify. It was made by `outpace distill`",
-        "from nothing but the target: its weights and its own answers. By itself it writes poor text; it only helps",
-        "as a draft, which does not change the target's text.",
-        "",
-    ]
-    lines += [f"- {name}: {value}" for name, value in provenance(state, draft, points).items()]
-    if commands:
-        lines += ["", "Made by", "", *(f"    {command}" for command in commands)]
-    lines += [
-        "",
-        *USE,
-        "## Attribution",
-        "",
-        f"Embeddings, output layer and initial weights are those of {found.target}, which also wrote the training",
-        f"text. The target's licence ({named_terms}) therefore applies to this draft as well. What was changed: the",
-        "number of layers, and their weights by training.",
-        "",
-    ]
+    text = f"---\nlicense: {terms}\n" if terms else "---\n"
+    text += "library_name: transformers\ntags: [speculative-decoding, draft]\n---\n\n"
+    text += CARD.format(target=found.target, provenance="\n".join(facts), licence=named_terms)
+    notes = folder / NOTES
     if notes.is_file() and (data := notes.read_text(encoding="utf-8").strip()):
-        lines += ["## Data", "", data, ""]
-    lines += [*_measured_section(found), *_curve_section(points)]
-    if (draft / PLOT).is_file():
-        lines += [f"![acceptance by position, predicted speedup and learning curve]({PLOT})", ""]
-    return "\n".join(lines)
-
-
-def _measured_section(found: Evaluation) -> list[str]:
-    lines = [
-        "## Measured",
-        "",
-        f"| task | temperature | prompts | tokens | acceptance by position | chain {CHAIN} | tree {TREE} |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in found.rows:
-        rates = ", ".join(f"{rate:.2f}" for rate in row.by_position)
-        lines.append(
-            f"| {row.task} | {row.temperature:g} | {row.prompts} | {row.tokens:,} | {rates} | {row.chain:.2f} |"
-            f" {row.tree:.2f} |"
-        )
+        text += f"\n## Data\n\n{data}\n"
     where = f" ({found.where})" if found.where else ""
-    return [
-        *lines,
-        "",
-        "Real decoding. Lengths are emitted tokens per target pass; a position's acceptance is that of a token whose",
-        f"predecessors in its chain were accepted. On the machine of the measurement{where}: {_times(found)}.",
-        "",
-    ]
-
-
-def _curve_section(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the table of the learning curve with at most CARD_POINTS points, the last one included."""
-    if not points:
-        return []
-    lines = [
-        "## Learning curve",
-        "",
-        f"| tokens seen | of text | held-out top-1 | chain {CHAIN} |",
-        "|---|---|---|---|",
-    ]
-    for point in points[::-1][:: -(-len(points) // CARD_POINTS)][::-1]:
-        length = f"{point['chain']:.2f}" if point.get("chain") is not None else "-"
-        lines.append(f"| {point['tokens']:,} | {point['text_tokens']:,} | {point['top1']:.3f} | {length} |")
-    return [*lines, "", "Held-out answers, with the target's own text before each token.", ""]
+    rows = "\n".join(
+        f"| {row.task} | {row.temperature:g} | {row.prompts} | {row.tokens:,} |"
+        f" {', '.join(f'{rate:.2f}' for rate in row.by_position)} | {row.chain:.2f} | {row.tree:.2f} |"
+        for row in found.rows
+    )
+    text += MEASURED.format(chain=CHAIN, tree=TREE, rows=rows, where=where, times=_times(found))
+    if points:
+        every = -(-len(points) // CARD_POINTS)
+        rows = "\n".join(
+            f"| {point['tokens']:,} | {point['text_tokens']:,} | {point['top1']:.3f} |"
+            f" {'-' if point['chain'] is None else format(point['chain'], '.2f')} |"
+            for point in points[::-1][::every][::-1]
+        )
+        text += LEARNING_CURVE.format(chain=CHAIN, rows=rows)
+    if (draft / PLOT).is_file():
+        text += f"\n![acceptance by position, predicted speedup and learning curve]({PLOT})\n"
+    (draft / "README.md").write_text(text, encoding="utf-8")

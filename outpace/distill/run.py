@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -12,49 +11,40 @@ from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.distill import training_state
-from outpace.distill.batches import frequent_tokens, read_samples
+from outpace.distill.batches import Sample, frequent_tokens, read_samples
 from outpace.distill.evaluate import Evaluation, evaluate
 from outpace.distill.export import VOCAB_FILE, chosen_vocab_ids, read_vocab_ids, save_vocab_ids, write_draft
 from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
-from outpace.distill.report import PLOT, model_card, plot, read_curve, read_state, record
-from outpace.distill.sharded_safetensors import group_by_size
-from outpace.distill.start import draft_config, frozen_names, new_student, target_config
+from outpace.distill.report import PLOT, plot, read_curve, read_state, record, write_card
+from outpace.distill.start import draft_config, new_student, target_config, trained_shapes
 from outpace.distill.student import Student
-from outpace.distill.text import TextPlan, max_prompt_length, write_text
+from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import open_folder, resolve, shipped_model
+from outpace.models.files.find import open_folder, resolve
 from outpace.models.files.packed import pack
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
 EVALUATION = "judgement.json"
-UNRECORDED = ("save_every", "seconds", "part_bytes")  # training options that do not affect the weights
+UNRECORDED = ("save_every", "seconds")  # training options that do not affect the weights
 
 
 def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
-    """Run the stages selected by `options.stage` and save their results; return the evaluation, if there is one."""
-    found = run_stages(options, progress)
-    if found is not None:
-        save_evaluation(options, found)
-    return found
-
-
-def run_stages(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
-    """Run the selected stages; the evaluation is returned but not saved."""
-    target = resolve(options.target) if options.writes_text or options.trains else None
+    """Run the stages selected by `options.stage`; return the evaluation, which is not saved, if there is one."""
+    target = resolve(options.target) if options.runs("text") or options.runs("train") else None
     check(options, target)
-    if target is not None and options.writes_text:
-        name = shipped_model().stem if options.target is None else Path(options.target).name
-        text_stage(options, target, name, progress)
-    if target is not None and options.trains:
-        train_stage(options, target, progress)
-    return evaluation_stage(options, progress) if options.evaluates else None
+    if target is not None and options.runs("text"):
+        text_stage(options, target, progress)
+    if target is not None and options.runs("train"):
+        with stage_lock(options.out / TRAINING, "training a draft"):
+            train_stage(options, target, progress)
+    return evaluation_stage(options, progress) if options.runs("judge") else None
 
 
 def check(options: DistillOptions, target: Path | None) -> None:
@@ -62,21 +52,21 @@ def check(options: DistillOptions, target: Path | None) -> None:
 
     `target` is the target's folder; None if no text is written and nothing is trained.
     """
-    texts = collect(options.prompts) if options.writes_text else []
+    texts = collect(options.prompts) if options.runs("text") else []
     if target is not None:
         with open_folder(target) as checkpoint:
             sizes = target_config(checkpoint)
-            if options.writes_text:
+            if options.runs("text"):
                 max_prompt_length(options.writer, sizes.max_positions)
-            if options.trains:
+            if options.runs("train"):
                 _check_draft(options, checkpoint, sizes)
-        if options.writes_text:
+        if options.runs("text"):
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
-    if options.evaluates:
+    if options.runs("judge"):
         evaluation_prompts(options.tasks, options.prompts)
         if options.runtime == "native" and (reason := missing_kernels()) is not None:
             raise UserError(reason)
-        if not options.trains and options.evaluate is None and not (options.out / DRAFT).is_dir():
+        if options.evaluate is None and not options.runs("train") and not (options.out / DRAFT).is_dir():
             raise UserError(f"{options.out} holds no draft yet: run `outpace distill --stage train` first")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -89,25 +79,21 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
     shape, folder = options.shape, options.out / TRAINING
     if shape.vocab > sizes.vocab_size:
         raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
-    ids = chosen_vocab_ids(folder, shape.vocab)
-    config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
-    shapes = tensor_shapes(config)
-    frozen = frozen_names(config, sizes)
-    trained = {name: shape for name, shape in shapes.items() if name not in frozen}
+    config = from_dict(draft_config(checkpoint.config, shape))
+    trained = trained_shapes(config, sizes)
+    chosen_vocab_ids(folder, shape.vocab)
     if shape.draft is not None:
         with Checkpoint.open(shape.draft) as draft:
             draft.check_shapes(trained)
     training_state.check(folder, trained)
-    for tensors in (training_state.sizes(trained), {name: 2 * math.prod(shape) for name, shape in shapes.items()}):
-        group_by_size(tensors, options.train.part_bytes)  # UserError if a tensor does not fit into one file
 
 
 def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
     """Check that some answers fit into a training row, and all evaluation prompts into the target's context."""
     encode = tokenizer.encode_prompt
-    if options.trains and not any(len(encode(text)) < options.train.length for text in texts):
+    if options.runs("train") and not any(len(encode(text)) < options.train.length for text in texts):
         raise UserError(f"length is {options.train.length}, no prompt and first token of an answer fit into so few")
-    tasks = evaluation_prompts(options.tasks, options.prompts) if options.evaluates else {}
+    tasks = evaluation_prompts(options.tasks, options.prompts) if options.runs("judge") else {}
     for task, prompts in tasks.items():
         for text in prompts[: options.evaluation.prompts]:
             count = len(encode(text))
@@ -118,38 +104,29 @@ def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tok
                 )
 
 
-def text_stage(options: DistillOptions, target: Path, name: str, progress: StageProgress) -> None:
+def text_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:
     """Write the target's text, until there is enough of it or its share of the time is used up."""
     spent = read_state(options.out).get("text_seconds", 0.0)
     seconds = None if options.seconds is None else max(options.seconds * TEXT_SHARE - spent, 0.0)
-    plan = TextPlan(
-        options.prompts, options.writer, options.tokens, seconds, options.device, temperatures=options.temperatures
-    )
     started = time.monotonic()
     with stage_lock(options.out / TEXT, "writing text"):
         try:
-            write_text(target, name, options.out / TEXT, plan, lambda figures: progress("text", figures))
+            write_text(target, options, seconds, lambda figures: progress("text", figures))
         finally:
             spent += time.monotonic() - started
             changes = {"prompts": list(options.prompts), "temperatures": list(options.temperatures)}
             record(options.out, options.command, text_seconds=round(spent, 1), **changes)
 
 
-def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
-    """Train the draft from the start or from its last checkpoint, write it, and return its folder."""
-    with stage_lock(options.out / TRAINING, "training a draft"):
-        return _train(options, target, progress)
-
-
-def _train(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
-    text, folder = options.out / TEXT, options.out / TRAINING
-    train = options.train
+def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:
+    """Train the draft from the start or from its last checkpoint, and write it."""
+    text, folder, train = options.out / TEXT, options.out / TRAINING, options.train
     if options.seconds is not None:
         train = replace(train, seconds=options.seconds * TRAIN_SHARE)
     samples, _ = read_samples(text, train.length)
     if train.seconds is None and train.tokens is None:
         train = replace(train, tokens=int(options.epochs * sum(len(sample.top_ids) for sample in samples)))
-    student = _new_student(options, target, folder)
+    student = _new_student(options, target, samples)
     trainer = Trainer(student, text, folder, train)
     trainer.resume()
     record(
@@ -158,26 +135,22 @@ def _train(options: DistillOptions, target: Path, progress: StageProgress) -> Pa
         training={name: value for name, value in asdict(train).items() if name not in UNRECORDED},
         draft=None if options.shape.draft is None else options.shape.draft.name,
     )
-    ids = None if student.ids is None else student.ids.tolist()
     with open_folder(target) as source:
-        config = draft_config(source.config, options.shape, ids)
-    draft = options.out / DRAFT
+        config = draft_config(source.config, options.shape)
     trainer.run(
         lambda figures: progress("training", figures),
-        save=lambda student: write_draft(draft, student, config, target, part_bytes=train.part_bytes),
+        save=lambda student: write_draft(options.out / DRAFT, student, config, target),
     )
-    return draft
 
 
-def _new_student(options: DistillOptions, target: Path, folder: Path) -> Student:
+def _new_student(options: DistillOptions, target: Path, samples: Sequence[Sample]) -> Student:
     """Return an untrained draft; its reduced vocabulary is chosen once, from the text written so far."""
-    shape = options.shape
+    shape, folder = options.shape, options.out / TRAINING
     ids = chosen_vocab_ids(folder, shape.vocab)
     if ids is None and shape.vocab:
         if shape.draft is not None:
             ids = read_vocab_ids(shape.draft / VOCAB_FILE)
         else:
-            samples, _ = read_samples(options.out / TEXT, options.train.length)
             with open_folder(target) as source:
                 size = from_dict(source.config).vocab_size
             ids = frequent_tokens(samples, size, shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))
@@ -202,7 +175,7 @@ def save_evaluation(options: DistillOptions, found: Evaluation) -> None:
     try:
         (options.out / EVALUATION).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
         if Path(options.draft) == options.out / DRAFT:
-            _write_card(options, found)
+            write_card(options.out, found, options.target)
     except OSError as error:
         raise UserError(f"the judgement cannot be written to {options.out} ({error.strerror})") from error
 
@@ -213,14 +186,8 @@ def write_plot(options: DistillOptions, found: Evaluation) -> Path:
     plot(found, read_curve(options.out / TRAINING / CURVE), file)
     if found.draft == str(draft):
         shutil.copyfile(file, draft / PLOT)
-        _write_card(options, found)
+        write_card(options.out, found, options.target)
     return file
-
-
-def _write_card(options: DistillOptions, found: Evaluation) -> None:
-    draft, curve = options.out / DRAFT, options.out / TRAINING / CURVE
-    card = model_card(found, options.target, options.out, draft, curve)
-    (draft / "README.md").write_text(card, encoding="utf-8")
 
 
 def pack_run(run: Path, target: Path, out: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.distill.atomic_write import write_atomically
 from outpace.distill.writer import WrittenAnswer
 
 MANIFEST = "manifest.json"
-PATTERN = "shard-*.safetensors"
-SHARED = ("target", "top")  # settings that all shards of a folder have in common
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,11 @@ class Shard:
 
 
 class TextFolder:
-    """The folder of one target's shards. Files are written under another name and renamed when complete."""
+    """The folder of one target's shards. Torn shards are removed when it is opened."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Open or create `folder`; UserError if it holds another target's text."""
         self.folder, self.settings = folder, dict(settings)
-        self.dropped: list[str] = []  # torn files that were removed
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -65,11 +62,12 @@ class TextFolder:
         self._check_manifest()
         self.shards: dict[str, tuple[int, int]] = {}  # file name -> answers, answer tokens
         self.finished: set[int] = set()  # numbers of the jobs
+        self.num_dropped = 0  # torn shards
         for file in shard_files(folder):
             try:
                 shard = read_shard(file)
             except UserError:
-                self.dropped.append(file.name)
+                self.num_dropped += 1
                 file.unlink()
             else:
                 self._add_entry(file.name, shard)
@@ -81,52 +79,39 @@ class TextFolder:
 
     def add(self, answers: Sequence[WrittenAnswer]) -> None:
         """Write a shard; UserError if writing fails, which leaves the earlier shards intact."""
+        from safetensors.numpy import save_file
+
         number = max((int(name.split("-")[1].split(".")[0]) for name in self.shards), default=-1) + 1
-        file = self.folder / f"shard-{number:05d}.safetensors"
-        shard = Shard.of(answers)
-        self._write(file, lambda part: _save(shard, part))
-        self._add_entry(file.name, shard)
+        name, shard = f"shard-{number:05d}.safetensors", Shard.of(answers)
+        self._write(name, lambda part: save_file(vars(shard), part))
+        self._add_entry(name, shard)
         manifest = self.settings | {
             "tokens": self.tokens,
             "shards": [{"file": name, "answers": a, "tokens": t} for name, (a, t) in self.shards.items()],
         }
-        self._write(self.folder / MANIFEST, lambda part: part.write_text(json.dumps(manifest, indent=1) + "\n"))
+        self._write(MANIFEST, lambda part: part.write_text(json.dumps(manifest, indent=1) + "\n"))
 
-    def _write(self, file: Path, write: Any) -> None:
-        part = file.with_name(f".{file.name}.part")
-        try:
-            write(part)
-            with part.open("rb") as stream:
-                os.fsync(stream.fileno())
-            part.rename(file)
-        except Exception as error:  # safetensors has an error class of its own
-            part.unlink(missing_ok=True)
-            reason = getattr(error, "strerror", None) or error
-            kept = f"the {len(self.shards)} finished shards stay good"
-            raise UserError(f"{file} cannot be written ({reason}); {kept}") from error
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        write_atomically(self.folder / name, write, f"the {len(self.shards)} finished shards stay good")
 
     def _add_entry(self, name: str, shard: Shard) -> None:
         self.shards[name] = (len(shard.jobs), len(shard.top_ids))
         self.finished.update(shard.jobs.tolist())
 
     def _check_manifest(self) -> None:
-        file = self.folder / MANIFEST
-        if not file.exists():
-            return
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            found = {name: found[name] for name in SHARED}
+            found = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            differing = [name for name in ("target", "top") if self.settings.get(name, found[name]) != found[name]]
         except (OSError, ValueError, KeyError, TypeError):
             return  # the manifest is only a summary of the shards
-        for name in SHARED:
-            if name in self.settings and found[name] != self.settings[name]:
-                here, there = self.settings[name], found[name]
-                raise UserError(f"{self.folder} holds text with {name} {there!r}, not {here!r}; choose another folder")
+        for name in differing:
+            here, there = self.settings[name], found[name]
+            raise UserError(f"{self.folder} holds text with {name} {there!r}, not {here!r}; choose another folder")
 
 
 def shard_files(folder: Path) -> list[Path]:
     """Return a folder's complete shards in the order in which they were written."""
-    return sorted(folder.glob(PATTERN))
+    return sorted(folder.glob("shard-*.safetensors"))
 
 
 def read_shards(folder: Path) -> Iterator[Shard]:
@@ -134,8 +119,7 @@ def read_shards(folder: Path) -> Iterator[Shard]:
     files = shard_files(folder)
     if not files:
         raise UserError(f"{folder} holds no text yet: run `outpace distill --stage text` first")
-    for file in files:
-        yield read_shard(file)
+    yield from map(read_shard, files)
 
 
 def read_shard(file: Path) -> Shard:
@@ -154,9 +138,3 @@ def read_shard(file: Path) -> Shard:
     if not fits:
         raise UserError(f"{file} is not a whole shard (its parts do not fit together)")
     return shard
-
-
-def _save(shard: Shard, file: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(vars(shard), file)

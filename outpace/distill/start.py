@@ -117,7 +117,7 @@ def pick_layers(shape: DraftShape, total: int) -> list[int]:
     return numbers
 
 
-def draft_config(config: dict[str, Any], shape: DraftShape, ids: Sequence[int] | None) -> dict[str, Any]:
+def draft_config(config: dict[str, Any], shape: DraftShape) -> dict[str, Any]:
     """Return the draft's config.json, derived from the target's; the draft is not quantised."""
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     sizes = from_dict(config)
@@ -125,6 +125,9 @@ def draft_config(config: dict[str, Any], shape: DraftShape, ids: Sequence[int] |
     made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
     made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read
     made |= _layer_fields(config, sizes, layers)
+    made["outpace"] = {"target_layers": layers if shape.init == "layers" else None, "draft_window": WINDOW}
+    if shape.vocab:
+        made["outpace"]["draft_vocab_size"] = shape.vocab
     if shape.hidden is not None:
         if shape.hidden > sizes.hidden_size:
             raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
@@ -132,9 +135,6 @@ def draft_config(config: dict[str, Any], shape: DraftShape, ids: Sequence[int] |
             own = f"the target's own {sizes.hidden_size}"
             raise UserError(f"hidden is {shape.hidden}, drafts for a target with LongRoPE have {own}: leave it out")
         made["hidden_size"] = shape.hidden
-    made["outpace"] = {"target_layers": layers if shape.init == "layers" else None, "draft_window": WINDOW}
-    if ids is not None:
-        made["outpace"]["draft_vocab_size"] = len(ids)
     return made
 
 
@@ -156,31 +156,26 @@ def new_student(target: Path, shape: DraftShape, ids: Tensor | None, seed: int, 
     """Return the untrained draft; with the target's width, its embeddings and output layer are the target's, frozen."""
     with open_folder(target) as checkpoint:
         sizes = target_config(checkpoint)
-        config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
+        config = from_dict(draft_config(checkpoint.config, shape))
         layers = pick_layers(shape, sizes.num_layers)
         tensors = {name: checkpoint.tensor(_target_name(name, layers)).float() for name in tensor_shapes(config)}
     if config.hidden_size != sizes.hidden_size:
         tensors = _project(tensors, config, sizes)
+    trained = trained_shapes(config, sizes)
     if shape.draft is not None:
-        tensors |= _draft_weights(shape.draft, config, frozen_names(config, sizes))
+        with Checkpoint.open(shape.draft) as draft:
+            draft.check_shapes(trained)
+            tensors |= {name: draft.tensor(name).float() for name in trained}
     elif shape.init == "fresh":
         tensors |= _fresh_weights(config, tensors, seed)
     tensors = {name: value.to(device) for name, value in tensors.items()}
-    return Student(config, tensors, frozen_names(config, sizes), None if ids is None else ids.to(device))
+    return Student(config, tensors, trained.keys(), None if ids is None else ids.to(device))
 
 
-def frozen_names(config: LlamaConfig, target: LlamaConfig) -> frozenset[str]:
-    """Return the tensors that are not trained: embeddings and output layer, if the draft has the target's width."""
-    same_width = config.hidden_size == target.hidden_size
-    return frozenset({EMBEDDING, HEAD} & set(tensor_shapes(config))) if same_width else frozenset()
-
-
-def _draft_weights(draft: Path, config: LlamaConfig, frozen: frozenset[str]) -> dict[str, Tensor]:
-    """Read the trained weights of a draft; UserError if their shapes do not match `config`."""
-    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in frozen}
-    with Checkpoint.open(draft) as checkpoint:
-        checkpoint.check_shapes(shapes)
-        return {name: checkpoint.tensor(name).float() for name in shapes}
+def trained_shapes(config: LlamaConfig, target: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the trained tensors' shapes: without embeddings and output layer if the draft has the target's width."""
+    frozen = (EMBEDDING, HEAD) if config.hidden_size == target.hidden_size else ()
+    return {name: shape for name, shape in tensor_shapes(config).items() if name not in frozen}
 
 
 def _target_name(name: str, layers: Sequence[int]) -> str:
@@ -196,22 +191,17 @@ def _project(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConfi
 
     In models that scale embeddings by the root of their width, the scale is compensated.
     """
-    embedding, width = tensors[EMBEDDING], config.hidden_size
+    embedding = tensors[EMBEDDING]
     _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # ascending eigenvalues
-    basis = vectors[:, -width:]  # [hidden, width]
-    hidden = len(basis)
-    made = {}
+    basis = vectors[:, -config.hidden_size :]  # [hidden, width]
+    made = dict(tensors)
     for name, value in tensors.items():
-        if name.endswith(HEAD_NORMS):
-            made[name] = value
-        elif value.dim() == 1 and "norm" in name:
+        if value.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS):
             made[name] = (basis**2).T @ value  # mean gain of each direction
-        elif name.endswith(("o_proj.weight", "down_proj.weight")) or name.endswith(("o_proj.bias", "down_proj.bias")):
+        elif name.rpartition(".")[0].endswith(("o_proj", "down_proj")):
             made[name] = basis.T @ value
-        elif value.dim() == 2 and value.shape[1] == hidden:
+        elif value.dim() == 2 and value.shape[1] == len(basis):
             made[name] = value @ basis
-        else:
-            made[name] = value
     ratio = target.embedding_scale / config.embedding_scale
     made[EMBEDDING] = made[EMBEDDING] * ratio
     if config.tie_embeddings:
@@ -220,20 +210,16 @@ def _project(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConfi
 
 
 def _fresh_weights(config: LlamaConfig, tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return random weights for everything but embeddings and output layer."""
+    """Return random weights for everything but embeddings, final norm and output layer."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, value in tensors.items():
-        if name in (EMBEDDING, HEAD):
+        if name in (EMBEDDING, HEAD, NORM):
             continue
         if value.dim() == 2:
-            spread = (
-                0.02 / (2 * config.num_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-            )
+            is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+            spread = 0.02 / (2 * config.num_layers) ** 0.5 if is_output else 0.02
             made[name] = torch.randn(value.shape, generator=generator) * spread
         else:
-            whole = 0.0 if name.endswith("bias") else 1.0 - config.norm_offset
-            made[name] = torch.full_like(value, whole)
-    if NORM in tensors:
-        made[NORM] = tensors[NORM]
+            made[name] = torch.full_like(value, 0.0 if name.endswith("bias") else 1.0 - config.norm_offset)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +33,11 @@ class Student:
     """The weights of a draft in training; `ids` is its reduced vocabulary, None: all tokens."""
 
     def __init__(
-        self, config: LlamaConfig, tensors: Mapping[str, Tensor], frozen: frozenset[str], ids: Tensor | None
+        self, config: LlamaConfig, tensors: Mapping[str, Tensor], trained: Collection[str], ids: Tensor | None
     ) -> None:
-        """Copy `tensors`, float32 by Hugging Face names; those in `frozen` are not trained."""
-        self.config, self.ids, self.frozen = config, ids, frozen
-        self.tensors = {
-            name: value.detach().clone().requires_grad_(name not in frozen) for name, value in tensors.items()
-        }
+        """Copy `tensors`, float32 by Hugging Face names; those in `trained` are trained."""
+        self.config, self.ids = config, ids
+        self.tensors = {name: value.detach().clone().requires_grad_(name in trained) for name, value in tensors.items()}
         self._rows: Tensor | None = None  # cached rows of a frozen output layer
 
     @property
@@ -51,26 +49,20 @@ class Student:
         """The tensors that training changes, by name."""
         return {name: value for name, value in self.tensors.items() if value.requires_grad}
 
-    def hidden(self, batch: PackedRows) -> Tensor:
-        """Return the final normed hidden states of the positions that have a loss: [scored, hidden]."""
-        rows, length = batch.tokens.shape
+    def logits(self, batch: PackedRows) -> Tensor:
+        """Return the logits of the draft's vocabulary at the positions that have a loss: float32 [scored, ids]."""
         config, tables = self.config, dict[int | None, tuple[Tensor, Tensor]]()
         for number, rotation in enumerate(config.rotations):
-            cos, sin = rope_tables(config.head_dim, rotation, batch.positions.flatten())
-            tables[number] = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
+            tables[number] = _rope_tables(config.head_dim, rotation, batch.positions)
         masks = {window: _mask(batch, window) for window in map(config.window, range(config.num_layers))}
         x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
         x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
         for layer in range(config.num_layers):
             table, mask = tables.get(config.rotation(layer)), masks[config.window(layer)]
             x = self._layer(f"model.layers.{layer}.", x, table, mask)
-        return self._normed(x.flatten(0, 1)[batch.scored], NORM)
+        return F.linear(self._normed(x.flatten(0, 1)[batch.scored], NORM), self._head_rows()).float()
 
-    def logits(self, batch: PackedRows) -> Tensor:
-        """Return the logits of the draft's vocabulary: float32 [scored, ids]."""
-        return F.linear(self.hidden(batch), self.head_rows()).float()
-
-    def head_rows(self) -> Tensor:
+    def _head_rows(self) -> Tensor:
         """Return the output layer's rows of the draft's vocabulary: [ids, hidden]."""
         if self._rows is not None:
             return self._rows
@@ -150,10 +142,10 @@ def _mask(batch: PackedRows, window: int | None) -> Tensor:
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
-def rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of a rotary embedding, times its scaling's gain: [rows] to [rows, 1, d / 2] each."""
+def _rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of a rotary embedding, times its scaling's gain: [...] to [..., 1, d / 2] each."""
     rotated = rotation._replace(dim=0)
-    angles = positions[:, None, None] * frequencies_of(rotation.dim or head_dim, rotated).to(positions.device)
+    angles = positions[..., None, None] * frequencies_of(rotation.dim or head_dim, rotated).to(positions.device)
     return angles.cos() * rotated.gain, angles.sin() * rotated.gain
 
 

@@ -5,70 +5,45 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError
+from outpace.distill.options import TEXT, DistillOptions
 from outpace.distill.progress_display import Progress
 from outpace.distill.prompts import collect, is_held_out, prompt_hash
 from outpace.distill.shards import TextFolder
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, make_writer
 from outpace.models.base import Model
+from outpace.models.files.find import shipped_model
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.load import load_model
 from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
 
-TEMPERATURES = (0.0, 0.8, 1.0)
 MAX_PROMPT = 768  # tokens; longer prompts are skipped
 SHARD = 256  # answers
 WINDOW = 512  # jobs sorted by prompt length, so that prompts of similar length are prefilled together
 
 
-@dataclass(frozen=True)
-class TextPlan:
-    """How much to write: until there are `tokens`, or for `seconds`.
+def write_text(target: Path, options: DistillOptions, seconds: float | None, progress: Progress) -> TextFolder:
+    """Write shards into the run's folder, continuing an earlier run, until there are `options.tokens` or for `seconds`.
 
-    Each pass over the prompts answers them at another of the `temperatures`; a temperature listed twice is used twice
-    as often.
+    `target` is the target's folder. Each pass over the prompts answers them at another of the temperatures.
     """
-
-    prompts: Sequence[str]
-    writer: WriterOptions = field(default_factory=WriterOptions)
-    tokens: int | None = None
-    seconds: float | None = None
-    device: str = "cpu"
-    temperatures: Sequence[float] = TEMPERATURES
-
-    def __post_init__(self) -> None:
-        check_temperatures(self.temperatures)
-
-
-def check_temperatures(temperatures: Sequence[float]) -> None:
-    """Raise UserError unless there is at least one temperature and all are valid."""
-    if not temperatures:
-        raise UserError("temperatures is empty, at least one is needed")
-    for temperature in temperatures:
-        check_range("a temperature", temperature, 0.0, 10.0)
-
-
-def write_text(target: Path, name: str, folder: Path, plan: TextPlan, progress: Progress) -> TextFolder:
-    """Write shards into `folder`, continuing an earlier run; `name` is the target's name in the manifest."""
-    texts = collect(plan.prompts)
-    tokenizer = Tokenizer.from_folder(target)
-    options = plan.writer
-    settings = {"target": name, "top": options.top, "max_tokens": options.max_tokens, "seed": options.seed}
-    store = TextFolder(folder, settings)
-    if store.dropped:
-        progress({"dropped": len(store.dropped)})
-    if plan.tokens is not None and store.tokens >= plan.tokens:
+    texts, tokenizer, writing = collect(options.prompts), Tokenizer.from_folder(target), options.writer
+    name = shipped_model().stem if options.target is None else Path(options.target).name
+    settings = {"target": name, "top": writing.top, "max_tokens": writing.max_tokens, "seed": writing.seed}
+    store = TextFolder(options.out / TEXT, settings)
+    if store.num_dropped:
+        progress({"dropped": store.num_dropped})
+    if options.tokens is not None and store.tokens >= options.tokens:
         return store
-    model = load_target(target, plan.device)
-    max_prompt = max_prompt_length(options, model.max_positions)
-    writer = make_writer(model, tokenizer.stop_ids, options, max_prompt)
-    budget = _Budget(store, plan)
-    jobs = _jobs(texts, plan.temperatures, tokenizer, max_prompt, store.finished)
+    model = load_target(target, options.device)
+    max_prompt = max_prompt_length(writing, model.max_positions)
+    writer = make_writer(model, tokenizer.stop_ids, writing, max_prompt)
+    budget = _Budget(store, options.tokens, seconds)
+    jobs = _jobs(texts, options.temperatures, tokenizer, max_prompt, store.finished)
     _fill(store, writer.answers(takewhile(lambda _: not budget.is_used_up(), jobs)), budget, progress)
     return store
 
@@ -97,23 +72,22 @@ def load_target(target: Path, device: str) -> Model:
 class _Budget:
     """Counts the written tokens and the time, and says when to stop."""
 
-    def __init__(self, store: TextFolder, plan: TextPlan) -> None:
-        self._store, self._plan, self._started = store, plan, time.monotonic()
+    def __init__(self, store: TextFolder, tokens: int | None, seconds: float | None) -> None:
+        self._store, self._tokens, self._seconds, self._started = store, tokens, seconds, time.monotonic()
         self.written = 0  # answer tokens of this run
         self._before = store.tokens
 
     def is_used_up(self) -> bool:
-        seconds, tokens = self._plan.seconds, self._plan.tokens
-        is_late = seconds is not None and time.monotonic() - self._started >= seconds
-        return is_late or (tokens is not None and self._before + self.written >= tokens)
+        is_late = self._seconds is not None and time.monotonic() - self._started >= self._seconds
+        return is_late or (self._tokens is not None and self._before + self.written >= self._tokens)
 
     def figures(self) -> dict[str, float]:
         passed, tokens = time.monotonic() - self._started, self._before + self.written
         rate = self.written / passed if passed else 0.0
         figures = {"tokens": float(tokens), "tokens_per_second": rate, "shards": float(len(self._store.shards))}
-        left = [self._plan.seconds - passed] if self._plan.seconds is not None else []
-        if self._plan.tokens is not None and rate:
-            left.append((self._plan.tokens - tokens) / rate)
+        left = [self._seconds - passed] if self._seconds is not None else []
+        if self._tokens is not None and rate:
+            left.append((self._tokens - tokens) / rate)
         return figures | ({"seconds_left": max(min(left), 0.0)} if left else {})
 
 
@@ -125,17 +99,12 @@ def _fill(store: TextFolder, answers: Iterator[WrittenAnswer], budget: _Budget, 
             waiting.append(answer)
             budget.written += len(answer.tokens)
             if len(waiting) == SHARD:
-                store.add(waiting)
-                waiting = []
+                full, waiting = waiting, []
+                store.add(full)
             progress(budget.figures())
-    except UserError:
-        raise
-    except BaseException:
+    finally:
         if waiting:
             store.add(waiting)
-        raise
-    if waiting:
-        store.add(waiting)
 
 
 def _jobs(
@@ -152,13 +121,12 @@ def _jobs(
             ids = tuple(tokenizer.encode_prompt(text))
             if not 1 <= len(ids) <= max_prompt:
                 continue
+            has_jobs = True
             temperature = temperatures[(prompt_hash(text) + turn) % len(temperatures)]
             window.append(AnswerJob(number, ids, temperature, is_held_out(text)))
             if len(window) == WINDOW:
-                has_jobs = True
                 yield from sorted(window, key=lambda job: len(job.prompt))
                 window = []
-        has_jobs = has_jobs or bool(window)
         yield from sorted(window, key=lambda job: len(job.prompt))
         if not has_jobs:
             raise UserError(f"no prompt has between 1 and {max_prompt} tokens, so there is nothing to answer")

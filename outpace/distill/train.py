@@ -43,24 +43,20 @@ class TrainOptions:
     warmup: int = 40
     cooldown: float = 1.0
     weight_decay: float = 0.01
-    clip: float = 1.0
+    clip: float = 1.0  # of the gradient's norm
     rows: int = 8
     length: int = 512
     seed: int = 0
     save_every: float = 180.0  # seconds
-    part_bytes: int | None = None  # size limit of a checkpoint's files; None: one file
     loss: LossOptions = field(default_factory=LossOptions)
 
     def __post_init__(self) -> None:
         check_range("learning_rate", self.learning_rate, 1e-9, 1.0)
         check_range("cooldown", self.cooldown, 0.0, 1.0)
-        check_range("clip", self.clip, 1e-9)
         for name in ("rows", "length", "warmup"):
             check_whole(name, getattr(self, name), 1)
         check_whole("seed", self.seed, 0, 2**63 - 1)
         check_range("save_every", self.save_every, 0.0)
-        if self.part_bytes is not None:
-            check_whole("part_bytes", self.part_bytes, 1)
 
 
 @dataclass
@@ -91,11 +87,10 @@ class Trainer:
         self.student, self.options, self._text, self.folder = student, options, text, folder
         self.state = TrainingState()
         self._trained = student.trained
-        betas, decay = (0.9, 0.95), options.weight_decay
         matrices = [value for value in self._trained.values() if value.dim() > 1]
         vectors = [value for value in self._trained.values() if value.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, fused=True)
+        groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
         self._packer = Packer(options.rows, options.length, student.config.vocab_size, student.ids, student.device)
         self._warm = 0.0, 0  # seconds and tokens after the first steps
         self._files: list[Path] | None = None
@@ -137,27 +132,24 @@ class Trainer:
             save(self.student)
             progress(self._figures(mean))
 
-    def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> Agreement:
+    def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> None:
         """Save a checkpoint, evaluate the held-out answers and add a point to the learning curve."""
-        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.state), self.options.part_bytes)
-        save(self.student)
-        found = self.evaluate()
         state = self.state
-        point = {"step": state.step, "tokens": state.seen, "loss": None if math.isnan(mean) else round(mean, 5)}
-        point |= asdict(found)
-        point |= {
+        training_state.save(self.folder, self._trained, self.optimizer, asdict(state))
+        save(self.student)
+        with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
+            found = asdict(agreement(self.student, self._packer, self._held_out[:EVALUATED]))
+        point = {
+            "step": state.step,
+            "tokens": state.seen,
+            "loss": None if math.isnan(mean) else round(mean, 5),
+            **found,
             "text_tokens": sum(len(sample.top_ids) for sample in self._train),
             "seconds": round(state.seconds, 1),
         }
         with (self.folder / CURVE).open("a") as stream:
             stream.write(json.dumps(point) + "\n")
-        progress(self._figures(mean) | {name: value for name, value in asdict(found).items() if value is not None})
-        return found
-
-    def evaluate(self) -> Agreement:
-        """Measure the agreement with the target on held-out answers."""
-        with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
-            return agreement(self.student, self._packer, self._held_out[:EVALUATED])
+        progress(self._figures(mean) | {name: value for name, value in found.items() if value is not None})
 
     def _step(self, batch: TrainingBatch) -> float:
         rate = learning_rate(self.options, self.state)

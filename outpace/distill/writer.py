@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -69,14 +68,9 @@ class WriterOptions:
         check_whole("seed", self.seed, 0, _SEEDS - 1)
 
 
-class AnswerWriter(Protocol):
-    """Turns jobs into answers."""
-
-    def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
-        """Yield an answer per job, in the order in which they finish."""
-
-
-def make_writer(model: Model, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int) -> AnswerWriter:
+def make_writer(
+    model: Model, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int
+) -> EngineWriter | GraphLoopWriter:
     """Return the fastest writer for this model; prompts have at most `max_prompt` tokens."""
     if not isinstance(model, GraphLlama) or model.exact or model.captures.is_eager:
         return EngineWriter(model, stop_ids, options)
@@ -127,19 +121,19 @@ class EngineWriter:
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
         """Yield an answer per job, in the order in which they finish."""
         rows = self._options.rows
-        running: dict[int, tuple[TokenSequence, AnswerJob]] = {}
+        running: dict[int, AnswerJob] = {}
         decoder = registry.find("decoders", "autoregressive")
         settings = EngineOptions(nodes=1, rows=rows, batch=rows, chunk=2 * rows, reuse=False)
         with Engine(self._model, options=settings) as engine:
             while True:
                 while len(running) < rows and (job := next(jobs, None)) is not None:
                     run = engine.submit(self._request(job), decoder, decoder.Options())
-                    running[run.key] = (run, job)
+                    running[run.key] = job
                 if not running:
                     return
                 for run in engine.step():
                     if run.finish_reason is not None:
-                        yield _written_answer(*running.pop(run.key))
+                        yield _written_answer(run, running.pop(run.key))
 
     def _request(self, job: AnswerJob) -> Request:
         sampling = Sampling(job.temperature)

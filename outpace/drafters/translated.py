@@ -26,7 +26,6 @@ from outpace.drafters._calibration import AcceptanceRate, PickModels
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import max_session_bytes, tokens_below_root
 from outpace.models.base import Model, chain
-from outpace.models.text.shared_tokens import shared_tokens
 from outpace.rules.base import top_k_rows
 
 _CHUNK = 256  # tokens per forward
@@ -34,7 +33,26 @@ _TAIL = 48  # target tokens that are tokenized again each round; a longer tail i
 _FORCED = 160  # a tail of this length is frozen even if that changes tokens at the cut
 _TIMES = 2  # the draft reads texts of up to this many times the target's tokens, plus a chunk
 _MOST = 8  # forwards of one `grow` while no new node results
+_ONE = DrawCounts((1,))  # one child is drawn below a node
+_ANCHOR = 4  # tokens before the draft's that are decoded with them, since spelling may depend on them
+_LIKELY = 0.6  # prior of the acceptance rate of a re-encoded token
 BROKEN = "\ufffd"  # replaces bytes that are not a complete character
+WAYS = ("tokens", "text")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`by`: tokens: proposes the tokens that both tokenizers share, at any temperature; text: proposes the draft's
+    text, tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place
+    of the chain, which continues after the likeliest."""
+
+    by: str = "tokens"
+    width: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole("width", self.width, 1, 64)
+        if self.by not in WAYS:
+            raise unknown("by", self.by, WAYS)
 
 
 @dataclass
@@ -53,14 +71,17 @@ class TranslatedState(DraftState):
 
 
 class TranslatedDrafter(Drafter):
-    """Keeps a session of the draft model, in its own tokens, for each request. Subclasses turn scores into nodes and
-    decide which part of a draft lives on."""
+    """Keeps a session of the draft model, in its own tokens, for each request.
+
+    Subclasses turn scores into nodes and decide which part of a draft lives on.
+    """
 
     name = "translated"
+    state_type: type[Any]
 
-    def __init__(self, model: Model, target: Any, draft: Any) -> None:
-        """`target` and `draft` are the tokenizers."""
-        self._model, self._target, self._draft = model, target, draft
+    def __init__(self, given: BuildContext) -> None:
+        self._model: Model = given.draft
+        self._target, self._draft = given.tokenizer, given.draft_tokenizer
         self._to_draft: dict[int, int] = {}  # shared tokens
 
     @property
@@ -71,9 +92,6 @@ class TranslatedDrafter(Drafter):
         """Return the draft model's weight bytes."""
         return self._model.weight_bytes
 
-    def open(self, request: Request) -> Any:
-        raise NotImplementedError
-
     def extend(self, state: Any, tree: TokenTree, scores: SparseLogits) -> int:
         """Extend the chain by the draft's logits at its end, one row; return the number of nodes added."""
         raise NotImplementedError
@@ -83,33 +101,33 @@ class TranslatedDrafter(Drafter):
         raise NotImplementedError
 
     def lives(self, state: Any, seen: Observation, text: Sequence[int]) -> bool:
-        """Whether the chain continues after the committed text (`text`, in the draft's tokens); otherwise it is
-        dropped."""
+        """Whether the chain continues after the committed text (`text`, in the draft's tokens), or is dropped."""
         raise NotImplementedError
 
-    def begin(self, request: Request, kind: type[Any]) -> Any:
-        """Create a state of this kind, with the prompt in the draft's tokens."""
+    def open(self, request: Request) -> Any:
+        """Open a state with the prompt in the draft's tokens."""
         frozen = self._draft.encode(self._target.decode(request.prompt, skip_special=False))
         longest = len(frozen) + 4 * request.max_tokens + _CHUNK
         session = self._model.open(min(longest, self._model.max_positions), _CHUNK)
-        return kind(request, list(request.prompt), session=session, frozen=frozen, wanted=list(frozen))
+        return self.state_type(request, list(request.prompt), session=session, frozen=frozen, wanted=list(frozen))
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Extend each chain by one place, with one forward for all; return the number of nodes added to each tree. Run
-        another forward for those whose place gave no new node."""
-        added, asked = [0] * len(trees), list(range(len(trees)))
+        """Extend each chain by one place, with one forward for all; return the number of nodes added to each tree.
+
+        Run another forward for those whose place gave no new node.
+        """
+        added = [0] * len(trees)
         for _ in range(_MOST):
-            asked = [n for n in asked if len(states[n].read) < len(states[n].wanted) <= _room(states[n])]
+            asked = [n for n, state in enumerate(states) if not added[n] and _can_read(state)]
             if not asked:
                 break
-            self._catch_up([states[n] for n in asked])
             some = [states[n] for n in asked]
+            self._catch_up(some)
             parts = [chain(s.session, s.wanted[len(s.read) :], [len(s.wanted) - len(s.read) - 1]) for s in some]
             scores = self._model.score_held(parts)
             for row, n in enumerate(asked):
                 _commit(states[n])
                 added[n] = self.extend(states[n], trees[n], scores.part(slice(row, row + 1)))
-            asked = [n for n in asked if not added[n]]
         return added
 
     def observe(self, state: Any, seen: Observation) -> None:
@@ -170,9 +188,9 @@ def _most(length: int) -> int:
     return _TIMES * length + _CHUNK
 
 
-def _room(state: TranslatedState) -> int:
-    """Return the most tokens that the session may hold now."""
-    return min(_most(len(state.tokens)), state.session.capacity)
+def _can_read(state: TranslatedState) -> bool:
+    """Whether there is something to read that the session may hold."""
+    return len(state.read) < len(state.wanted) <= min(_most(len(state.tokens)), state.session.capacity)
 
 
 def _commit(state: TranslatedState) -> None:
@@ -180,27 +198,6 @@ def _commit(state: TranslatedState) -> None:
     count = state.session.pending
     state.session.keep(range(count))
     state.read += state.wanted[len(state.read) : len(state.read) + count]
-
-
-_ONE = DrawCounts((1,))  # one child is drawn below a node
-_ANCHOR = 4  # tokens before the draft's that are decoded with them, since spelling may depend on them
-_LIKELY = 0.6  # prior of the acceptance rate of a re-encoded token
-WAYS = ("tokens", "text")
-
-
-@dataclass(frozen=True)
-class Options:
-    """`by`: tokens: proposes the tokens that both tokenizers share, at any temperature; text: proposes the draft's
-    text, tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place
-    of the chain, which continues after the likeliest."""
-
-    by: str = "tokens"
-    width: int = 4
-
-    def __post_init__(self) -> None:
-        check_whole("width", self.width, 1, 64)
-        if self.by not in WAYS:
-            raise unknown("by", self.by, WAYS)
 
 
 @dataclass
@@ -214,9 +211,11 @@ class ByTokensState(TranslatedState):
 class ByTokens(TranslatedDrafter):
     """Proposes the tokens that both vocabularies share."""
 
+    state_type = ByTokensState
+
     def __init__(self, given: BuildContext, options: Options) -> None:
         """UserError if the tokenizers share no token."""
-        super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
+        super().__init__(given)
         pairs = shared_tokens(given.tokenizer, given.draft_tokenizer)
         self._vocab = given.target.vocab_size if given.target is not None else given.tokenizer.size
         pairs = pairs[(pairs[:, 0] < self._vocab) & (pairs[:, 1] < given.draft.vocab_size)]
@@ -228,10 +227,6 @@ class ByTokens(TranslatedDrafter):
         self._ids: np.ndarray | None = None  # target ids of the shared tokens that the draft's output layer has
         self._columns = np.empty(0, np.int64)  # their columns in the draft's logits
         self._pick_models, self._width = PickModels(), options.width
-
-    def open(self, request: Request) -> ByTokensState:
-        state: ByTokensState = self.begin(request, ByTokensState)
-        return state
 
     def extend(self, state: ByTokensState, tree: TokenTree, scores: SparseLogits) -> int:
         """Add children below the chain's end; the likeliest becomes its end."""
@@ -251,10 +246,12 @@ class ByTokens(TranslatedDrafter):
         return len(tree) - before
 
     def _of_target(self, scores: SparseLogits) -> SparseLogits:
-        """Return the logits of shared tokens, without torch if they are on the host, where its threads cost more than a
-        row."""
+        """Return the logits of shared tokens; on the host without torch, whose threads cost more than a row."""
         if self._ids is None:
-            self._ids, self._columns = _shared(self._pairs, scores.ids)
+            pairs = self._pairs if scores.ids is None else self._pairs[np.isin(self._pairs[:, 1], scores.ids)]
+            self._ids, self._columns = pairs[:, 0].copy(), pairs[:, 1].copy()
+            if scores.ids is not None:
+                self._columns = np.searchsorted(scores.ids, self._columns)
         host = host_rows(scores.values)
         if host is not None:
             return SparseLogits(host[:, self._columns], self._ids, self._vocab)
@@ -294,13 +291,11 @@ class ByTextState(TranslatedState):
 class ByText(TranslatedDrafter):
     """Proposes the text of the draft's likeliest tokens, in the target's tokens."""
 
-    def __init__(self, given: BuildContext) -> None:
-        super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
-        self._rate = AcceptanceRate(_LIKELY)
+    state_type = ByTextState
 
-    def open(self, request: Request) -> ByTextState:
-        state: ByTextState = self.begin(request, ByTextState)
-        return state
+    def __init__(self, given: BuildContext) -> None:
+        super().__init__(given)
+        self._rate = AcceptanceRate(_LIKELY)
 
     def extend(self, state: ByTextState, tree: TokenTree, scores: SparseLogits) -> int:
         """Take one more of the draft's tokens; its text may change how the last target token is split."""
@@ -339,13 +334,19 @@ class ByText(TranslatedDrafter):
         return text[len(known) :].rstrip(BROKEN) if text.startswith(known) else ""
 
 
-def _shared(pairs: np.ndarray, held: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for pairs of tokens whose second one is in `held` (rising; None: all are), the first tokens and the
-    places of the second ones."""
-    if held is None:
-        return pairs[:, 0].copy(), pairs[:, 1].copy()
-    pairs = pairs[np.isin(pairs[:, 1], held)]
-    return pairs[:, 0].copy(), np.searchsorted(held, pairs[:, 1])
+def shared_tokens(target: Any, draft: Any) -> np.ndarray:
+    """Return pairs of ids with equal bytes, (target's, draft's), sorted by the target's; special tokens are not text.
+
+    The arguments are tokenizers. int64 [tokens, 2]
+    """
+    by_text = {text: token for token, text in _texts(draft)}  # of equal ones the last: words come after single bytes
+    pairs = [(token, by_text[text]) for token, text in _texts(target) if text in by_text]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def _texts(tokenizer: Any) -> list[tuple[int, bytes]]:
+    special = tokenizer.special_ids
+    return sorted((token, text) for token, text in tokenizer.bytes_by_id().items() if token not in special)
 
 
 def build(options: Options, *, given: BuildContext) -> TranslatedDrafter:

@@ -24,13 +24,12 @@ _SHARING_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Du
 
 
 class CacheLayout(NamedTuple):
-    """What a model's layers store. `stores[i]`: layer i stores keys and values (else it shares another layer's).
+    """How a model's layers attend.
 
     `windows`: the attention window of each layer type, None for full attention; one entry "" if there are no types.
     `objection`: why a token tree's mask cannot be expressed, or None.
     """
 
-    stores: tuple[bool, ...]
     windows: dict[str, int | None]
     objection: str | None
 
@@ -55,13 +54,15 @@ class SlotView:
         """Return `write` and `read` as indices on the device, made once for all layers."""
         if device not in self._indices:
             read = None if self.read is None else to_device(self.read, np.int64, device)
-            self._indices[device] = _slots(self.write, device), read
+            first, count = (int(self.write[0]), len(self.write)) if len(self.write) else (0, 0)
+            is_consecutive = np.array_equal(self.write, np.arange(first, first + count))
+            write = slice(first, first + count) if is_consecutive else to_device(self.write, np.int64, device)
+            self._indices[device] = write, read
         return self._indices[device]
 
 
 class SlotLayer(DynamicLayer):
-    """One layer's keys and values of one sequence: two tensors [1, heads, slots, dim], allocated at the first
-    forward."""
+    """One layer's keys and values of one sequence, [1, heads, slots, dim] each, allocated at the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
 
 
 def read_layout(config: Any) -> CacheLayout:
-    """Return what the layers of a model with this config store.
+    """Return how the layers of a model with this config attend.
 
     Raises UserError if drafted tokens could not be removed, or if this transformers version does not reveal shared
     layers.
@@ -150,9 +151,7 @@ def read_layout(config: Any) -> CacheLayout:
                 f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
                 " back: models with recurrent or compressed memory cannot be sped up by speculation here"
             )
-    stores = tuple(not isinstance(layer, _SHARING_LAYERS) for layer in layers)
-    windows = _windows(getattr(config, "layer_types", None), layers)
-    return CacheLayout(stores, windows, _objection(config))
+    return CacheLayout(_windows(getattr(config, "layer_types", None), layers), _objection(config))
 
 
 def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, int | None]:
@@ -176,11 +175,3 @@ def _objection(config: Any) -> str | None:
         if "window" in name and not known and isinstance(value, int) and value > 0:
             return f"its layers apply a window of their own ({name} {value})"
     return None
-
-
-def _slots(write: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Return the slots as a slice if they are consecutive."""
-    first, count = (int(write[0]), len(write)) if len(write) else (0, 0)
-    if np.array_equal(write, np.arange(first, first + count)):
-        return slice(first, first + count)
-    return to_device(write, np.int64, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 from weakref import finalize
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
@@ -19,23 +19,14 @@ from outpace.models.hf.tokenizer import wrap_tokenizer
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from outpace.models.hf.split import Leader
-
 
 def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
     """Load the model and tokenizer of a folder, or of a hub id's `revision`. UserError for anything that does not load.
 
     With a `tp_plan` only rank 0 returns; the other ranks follow it until it ends, then exit.
     """
-    if options.tp_plan is not None:
-        return _load_split(source, revision, options)
-    module, tokenizer = _load(source, revision, options)
-    return wrap_pair(module, tokenizer)
-
-
-def _load_split(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
-    """Load a model that is split over all processes."""
+    if options.tp_plan is None:
+        return wrap_pair(*_load(source, revision, options))
     from outpace.models.hf import split
 
     rank = split.join_processes()
@@ -58,16 +49,8 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
     except BaseException:
         lead.end()
         raise
-    finalize(model, _end, lead)  # at the latest when the program ends
+    finalize(model, lead.end)  # at the latest when the program ends
     return model, wrapped
-
-
-def _end(lead: Leader) -> None:
-    """Release a split model."""
-    from outpace.models.hf import split
-
-    lead.end()
-    split.settle()
 
 
 def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[Any, Any]:
@@ -75,14 +58,11 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-    given = common | {"dtype": options.torch_dtype, "output_loading_info": True}
-    if options.device_map is not None:
-        given["device_map"] = options.device_map
+    given = common | {"dtype": options.torch_dtype, "output_loading_info": True, "device_map": options.device_map}
     if options.tp_plan is not None:
         given |= _plan(source, common)
     with _explained(str(source)), _without_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **given)
-        module, info = loaded
+        module, info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **given))
         if not options.is_spread and not getattr(module, "is_quantized", False):
             module.to(options.device)
     missing = sorted(info["missing_keys"])

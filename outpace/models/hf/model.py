@@ -31,12 +31,11 @@ STEPS = 4  # units of the model's precision at the largest score; one occurs on 
 
 
 class ProbeResult(NamedTuple):
-    """`width` of a logits row, `token_bytes` of keys and values per token, and why trees need several forwards, or
-    None."""
+    """What probing a model found."""
 
-    width: int
-    token_bytes: int
-    objection: str | None
+    width: int  # of a logits row
+    token_bytes: int  # keys and values per token
+    objection: str | None  # why trees need several forwards
 
 
 def probe(passes: ForwardPasses) -> ProbeResult:
@@ -60,7 +59,13 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
     rounding = _distance(whole, fresh[[0, 1, 3]])
     if not rounding <= most:
         raise UserError(f"{name} is not causal: a token's scores change with those after it")
-    token_bytes = _token_bytes(passes, prefix)
+    session = passes.open(len(prefix), 0)
+    _read(passes, session, prefix)
+    if not all(layer.stored for layer in session.layers):
+        raise UserError(
+            f"{name} stores nothing in the KV cache that it is given, so drafted tokens could not be taken back"
+        )
+    token_bytes = sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
     off = _distance(_tree(passes, prefix, nodes, as_trees=False), fresh)
     if not off <= most:
         raise UserError(
@@ -69,19 +74,7 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
         )
     step = max(STEPS * torch.finfo(passes.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     limit = min(most, 8 * rounding + step * fresh.abs().max().item())
-    return ProbeResult(fresh.shape[-1], token_bytes, passes.plan.objection or _objection(passes, fresh, limit))
-
-
-def _token_bytes(passes: ForwardPasses, prefix: list[int]) -> int:
-    """Return the bytes that the cache stores per token; UserError if it stores none."""
-    session = passes.open(len(prefix), 0)
-    _read(passes, session, prefix)
-    if not all(layer.stored for layer in session.layers):
-        name = type(passes.module).__name__
-        raise UserError(
-            f"{name} stores nothing in the KV cache that it is given, so drafted tokens could not be taken back"
-        )
-    return sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
+    return ProbeResult(fresh.shape[-1], token_bytes, passes.layout.objection or _objection(passes, fresh, limit))
 
 
 def _objection(passes: ForwardPasses, fresh: Tensor, limit: float) -> str | None:
@@ -143,18 +136,20 @@ class TransformersModel(Model):
 
     def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
         """`found` is the result of probing these passes."""
-        self._passes, self._found = passes, found
+        self._passes, self._token_bytes = passes, found.token_bytes
         self.module, self.config = passes.module, passes.config
         self.device, self.dtype = passes.device, passes.dtype
         self.max_positions = passes.max_positions
         self.vocab_size = min(passes.num_embeddings, found.width)
         self.supports_trees = found.objection is None
-        self.notice = None if self.supports_trees else _notice(found.objection)
+        if not self.supports_trees:
+            cost = "every branch of a token tree costs a pass of its own"
+            self.notice = f"chains only: {cost}, because {found.objection}"
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values per slot of a session."""
-        return self._found.token_bytes
+        return self._token_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -186,7 +181,3 @@ class TransformersModel(Model):
             first += len(scored_part.wanted)
         hidden = rows[shown][:, self.vocab_size :].unflatten(1, (len(layers), -1))  # [shown rows, layers, width]
         return TargetOutput(rows[wanted][:, : self.vocab_size], hidden.transpose(0, 1))
-
-
-def _notice(objection: str | None) -> str:
-    return f"chains only: every branch of a token tree costs a pass of its own, because {objection}"

@@ -33,16 +33,13 @@ CHANGING = ("dynamic", "longrope")
 
 def max_positions(config: Any) -> int:
     """Return the context length, or the length at which the rotary angles change."""
-    named = [value for name in NAMES if (value := _whole(config, name))]
-    most = named[0] if named else UNNAMED
+    most = next((value for name in NAMES if (value := _positive(config, name))), UNNAMED)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = rope.values() if all(isinstance(kind, dict) for kind in rope.values()) else [rope]
     for kind in kinds:
         if kind.get("rope_type", kind.get("type")) in CHANGING:
-            original = kind.get("original_max_position_embeddings") or _whole(
-                config, "original_max_position_embeddings"
-            )
-            most = min(most, original or most)
+            name = "original_max_position_embeddings"
+            most = min(most, kind.get(name) or _positive(config, name) or most)
     return most
 
 
@@ -51,13 +48,13 @@ def num_embeddings(module: Any) -> int:
     try:
         return int(module.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError):
-        count = _whole(module.config.get_text_config(decoder=True), "vocab_size")
+        count = _positive(module.config.get_text_config(decoder=True), "vocab_size")
     if not count:
         raise UserError(f"{type(module).__name__} has no token embeddings, so it is not a language model")
     return count
 
 
-def _whole(config: Any, name: str) -> int | None:
+def _positive(config: Any, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -73,10 +70,6 @@ class TransformersSession(Session):
         self.cache, self.layers = build_cache(config)
         self._lead = lead
         self.number = 0 if lead is None else lead.number(self)
-
-    def show(self, shown: SlotView) -> None:
-        """Set what the next forward sees of this session."""
-        self.on_layers("show", shown)
 
     def copy_layers(self, other: TransformersSession, length: int) -> None:
         """Copy the first `length` slots of another session."""
@@ -129,12 +122,20 @@ class ForwardPasses:
 
         Raises UserError if it is not a loaded model or cannot remove a drafted token.
         """
-        _check_module(module)
+        is_model = isinstance(module, torch.nn.Module) and hasattr(module, "config")
+        if not is_model:
+            raise UserError(
+                f"{reprlib.repr(module)} is no model: give the name of one, a folder, a GGUF file, or what"
+                " AutoModelForCausalLM of transformers gives"
+            )
         self.module, self.lead = module.eval(), lead
         self.config = module.config.get_text_config(decoder=True)
-        self.plan = read_layout(self.config)
-        self.arguments = _parameters(module)
-        self.device = _device(module)
+        self.layout = read_layout(self.config)
+        inner: Any = getattr(module, "get_base_model", lambda: module)()  # of adapters (PEFT)
+        self.arguments = inspect.signature(inner.forward).parameters
+        self.device = torch.device(getattr(module, "device", "cpu"))
+        if self.device.type == "meta":  # offloaded weights, whose hooks move the ids
+            self.device = torch.device("cpu")
         self._is_spread = len({*map(str, getattr(module, "hf_device_map", {}).values())}) > 1
         self.dtype = getattr(module, "dtype", None) or torch.get_default_dtype()
         self.max_positions = max_positions(self.config)
@@ -153,7 +154,6 @@ class ForwardPasses:
         """
         columns = RowLayout(width, tuple(layers))
         rows = [self._score_part(part, columns, as_trees) for part in forest if part.tokens]
-        rows = [row for row in rows if len(row)]
         return torch.cat(rows) if rows else self._zeros(columns)[:0]
 
     def plain(self, tokens: Sequence[int]) -> Tensor:
@@ -172,7 +172,8 @@ class ForwardPasses:
         before = session.pending
         sees = session.extend(part.parents)
         nodes = np.arange(len(part.tokens))
-        if _is_chain(sees, before):
+        is_chain = np.array_equal(sees, np.tril(np.ones_like(sees), before))  # every node sees all nodes before it
+        if is_chain:
             return self._chains(part, sees, [nodes], before, columns)
         if not as_trees:
             return self._chains(part, sees, _branches(part.parents, before), before, columns)
@@ -221,7 +222,7 @@ class ForwardPasses:
         read = np.concatenate([above, pending])
         is_gapless = np.array_equal(read, np.arange(len(read)))
         order = None if is_gapless else np.concatenate([np.arange(start), start + read])
-        session.show(SlotView(start + len(above), start + pending, order))
+        session.on_layers("show", SlotView(start + len(above), start + pending, order))
         last = self.max_positions - 1  # a tree may reach past the context; such nodes are never committed
         positions = [min(start + session.pending_depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
@@ -230,7 +231,7 @@ class ForwardPasses:
             with self._led("call", session.number, tokens, positions, seen, places, columns):
                 scores = self.call(session, tokens, positions, seen, places, columns)
         finally:
-            session.show(SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
+            session.on_layers("show", SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
         return scores[: len(wanted)]
 
     def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
@@ -286,45 +287,20 @@ class ForwardPasses:
         places = np.concatenate([np.arange(start), start + np.asarray(of.depths)])
         back = places[-count:, None] - places  # distance from node to key
         masks = {}
-        for name, window in self.plan.windows.items():
+        for name, window in self.layout.windows.items():
             hidden = torch.from_numpy(~(seen if window is None else seen & (back < window)))
             mask = torch.zeros(hidden.shape, dtype=self.dtype)
             masks[name] = mask.masked_fill_(hidden, torch.finfo(self.dtype).min)[None, None].to(self.device)
         return masks.get("", masks)
 
 
-def _check_module(module: Any) -> None:
-    if not isinstance(module, torch.nn.Module) or not hasattr(module, "config"):
-        raise UserError(
-            f"{reprlib.repr(module)} is no model: give the name of one, a folder, a GGUF file, or what"
-            " AutoModelForCausalLM of transformers gives"
-        )
-
-
-def _is_chain(sees: np.ndarray, before: int) -> bool:
-    """Return whether every new node sees all nodes before it."""
-    return bool(np.array_equal(sees, np.tril(np.ones_like(sees), before)))
-
-
 def _branches(parents: Sequence[int], before: int) -> list[np.ndarray]:
     """Split the new nodes into branches without forks, parents first."""
     branches: list[list[int]] = []
     for node, parent in enumerate(parents):
-        tail = next((b for b in branches if parent != PREFIX and b[-1] == parent - before), None)
-        if tail is None:
+        branch = next((b for b in branches if parent != PREFIX and b[-1] == parent - before), None)
+        if branch is None:
             branches.append([node])
         else:
-            tail.append(node)
+            branch.append(node)
     return [np.asarray(branch) for branch in branches]
-
-
-def _parameters(module: Any) -> set[str]:
-    """Return the parameter names of the actual forward; adapters (PEFT) pass their arguments on to it."""
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return set(inspect.signature(inner.forward).parameters)
-
-
-def _device(module: Any) -> torch.device:
-    """Return the device for token ids: the CPU for offloaded weights, which accelerate's hooks move."""
-    device = torch.device(getattr(module, "device", "cpu"))
-    return torch.device("cpu") if device.type == "meta" else device

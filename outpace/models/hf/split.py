@@ -28,18 +28,22 @@ import torch.distributed as dist
 from outpace.core.errors import UserError
 
 PATIENCE = 30.0  # seconds to wait for the other side to report the same failure
-FAILED = b"failed"
-END = "end"
+FAILED, END = "failed", "end"
+_CONNECT_SECONDS = 60.0  # for all processes to connect, once all have loaded
+_SETTLED = 0.1  # seconds for torch's threads to finish the last collective
 
 Message = list[tuple[str, tuple[Any, ...]]]
+"""Names and arguments of operations, in order."""
+
+T = TypeVar("T")
 
 
 class Leader:
     """Rank 0's connections to the other ranks."""
 
-    def __init__(self, links: Sequence[Connection]) -> None:
-        self._links = list(links)
-        self._notes: deque[tuple[str, tuple[Any, ...]]] = deque()
+    def __init__(self, followers: Sequence[Connection]) -> None:
+        self._followers = list(followers)
+        self._queued: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._numbers = count(1)
 
     def number(self, session: object) -> int:
@@ -50,7 +54,7 @@ class Leader:
 
     def queue(self, name: str, *arguments: Any) -> None:
         """Queue an operation that the other ranks perform before the next forward."""
-        self._notes.append((name, arguments))
+        self._queued.append((name, arguments))
 
     @contextmanager
     def forward(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -63,10 +67,10 @@ class Leader:
         try:
             yield
         except Exception as error:
-            if not all(map(_has_failed, self._links)):
-                self._links.clear()
+            if not all(map(_has_failed, self._followers)):
+                self._followers.clear()
                 raise RuntimeError(f"a process of the split model has ended or failed alone ({error})") from error
-            self.queue(FAILED.decode())
+            self.queue(FAILED)
             raise
 
     def end(self) -> None:
@@ -74,37 +78,32 @@ class Leader:
         self.queue(END)
         with suppress(UserError):  # they have already ended
             self._send()
-        for connect_to_leader in self._links:
-            connect_to_leader.close()
-        self._links.clear()
+        for follower in self._followers:
+            follower.close()
+        self._followers.clear()
+        _settle()
 
     def _send(self) -> None:
-        if not self._links:
+        if not self._followers:
             raise UserError("the other processes of the split model have ended: load it anew")
         message: Message = []
-        while self._notes:
-            message.append(self._notes.popleft())
-        sent = pickle.dumps(message)
+        while self._queued:  # finalizers in other threads may append meanwhile
+            message.append(self._queued.popleft())
+        data = pickle.dumps(message)
         try:
-            for connect_to_leader in self._links:
-                connect_to_leader.send_bytes(sent)
+            for follower in self._followers:
+                follower.send_bytes(data)
         except OSError as error:
-            self._links.clear()
+            self._followers.clear()
             raise UserError(f"a process of the split model has ended ({error}): load it anew") from error
 
 
-def _has_failed(connect_to_leader: Connection) -> bool:
+def _has_failed(follower: Connection) -> bool:
     """Return whether the other side reports a failure."""
     try:
-        return connect_to_leader.poll(PATIENCE) and connect_to_leader.recv_bytes() == FAILED
+        return follower.poll(PATIENCE) and follower.recv_bytes() == FAILED.encode()
     except (EOFError, OSError):
         return False
-
-
-_SECONDS = 60.0  # for all processes to connect, once all have loaded
-_SETTLED = 0.1  # seconds for torch's threads to finish the last collective
-
-T = TypeVar("T")
 
 
 def join_processes() -> int:
@@ -117,38 +116,39 @@ def join_processes() -> int:
 
 
 def leave_processes() -> None:
-    """Leave the process group. torch may abort a process that ends before, while its threads still wait for a dead
-    peer."""
-    settle()
+    """Leave the process group: torch may abort a process that ends while its threads still wait for a dead peer."""
+    _settle()
     dist.destroy_process_group()
 
 
-def settle() -> None:
-    """Wait before this process ends: gloo's threads release a collective's tensors shortly after it, need the
-    interpreter for that, and abort the process if it is already shutting down (seen in a debugger)."""
+def _settle() -> None:
+    """Wait until gloo's threads have released a collective's tensors.
+
+    They need the interpreter for that, and abort the process if it is already shutting down (seen in a debugger).
+    """
     time.sleep(_SETTLED)
 
 
 def run_everywhere(work: Callable[[], T]) -> T:
     """Run `work` in every process. If one fails, all raise UserError, so that none waits for another."""
-    result, reason = None, None
+    result, failure = None, None
     try:
         result = work()
     except Exception as error:
-        reason, failure = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error), error
+        failure = error
+    is_plain = failure is None or isinstance(failure, UserError)
     reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    if reason is not None:
+    dist.all_gather_object(reasons, failure and (str(failure) if is_plain else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
         raise failure
-    for rank, other in enumerate(reasons):
-        if other is not None:
-            raise UserError(f"rank {rank} of the split model could not load it: {other}")
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise UserError(f"rank {rank} of the split model could not load it: {reason}")
     return result  # type: ignore[return-value]  # None only if `work` returns it
 
 
 def check_tp_plan(config: Any, kind: Any, size: int, source: object) -> None:
-    """Raise UserError for a model that transformers cannot split, or whose heads are not divisible by the process
-    count.
+    """Raise UserError for a model that transformers cannot split, or whose heads `size` processes cannot share.
 
     `kind` is the model's class, if known.
     """
@@ -166,18 +166,15 @@ def connect_followers() -> Leader:
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     secret = secrets.token_bytes(16)
     with socket.create_server((host, 0)) as server:
-        server.settimeout(_SECONDS)
+        server.settimeout(_CONNECT_SECONDS)
         dist.broadcast_object_list([(server.getsockname()[:2], secret)], src=0)
-        links: list[Connection] = []
-        while len(links) < dist.get_world_size() - 1:
-            connection, _ = server.accept()
-            connect_to_leader = _link_of(connection)
+        followers: list[Connection] = []
+        while len(followers) < dist.get_world_size() - 1:
+            follower = _connection(server.accept()[0])
             with suppress(EOFError, OSError):  # a connection from outside
-                if connect_to_leader.poll(_SECONDS) and secrets.compare_digest(
-                    connect_to_leader.recv_bytes(64), secret
-                ):
-                    links.append(connect_to_leader)
-    return Leader(links)
+                if follower.poll(_CONNECT_SECONDS) and secrets.compare_digest(follower.recv_bytes(64), secret):
+                    followers.append(follower)
+    return Leader(followers)
 
 
 def connect_to_leader() -> Connection:
@@ -185,73 +182,63 @@ def connect_to_leader() -> Connection:
     found: list[Any] = [None]
     dist.broadcast_object_list(found, src=0)
     address, secret = found[0]
-    connection = _link_of(socket.create_connection(address, timeout=_SECONDS))
+    connection = _connection(socket.create_connection(address, timeout=_CONNECT_SECONDS))
     connection.send_bytes(secret)
     return connection
 
 
-def _link_of(connection: socket.socket) -> Connection:
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send messages at once
-    return Connection(connection.detach())
+def _connection(opened: socket.socket) -> Connection:
+    opened.settimeout(None)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send messages at once
+    return Connection(opened.detach())
 
 
-def follow(passes: Any, connection: Connection) -> None:
+def follow(passes: Any, leader: Connection) -> None:
     """Repeat rank 0's operations until it ends. Interrupts are ignored, as rank 0 handles them.
 
     Raises UserError if rank 0 ends without notice, and exceptions of forwards that did not fail on rank 0.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follower, failure = _Follower(passes), None
+    sessions: dict[int, Any] = {}
+    failure: Exception | None = None
     while True:
         try:
-            if failure is not None and not connection.poll(PATIENCE):
+            if failure is not None and not leader.poll(PATIENCE):
                 raise failure
-            message: Message = pickle.loads(connection.recv_bytes())
+            message: Message = pickle.loads(leader.recv_bytes())
         except (EOFError, OSError) as error:
             raise UserError("rank 0 of the split model has ended without notice") from error
         for name, arguments in message:
-            if failure is not None and name == FAILED.decode():
+            if failure is not None and name == FAILED:
                 failure = None
                 continue
-            if failure is not None and name in _FORWARDS:
+            if failure is not None and name in ("plain", "call"):
                 raise failure
             if name == END:
                 return
             try:
-                follower.apply(name, *arguments)
+                repeat(passes, sessions, name, *arguments)
             except Exception as error:
                 failure = error
-                connection.send_bytes(FAILED)
+                leader.send_bytes(FAILED.encode())
 
 
-_FORWARDS = ("plain", "call")
-
-
-class _Follower:
-    """The sessions of another rank, controlled by rank 0."""
-
-    def __init__(self, passes: Any) -> None:
-        self._passes = passes
-        self._sessions: dict[int, Any] = {}
-
-    def apply(self, name: str, *arguments: Any) -> None:
-        """Perform one operation of rank 0."""
-        if name == "plain":
-            self._passes.plain(*arguments)
-            return
-        number, *rest = arguments
-        if name == "close":
-            self._sessions.pop(number, None)
-        elif name == "copy":
-            self._session(number).copy_layers(self._session(rest[0]), rest[1])
-        elif name == "call":
-            self._passes.call(self._session(number), *rest)
-        else:
-            self._session(number).on_layers(name, *rest)
-
-    def _session(self, number: int) -> Any:
-        if number not in self._sessions:
-            self._sessions[number] = self._passes.open(0, 0)
-        return self._sessions[number]
+def repeat(passes: Any, sessions: dict[int, Any], name: str, *arguments: Any) -> None:
+    """Perform one operation of rank 0 on this rank; `sessions` holds those of rank 0 by number."""
+    if name == "plain":
+        passes.plain(*arguments)
+        return
+    number, *rest = arguments
+    if name == "close":
+        sessions.pop(number, None)
+        return
+    for one in (number, rest[0]) if name == "copy" else (number,):
+        if one not in sessions:
+            sessions[one] = passes.open(0, 0)
+    if name == "copy":
+        sessions[number].copy_layers(sessions[rest[0]], rest[1])
+    elif name == "call":
+        passes.call(sessions[number], *rest)
+    else:
+        sessions[number].on_layers(name, *rest)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.text_stream import WindowStream
+from outpace.models.text.text_stream import TextStream, WindowStream
 from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
 
 
@@ -29,6 +28,12 @@ class PythonBackend:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(known, **options))
 
+    def no_truncation(self) -> None:
+        """Do nothing: `encode` does not truncate."""
+
+    def no_padding(self) -> None:
+        """Do nothing: `encode` does not pad."""
+
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
@@ -46,28 +51,25 @@ class SlowTokenizer(Tokenizer):
     """A tokenizer written in Python, or whose decoder `text_stream` does not support: slower, with the same text."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
-        backend = PythonBackend(tokenizer)
-        self._tokenizer: Any = backend
-        self._special = _special(tokenizer)
-        self._add_bos = None
-        self._templates = {name: ChatTemplate(text) for name, text in _templates(tokenizer).items()}
-        self._stream = lambda skip_special: WindowStream(partial(self.decode, skip_special=skip_special))
-        self._bytes_of = self._added_bytes
-        self.size = max(backend.get_vocab().values(), default=-1) + 1
-        self.bos_id = self._id(self._special.get("bos_token"))
-        self.stop_ids = self._ends(stop_ids)
+        super().__init__(PythonBackend(tokenizer), _special(tokenizer), stop_ids, _templates(tokenizer))
 
     @cached_property
     def _anchor(self) -> list[int]:
         return self.continuation("a")[-1:]
 
-    def _added_bytes(self, index: int) -> bytes:
-        """Return what the id adds to another token's text, because decoders join tokens by their own rules.
+    def _stream_factory(self) -> Callable[[bool], TextStream]:
+        return lambda skip_special: WindowStream(partial(self.decode, skip_special=skip_special))
+
+    def spelled(self, token: int) -> bytes:
+        return self.decode([token], skip_special=False).encode()
+
+    def _added_bytes(self, token: int) -> bytes:
+        """Return what the token adds to another one's text, because decoders join tokens by their own rules.
 
         Partial characters are U+FFFD here, so a ban does not see characters that such a tokenizer splits.
         """
-        alone, both = self.decode(self._anchor), self.decode([*self._anchor, index])
-        return (both[len(alone) :] if both.startswith(alone) else self.decode([index])).encode()
+        alone, both = self.decode(self._anchor), self.decode([*self._anchor, token])
+        return (both[len(alone) :] if both.startswith(alone) else self.decode([token])).encode()
 
 
 def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:

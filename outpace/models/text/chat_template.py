@@ -54,28 +54,24 @@ class ChatTemplate:
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
         process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(PATIENCE, process.kill)
+        timer.daemon = True
+        timer.start()
+        answer: dict[str, Any] | None = None
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            timer = threading.Timer(PATIENCE, process.kill)
-            timer.daemon = True
-            timer.start()
-            try:
-                with contextlib.suppress(BrokenPipeError):  # it died; the read below returns nothing
-                    process.stdin.write(request + b"\n")
-                    process.stdin.flush()
-                line = process.stdout.readline()
-            finally:
-                timer.cancel()
-            if line:
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        except BaseException:
-            self._stop()  # the next request must not read this one's answer
-            raise
-        self._stop()
+            with contextlib.suppress(BrokenPipeError):  # it died; the read below returns nothing
+                process.stdin.write(request + b"\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            answer = json.loads(line) if line else None
+        finally:
+            timer.cancel()
+            if answer is None:
+                self._stop()  # the next request must not read this one's answer
         limits = f"{template_process.SECONDS} seconds or {template_process.BYTES >> 20} MiB"
-        return {"refusal": f"takes more than {limits}, it was stopped"}
+        return answer or {"refusal": f"takes more than {limits}, it was stopped"}
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Return the process, started anew if it was killed since the last request."""
@@ -97,7 +93,6 @@ class ChatTemplate:
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        child_process.stop(process)
+        if process is not None:
+            process.kill()
+            child_process.stop(process)

@@ -52,12 +52,10 @@ def _renderer(template: str) -> Callable[[Mapping[str, Any]], dict[str, str]]:
 
     try:
         compiled = _environment().from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        refusal = {"refusal": f"is not valid: {error}"}
-        return lambda values: refusal
     except Exception as error:
-        damage = {"refusal": f"is not valid: {type(error).__name__}: {error}"}
-        return lambda values: damage
+        kind = "" if isinstance(error, jinja2.TemplateSyntaxError) else f"{type(error).__name__}: "
+        refusal = {"refusal": f"is not valid: {kind}{error}"}
+        return lambda values: refusal
 
     def render(values: Mapping[str, Any]) -> dict[str, str]:
         pieces, length = [], 0
@@ -104,11 +102,7 @@ def _environment() -> Any:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> str:
     """Write plain JSON: jinja2's own filter escapes <, > and & for web pages."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -10,8 +10,8 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
 
@@ -36,11 +36,15 @@ class TextStream(ABC):
         """Return the text held back, with U+FFFD for incomplete characters. Call it once, at the end."""
 
 
+Tokens = Callable[[Iterable[int]], list[str]]
+"""Maps ids to tokens' strings, without hidden ones."""
+
+
 class TokenStream(TextStream):
     """Decodes token by token."""
 
-    def __init__(self, tokens: Callable[[Iterable[int]], list[str]]) -> None:
-        self._tokens = tokens  # maps ids to strings, without hidden ones
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
 
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self._push_token(token) for token in self._tokens(ids))
@@ -59,7 +63,7 @@ class TokenStream(TextStream):
 class ByteLevelStream(TokenStream):
     """Byte-level BPE: a token is a string of bytes. At most three bytes are held back."""
 
-    def __init__(self, tokens: Callable[[Iterable[int]], list[str]], byte_of: dict[str, int]) -> None:
+    def __init__(self, tokens: Tokens, byte_of: dict[str, int]) -> None:
         super().__init__(tokens)
         self._byte_of = byte_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -81,12 +85,7 @@ class SentencePieceStream(TokenStream):
     A run of byte tokens is held back until it ends: one invalid byte makes `decode` show every byte as U+FFFD.
     """
 
-    def __init__(
-        self,
-        tokens: Callable[[Iterable[int]], list[str]],
-        replacements: Sequence[tuple[str, str]],
-        strip: tuple[str, int],
-    ) -> None:
+    def __init__(self, tokens: Tokens, replacements: Sequence[tuple[str, str]], strip: tuple[str, int]) -> None:
         super().__init__(tokens)
         self._replacements = replacements
         self._stripped, self._strip_left = strip
@@ -97,8 +96,7 @@ class SentencePieceStream(TokenStream):
 
     def _push_token(self, token: str) -> str:
         text = self._replaced(token)
-        byte = BYTE_TOKEN.fullmatch(text)
-        if byte:
+        if byte := BYTE_TOKEN.fullmatch(text):
             self._run.append(int(byte[1], 16))
             return ""
         return self._without_start(self._ended_run() + text)
@@ -133,47 +131,33 @@ class SentencePieceStream(TokenStream):
 
 def stream_factory(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenStream]:
     """Return a function `skip_special -> TextStream` for this tokenizer; UserError if its decoder is not supported."""
-    steps = _decoder_steps(tokenizer)
-    kinds = [step.get("type") for step in steps]
+    decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder] if decoder else []
+    kinds = " ".join(str(step.get("type")) for step in steps)
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     name_of = lru_cache(_CACHED_NAMES)(tokenizer.id_to_token)
 
-    def tokens_of(skip_special: bool) -> Callable[[Iterable[int]], list[str]]:
-        def tokens(ids: Iterable[int]) -> list[str]:
-            found = [name_of(index) for index in ids if not (skip_special and index in special)]
-            return [token for token in found if token is not None]
+    def tokens(skip_special: bool, ids: Iterable[int]) -> list[str]:
+        found = [name_of(index) for index in ids if not (skip_special and index in special)]
+        return [token for token in found if token is not None]
 
-        return tokens
-
-    if kinds == ["ByteLevel"]:
+    if kinds == "ByteLevel":
         byte_of = byte_alphabet()
-        return lambda skip_special: ByteLevelStream(tokens_of(skip_special), byte_of)
-    if re.fullmatch("(Replace )*ByteFallback Fuse( Strip)?", " ".join(map(str, kinds))):
-        replacements = [_replacement(step) for step in steps if step["type"] == "Replace"]
-        strip = _strip(steps[-1]) if kinds[-1] == "Strip" else ("", 0)
-        return lambda skip_special: SentencePieceStream(tokens_of(skip_special), replacements, strip)
-    raise UserError(f"the tokenizer's decoder {' '.join(map(str, kinds)) or None!r} is not supported")
-
-
-def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    if tokenizer.decoder is None:
-        return []
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
-
-
-def _replacement(step: dict[str, Any]) -> tuple[str, str]:
-    if "String" not in step["pattern"]:
-        raise UserError(
-            f"the tokenizer's decoder replaces the pattern {step['pattern']!r}, only plain text is supported"
-        )
-    return step["pattern"]["String"], step["content"]
-
-
-def _strip(step: dict[str, Any]) -> tuple[str, int]:
-    if step.get("stop"):
-        raise UserError("the tokenizer's decoder strips the end of the text, which is not supported")
-    return step["content"], step["start"]
+        return lambda skip_special: ByteLevelStream(partial(tokens, skip_special), byte_of)
+    if not re.fullmatch("(Replace )*ByteFallback Fuse( Strip)?", kinds):
+        raise UserError(f"the tokenizer's decoder {kinds or None!r} is not supported")
+    replacements, strip = [], ("", 0)
+    for step in steps:
+        if step["type"] == "Replace":
+            if "String" not in step["pattern"]:
+                pattern = f"the tokenizer's decoder replaces the pattern {step['pattern']!r}"
+                raise UserError(f"{pattern}, only plain text is supported")
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] == "Strip":
+            if step.get("stop"):
+                raise UserError("the tokenizer's decoder strips the end of the text, which is not supported")
+            strip = step["content"], step["start"]
+    return lambda skip_special: SentencePieceStream(partial(tokens, skip_special), replacements, strip)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -33,36 +33,6 @@ MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
-def turn_end_ids(special: Mapping[str, int]) -> set[int]:
-    """Return those special tokens, given by text, that end a turn."""
-    ends = TURN_ENDS if any(end in special for end in ANSWER_ENDS) else (*TURN_ENDS, MESSAGE_END)
-    return {special[end] for end in ends if end in special}
-
-
-def document_end_ids(special: Mapping[str, int]) -> set[int]:
-    """Return those special tokens that end a document."""
-    return {special[end] for end in TEXT_ENDS if end in special}
-
-
-def tokens_without_embedding(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[int, str]:
-    """Return the tokens of a vocabulary of `size` ids beyond an embedding of `rows` rows.
-
-    Raises UserError unless all are added tokens, such as Gemma 3's image token in models without vision.
-    """
-    added = tokenizer.get_added_tokens_decoder()
-    beyond = {index: token.content for index, token in added.items() if index >= rows}
-    if len(beyond) < size - rows:
-        raise UserError(f"it names ids up to {size - 1}, the model's embedding has {rows} rows")
-    return beyond
-
-
-def check_embedded(ids: Sequence[int], beyond: Mapping[int, str]) -> None:
-    """Raise UserError for a text with one of the tokens `beyond` the embedding."""
-    if beyond and not beyond.keys().isdisjoint(ids):
-        token = next(beyond[index] for index in ids if index in beyond)
-        raise UserError(f"the text holds {token!r}, a token for which the model's embedding has no row")
-
-
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _READING, _LAST = Lock(), list[Any]()  # hash and content of the file read last
 
@@ -74,24 +44,25 @@ class Tokenizer:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        tokenizer: Any,
         settings: Mapping[str, Any],
         stop_ids: Sequence[int] = (),
         templates: Mapping[str, str] | None = None,
     ) -> None:
-        """`stop_ids` are the ends named in the model's files, `templates` its chat templates by name."""
+        """`tokenizer` is a tokenizers.Tokenizer, or has its methods.
+
+        `stop_ids` are the ends named in the model's files, `templates` its chat templates by name.
+        """
         self._tokenizer = tokenizer
         # Some files contain training settings, which would truncate or pad.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
+        self.special_texts = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
         self._add_bos = settings.get("add_bos_token")
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
-        streams = stream_factory(tokenizer)
-        self._stream: Callable[[bool], TextStream] = streams
-        self._bytes_of: Callable[[int], bytes] = streams(True).bytes_of
+        self._stream = self._stream_factory()
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.bos_id = self._id(self._special.get("bos_token"))
+        self.bos_id = self.id_of(self.special_texts.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
 
     @classmethod
@@ -113,7 +84,7 @@ class Tokenizer:
         try:
             tokenizer = cls(raw, settings, stops, _templates(path, settings))
             if isinstance(rows, int) and tokenizer.size > rows:
-                tokenizer._beyond, tokenizer.size = tokens_without_embedding(raw, tokenizer.size, rows), rows
+                tokenizer._drop_ids_from(rows)
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
         return tokenizer
@@ -144,11 +115,6 @@ class Tokenizer:
         return self._templates["default"].text if self.has_template else None
 
     @property
-    def special_texts(self) -> Mapping[str, str]:
-        """The special tokens' texts by name: bos_token, eos_token, ..."""
-        return dict(self._special)
-
-    @property
     def template_text(self) -> str:
         """The texts of all chat templates, joined."""
         return "\n".join(template.text for template in self._templates.values())
@@ -158,7 +124,7 @@ class Tokenizer:
 
         Raises UserError if the model has no chat template or the template refuses the messages.
         """
-        values = {"tools": None, "documents": None, **self._special, **values}
+        values = {"tools": None, "documents": None, **self.special_texts, **values}
         name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
@@ -194,28 +160,21 @@ class Tokenizer:
     @cached_property
     def texts(self) -> TokenTexts:
         """What each id adds to an answer's text; special and stop tokens add nothing."""
-        return TokenTexts([b"" if index in self.stop_ids else self._bytes_of(index) for index in range(self.size)])
+        return TokenTexts([b"" if index in self.stop_ids else self._added_bytes(index) for index in range(self.size)])
 
     def spelled(self, token: int) -> bytes:
         """Return the bytes of one token, special tokens as written; they may be part of a character."""
-        return self._spelling(token)
-
-    @cached_property
-    def _spelling(self) -> Callable[[int], bytes]:
-        stream = self._stream(False)
-        if isinstance(stream, TokenStream):
-            return stream.bytes_of
-        return lambda token: self.decode([token], skip_special=False).encode()
+        return self._token_streams[1].bytes_of(token)
 
     def bytes_by_id(self) -> dict[int, bytes]:
         """Return the bytes of each id, special tokens as written; ids with unknown bytes are left out."""
         special = self.special_ids
-        found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self.words.items()}
+        found = {i: word.encode() if i in special else self._added_bytes(i) for i, word in self.words.items()}
         return {index: text for index, text in found.items() if text and REPLACEMENT.encode() not in text}
 
-    def id_of(self, token: str) -> int | None:
+    def id_of(self, token: str | None) -> int | None:
         """Return the id of a token by name, or None."""
-        return self._id(token)
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def tokens_differ(self, other: Tokenizer) -> str | None:
         """Return None if both vocabularies agree on all ids they share, else a phrase with the first difference.
@@ -253,48 +212,66 @@ class Tokenizer:
             raise UserError(f"the text holds half a character (a lone surrogate) at {error.start}") from error
         with _panics_as_errors("cannot cut this text"):
             ids = list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
-        check_embedded(ids, self._beyond)
+        if not self._beyond.keys().isdisjoint(ids):
+            token = next(self._beyond[index] for index in ids if index in self._beyond)
+            raise UserError(f"the text holds {token!r}, a token for which the model's embedding has no row")
         return ids
+
+    def _drop_ids_from(self, rows: int) -> None:
+        """Drop the ids beyond an embedding of `rows` rows.
+
+        Raises UserError unless all are added tokens, such as Gemma 3's image token in models without vision.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._beyond = {index: token.content for index, token in added.items() if index >= rows}
+        if len(self._beyond) < self.size - rows:
+            raise UserError(f"it names ids up to {self.size - 1}, the model's embedding has {rows} rows")
+        self.size = rows
+
+    def _stream_factory(self) -> Callable[[bool], TextStream]:
+        return stream_factory(self._tokenizer)
+
+    @cached_property
+    def _token_streams(self) -> tuple[TokenStream, TokenStream]:
+        """Two streams for the bytes of single tokens: one hides special tokens, the other shows them."""
+        streams: Any = self._stream
+        return streams(True), streams(False)
+
+    def _added_bytes(self, token: int) -> bytes:
+        """Return what a token adds to a text."""
+        return self._token_streams[0].bytes_of(token)
 
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
         """Return the ids that end an answer, without ids that the vocabulary lacks."""
         texts = ((index, self._tokenizer.id_to_token(index)) for index in self.special_ids)
         special = {text: index for index, text in texts if text is not None}
-        ends = {self._id(self._special.get("eos_token")), *named, *turn_end_ids(special)}
+        turn_ends = TURN_ENDS if any(end in special for end in ANSWER_ENDS) else (*TURN_ENDS, MESSAGE_END)
+        ends = {self.id_of(self.special_texts.get("eos_token")), *named, *map(special.get, turn_ends)}
         there = [index for index in ends if index is not None and 0 <= index < self.size]
         found = {index for index in there if self._tokenizer.id_to_token(index) is not None}
-        return frozenset(found or document_end_ids(special))
-
-    def _id(self, token: str | None) -> int | None:
-        return None if token is None else self._tokenizer.token_to_id(token)
+        return frozenset(found or {special[end] for end in TEXT_ENDS if end in special})
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:
-    """Load a tokenizer.json."""
+    """Load a tokenizer.json; the last one is cached, as draft and target mostly have equal files."""
     if not os.path.lexists(file):
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
         raise UserError(f"{file.parent} holds no tokenizer.json; {advice}")
     check_file(file, MAX_TOKENIZER_BYTES)
     try:
-        with _panics_as_errors(f"cannot be made from {file}"):
-            return _parsed(file)
+        text = file.read_bytes()
+        digest = lazy_sha256(text).digest()
+        with _READING, _panics_as_errors(f"cannot be made from {file}"):
+            if not _LAST or _LAST[0] != digest:
+                import tokenizers
+
+                _LAST[:] = digest, tokenizers.Tokenizer.from_buffer(text)
+            found: tokenizers.Tokenizer = _LAST[1]
+            return found
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
         raise UserError(f"{file} is not a tokenizer ({error!s:.200})") from error
-
-
-def _parsed(file: Path) -> tokenizers.Tokenizer:
-    """Parse the file; the last result is cached, as draft and target mostly have equal files."""
-    text = file.read_bytes()
-    digest = lazy_sha256(text).digest()
-    with _READING:
-        if not _LAST or _LAST[0] != digest:
-            import tokenizers
-
-            _LAST[:] = digest, tokenizers.Tokenizer.from_buffer(text)
-        found: tokenizers.Tokenizer = _LAST[1]
-        return found
 
 
 @contextmanager
