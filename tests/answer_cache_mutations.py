@@ -1,4 +1,4 @@
-"""Mistakes in what is recalled of earlier texts: each must fail a test of the suite, named here."""
+"""Mistakes in the cache of earlier answers. Each must fail the tests named here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def of_all_keys(find: Original) -> Original:
     return lambda known, request: find(known, replace(request, cache_salt=None))
 
 
-def from_the_beginning(find: Original) -> Original:
+def with_prompt(find: Original) -> Original:
     def mutated(known: AnswerCache, request: Request) -> tuple[int, ...]:
         found = find(known, request)
         return (*request.prompt, *found) if found else ()
@@ -29,27 +29,13 @@ def picked_anyhow(_: Original) -> Any:
     return lambda request: ()
 
 
+MISTAKES: list[tuple[str, Any, str, Any, str]] = [
+    ("nothing is kept", AnswerCache, "store", nothing, "memory_is_bounded"),
+    ("another key's texts are offered", AnswerCache, "find", of_all_keys, "other_requests_get_nothing"),
+    ("the prompt is offered too", AnswerCache, "find", with_prompt, "a_prompt_that_continues_an_answer_gets_the_rest"),
+    ("texts of other noise are offered", answer_cache, "_way", picked_anyhow, "other_requests_get_nothing"),
+]
 RECALL_MUTATIONS: list[Mutation] = [
-    mutation("recall: nothing is kept", AnswerCache, "store", nothing, "test_answer_cache.py::test_memory_is_bounded"),
-    mutation(
-        "recall: another key's texts are offered",
-        AnswerCache,
-        "find",
-        of_all_keys,
-        "test_answer_cache.py::test_others_are_offered_nothing",
-    ),
-    mutation(
-        "recall: what was typed is offered again",
-        AnswerCache,
-        "find",
-        from_the_beginning,
-        "test_answer_cache.py::test_who_types_on_what_was_written_is_offered_the_rest",
-    ),
-    mutation(
-        "recall: texts that were picked by other noise are offered",
-        answer_cache,
-        "_way",
-        picked_anyhow,
-        "test_answer_cache.py::test_others_are_offered_nothing",
-    ),
+    mutation(f"recall: {name}", owner, attribute, change, f"test_answer_cache.py::test_{test}")
+    for name, owner, attribute, change, test in MISTAKES
 ]

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import copy
 import http.client
+import itertools
 import json
 import random
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -24,35 +26,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving import HELLO, Served, served
+from serving import HELLO, PATIENCE, Served, served
 from test_library import folder
 
 import outpace
 from outpace.server.options import ServerLimits
 
-SLOW = 30.0  # seconds, after which a missing answer is a hang
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "maxProperties": 1}}}
 COMMON = {
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "seed": 3,
-    "stream": True,
-    "logit_bias": {"5": 1.0},
-    "bad_words": ["x"],
-    "min_tokens": 1,
-    "stop_token_ids": [7],
-    "allowed_token_ids": [20, 21],
-    "return_token_ids": True,
-    "return_sources": True,
-    "return_rounds": True,
-    "outpace": {"speculation": True, "nodes": 4},
-    "metadata": {"a": "b"},
-    "repetition_penalty": 1.1,
-    "ignore_eos": False,
-    "model": "tiny",
+    **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3},
+    **{"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [20, 21], "bad_words": ["x"]},
+    **{"return_token_ids": True, "return_sources": True, "return_rounds": True, "ignore_eos": False, "stream": True},
+    **{"logit_bias": {"5": 1.0}, "outpace": {"speculation": True, "nodes": 4}, "metadata": {"a": "b"}, "model": "tiny"},
 }
 VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fields, optional fields
     (
@@ -110,28 +96,11 @@ CONTENT_TYPES = ("application/json", "application/json; charset=utf-8", "text/pl
 
 @dataclass
 class FuzzResult:
-    """Statuses, faults, the slowest answer in seconds, and the number of repeated requests."""
+    """What the server answered."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    slowest: float = 0.0
-    repeated: int = 0  # because the machine was suspended
-
-
-class SuspendDetector:
-    """Measures how long this machine or process was suspended, which is not a hang of the server."""
-
-    def __init__(self) -> None:
-        self.lost = 0.0  # seconds
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _beat(self) -> None:
-        while True:
-            before, used = time.monotonic(), time.process_time()
-            time.sleep(0.1)
-            late = time.monotonic() - before - 0.1
-            if late > 1.0 and time.process_time() - used < 0.1 * late:  # otherwise it was computing
-                self.lost += late
+    slowest: float = 0.0  # seconds
 
 
 def requests(seed: int) -> Iterator[tuple[str, bytes, str]]:
@@ -159,9 +128,8 @@ def mutate(body: Any, random_: random.Random) -> None:
     elif way < 0.85:
         holder.pop(key, None)
     else:
-        holder[random_.choice(("x", "stop", "type", "n", "", "role", str(key) * 2))] = copy.deepcopy(
-            random_.choice(VALUES)
-        )
+        name = random_.choice(("x", "stop", "type", "n", "", "role", str(key) * 2))
+        holder[name] = copy.deepcopy(random_.choice(VALUES))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -174,93 +142,59 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def corrupt(data: bytes, random_: random.Random) -> bytes:
     """Cut bytes off, change one, or repeat all."""
     place = random_.randrange(len(data))
-    return random_.choice(
-        [
-            data[:place],
-            data[:place] + bytes([random_.randrange(256)]) + data[place + 1 :],
-            data + data,
-            b"",
-            data[place:],
-        ]
-    )
+    changed = data[:place] + bytes([random_.randrange(256)]) + data[place + 1 :]
+    return random_.choice([data[:place], changed, data + data, b"", data[place:]])
 
 
-def fuzz(site: Served, count: int, seed: int, found: FuzzResult, detector: SuspendDetector) -> None:
-    """Send requests one after the other over one connection. Repeat those that a suspended machine did not answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
-    for (path, data, kind), _ in zip(requests(seed), range(count), strict=False):
-        while True:
-            lost, began = detector.lost, time.monotonic()
-            try:
-                fault = send_one(connection, path, data, kind, found)
-            except (OSError, http.client.HTTPException) as error:
-                fault = type(error).__name__
-                connection.close()
-                connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
-                time.sleep(0.5)  # so that the detector notices a suspension
-                if isinstance(error, TimeoutError) and detector.lost > lost:
-                    found.repeated += 1
-                    continue
-            break
-        if fault is not None:
+def fuzz(site: Served, count: int, seed: int, found: FuzzResult) -> None:
+    """Send requests one after the other over one connection."""
+    connection = site.connect()  # a missing answer is a hang after PATIENCE seconds
+    for path, data, kind in itertools.islice(requests(seed), count):
+        began, fault = time.monotonic(), ""
+        try:
+            connection.request("POST", path, data, {"Content-Type": kind} if kind else {})
+            reply = connection.getresponse()
+            text = reply.read()
+            found.statuses[reply.status] += 1
+            if reply.status >= 500 or b'"internal_error"' in text:
+                fault = f"{reply.status} {text[:300]!r}"
+        except (OSError, http.client.HTTPException) as error:
+            fault = type(error).__name__
+            connection.close()  # the next request opens it again
+        if fault:
             found.faults.append(f"{fault} {path} {data[:2000]!r}")
-        found.slowest = max(found.slowest, time.monotonic() - began - (detector.lost - lost))
+        found.slowest = max(found.slowest, time.monotonic() - began)
     connection.close()
-
-
-def send_one(
-    connection: http.client.HTTPConnection, path: str, data: bytes, kind: str, found: FuzzResult
-) -> str | None:
-    """Send one body; return a fault, or None."""
-    connection.request("POST", path, data, {"Content-Type": kind} if kind else {})
-    reply = connection.getresponse()
-    text = reply.read()
-    found.statuses[reply.status] += 1
-    is_fault = reply.status >= 500 or b'"internal_error"' in text
-    return f"{reply.status} {text[:300]!r}" if is_fault else None
 
 
 def fuzz_server(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
     """Send mutated bodies from several clients at once."""
-    found, detector, each = FuzzResult(), SuspendDetector(), -(-count // workers)
-    threads = [threading.Thread(target=fuzz, args=(site, each, seed + n, found, detector)) for n in range(workers)]
+    found, each = FuzzResult(), -(-count // workers)
+    threads = [threading.Thread(target=fuzz, args=(site, each, seed + number, found)) for number in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     site.wait_idle()
     assert site.ask("/health").status == 200
-    statuses = dict(sorted(found.statuses.items()))
-    result = {
-        "bodies": each * workers,
-        "statuses": statuses,
-        "faults": found.faults,
-        "slowest": round(found.slowest, 3),
-    }
-    return {**result, "sent_again": found.repeated}
+    result = {"bodies": each * workers, "statuses": dict(sorted(found.statuses.items())), "faults": found.faults}
+    return {**result, "slowest": round(found.slowest, 3)}
 
 
 def run_schemathesis(site: Served, examples: int, seed: int) -> dict[str, Any]:
     """Run schemathesis in the environment that tests/clients/run.py makes."""
-    sys.path.insert(0, str(Path(__file__).parent / "clients"))
-    import run
-
-    python = run.environment(Path(__file__).parent / "clients" / "schemathesis_needs.py")[0]
+    clients = Path(__file__).parent / "clients"
+    python = runpy.run_path(str(clients / "run.py"))["environment"](clients / "schemathesis_needs.py")[0]
     each = -(-examples // 7)  # for each path with a body
     command = [str(python.parent / "schemathesis"), "run", f"http://127.0.0.1:{site.port}/openapi.json"]
     command += ["--phases", "fuzzing", "--max-examples", str(each), "--seed", str(seed), "--mode", "all"]
-    command += ["--checks", "not_a_server_error", "--request-timeout", str(int(SLOW)), "--no-color"]
+    command += ["--checks", "not_a_server_error", "--request-timeout", str(int(PATIENCE)), "--no-color"]
     command += ["--suppress-health-check", "all", "--continue-on-failure", "--include-method", "POST"]
     with tempfile.TemporaryDirectory() as where:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=where)
     site.wait_idle()
     print(done.stdout[-3000:], file=sys.stderr)
     return {"status": done.returncode, "said": done.stdout.splitlines()[-12:]}
-
-
-def tiny(where: Path) -> str:
-    """Make a model with a short context."""
-    return folder(where, "target", max_position_embeddings=256)
 
 
 def main() -> int:
@@ -271,9 +205,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     given = parser.parse_args()
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as where, outpace.load(tiny(Path(where)), "layers:0") as llm:
-        limits = ServerLimits(request_timeout=SLOW * 4)
-        with served(llm, limits, names=("tiny",), methods=("speculative",), tool_prompt=True) as site:
+    limits = ServerLimits(request_timeout=PATIENCE)
+    with tempfile.TemporaryDirectory() as where:
+        model = folder(Path(where), "target", max_position_embeddings=256)
+        options = {"names": ("tiny",), "methods": ("speculative",), "tool_prompt": True}
+        with outpace.load(model, "layers:0") as llm, served(llm, limits, **options) as site:
             if given.count:
                 results["own"] = fuzz_server(site, given.count, given.seed, given.workers)
             if given.schemathesis:

@@ -45,68 +45,23 @@ def of_any_text(holds: Original) -> Original:
     return lambda self, text, path: len(text) + len(path) == self.length + len(self.path)
 
 
+def means_nothing(has_meaning: Original) -> Original:
+    return lambda keyword: False
+
+
+LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.py::test_", "test_grammar.py::test_"
+MISTAKES: list[tuple[str, str, Any, str, Any]] = [
+    (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
+    (LIFE, "a_disconnect_aborts_the_request", EngineThread, "abort", nothing),
+    (LIFE, "an_invalid_request_releases_its_reservation", Reservation, "release", nothing),
+    (ADMISSION, "reservations_count", Admission, "_error", as_internal_error),
+    (ADMISSION, "a_request_that_cannot_start_in_time_is_refused_at_once", Admission, "_seconds_to_start", at_once),
+    ("test_server_errors.py::test_", "json_depth_is_bounded", request_body, "_check_json", nothing),
+    ("test_tools.py::test_", "every_split_of_a_transcript_gives_the_same_deltas", CallParser, "push", at_each_chunk),
+    (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_has_meaning", means_nothing),
+    (GRAMMAR, "a_question_is_asked_once", matcher._CachedResult, "holds", of_any_text),
+]
 SERVER_MUTATIONS = [
-    mutation(
-        "server: a text under load differs",
-        target_runner,
-        "reduce_isolated",
-        to_one_another,
-        "test_server_life.py::test_concurrent_requests_get_the_texts_of_single_ones",
-    ),
-    mutation(
-        "server: a disconnect aborts nothing",
-        EngineThread,
-        "abort",
-        nothing,
-        "test_server_life.py::test_a_disconnect_aborts_the_request",
-    ),
-    mutation(
-        "server: a full queue is an internal error",
-        Admission,
-        "_error",
-        as_internal_error,
-        "test_server_admission.py::test_reservations_count",
-    ),
-    mutation(
-        "server: a request that cannot start in time waits",
-        Admission,
-        "_seconds_to_start",
-        at_once,
-        "test_server_admission.py::test_a_request_that_cannot_start_in_time_is_refused_at_once",
-    ),
-    mutation(
-        "server: a refused request keeps its reservation",
-        Reservation,
-        "release",
-        nothing,
-        "test_server_queue.py::test_an_invalid_request_releases_its_reservation",
-    ),
-    mutation(
-        "grammar: a rule that is not enforced is taken for an annotation",
-        schema,
-        "_has_meaning",
-        lambda f: lambda keyword: False,
-        "test_grammar.py::test_what_cannot_be_enforced_is_refused_by_name",
-    ),
-    mutation(
-        "grammar: what was asked of one text holds for all of its length",
-        matcher._CachedResult,
-        "holds",
-        of_any_text,
-        "test_grammar.py::test_a_question_is_asked_once",
-    ),
-    mutation(
-        "server: JSON of any depth is accepted",
-        request_body,
-        "_check_json",
-        nothing,
-        "test_server_errors.py::test_json_depth_is_bounded",
-    ),
-    mutation(
-        "server: a tool call is split at chunk borders",
-        CallParser,
-        "push",
-        at_each_chunk,
-        "test_tools.py::test_every_split_of_a_transcript_gives_the_same_deltas",
-    ),
+    mutation(f"server: {owner.__name__}.{attribute} by {change.__name__}", owner, attribute, change, file + test)
+    for file, test, owner, attribute, change in MISTAKES
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -46,12 +47,14 @@ class Answered:
     @property
     def events(self) -> list[Any]:
         """The data of all events, without the final [DONE]."""
-        blocks = self.body.decode().split("\n\n")
-        data = [
-            line.removeprefix("data: ") for block in blocks for line in block.split("\n") if line.startswith("data: ")
-        ]
-        assert data[-1] == "[DONE]"
-        return [json.loads(one) for one in data[:-1]]
+        *data, last = re.findall(r"^data: (.*)$", self.body.decode(), re.MULTILINE)
+        assert last == "[DONE]"
+        return [json.loads(one) for one in data]
+
+    @property
+    def choice(self) -> Any:
+        """The first choice of a whole answer."""
+        return self.json["choices"][0]
 
 
 @dataclass
@@ -65,6 +68,9 @@ class Served:
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+
+    def socket(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
     def ask(self, path: str, body: Any = None, **headers: str) -> Answered:
         """Send a POST request with a body, or a GET request. A body that is not bytes is sent as JSON."""
@@ -82,7 +88,7 @@ class Served:
 
     def chat(self, content: Any = "hello world", **fields: Any) -> Answered:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        return self.ask("/v1/chat/completions", {"messages": messages, **fields})
+        return self.ask(CHAT, {"messages": messages, **fields})
 
     def complete(self, prompt: Any = "hello world", **fields: Any) -> Answered:
         return self.ask("/v1/completions", {"prompt": prompt, **fields})
@@ -99,8 +105,11 @@ class Served:
         return not (self.service.admission.groups or engine.running or engine.waiting)
 
     def wait_idle(self) -> None:
-        """Wait until the server is idle."""
         wait_for(self.is_idle)
+
+    def wait_requests(self, count: int) -> None:
+        """Wait until that many requests run or wait."""
+        wait_for(lambda: len(self.service.admission.groups) == count)
 
 
 def wait_for(condition: Any) -> None:
@@ -149,19 +158,32 @@ class Brake:
         self._go.set()
 
 
-def send(site: Served, body: dict[str, Any], path: str = CHAT, room: int | None = None) -> socket.socket:
+@contextmanager
+def loaded(llm: outpace.LLM, brake: Brake, requests: int, key: str = "", **options: Any) -> Iterator[Served]:
+    """Serve a model with braked requests, which are answered when the block ends. Options are also those of limits."""
+    limits = {name: options.pop(name) for name in list(options) if name in ServerLimits.__dataclass_fields__}
+    with served(llm, ServerLimits(**limits), **options) as site:
+        asked = [send(site, {"messages": HELLO, **LONG}, key=key) for _ in range(requests)]
+        site.wait_requests(requests)
+        yield site
+        brake.release()
+        assert [one.makefile("rb").read(15) for one in asked] == [b"HTTP/1.1 200 OK"] * requests
+        site.wait_idle()
+
+
+def head(path: str = CHAT, length: int = 0, *more: str) -> bytes:
+    """Return the head of a POST request."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, *more, "", ""]).encode()
+
+
+def send(site: Served, body: dict[str, Any], path: str = CHAT, room: int | None = None, key: str = "") -> socket.socket:
     """Send a request without reading the response; `room` is the size of the receive buffer in bytes."""
     data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-    )
     connection = socket.socket()
     if room is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
     connection.settimeout(PATIENCE)
     connection.connect(("127.0.0.1", site.port))
-    connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
+    connection.sendall(head(path, len(data), f"X-Api-Key: {key}") + data)
     return connection

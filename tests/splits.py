@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable
 from enum import Enum
+from types import MethodType
 from typing import Any
 
 
@@ -35,6 +36,8 @@ def check_every_split(
 
 def state(value: Any) -> Any:
     """All that a reader holds."""
+    if isinstance(value, MethodType):
+        return value.__name__
     if not hasattr(value, "__dict__") or isinstance(value, Enum):
         return value
     return {name: state(part) for name, part in vars(value).items()}

@@ -1,4 +1,4 @@
-"""What a coroutine may ask for after the target's judgement: drafts, a wait, another pass; and a wait for depth."""
+"""What a decoder may yield after a target pass: drafts, a wait, another pass; and a wait for depth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Await, Commit, Draft, Request, Verify
-from outpace.decoders import Speculative
+from outpace.decoders import Autoregressive, Speculative
 from outpace.decoders.base import DecoderGenerator, RequestContext
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -21,12 +21,8 @@ PROMPT = (3, 1, 4, 1, 5)
 GAMMA = 3
 
 
-def module(decode: Any, drafting: str) -> Any:
-    return decoder_of(decode, drafting)
-
-
 def pearl(place: RequestContext, seen: list[int]) -> DecoderGenerator:
-    """PEARL's shape: whatever the target says, the next chain is waited for until it is GAMMA deep."""
+    """Wait for a chain of GAMMA tokens in each round, as PEARL does."""
     candidates = place.candidates
     while True:
         yield Await(depth=GAMMA)
@@ -43,7 +39,7 @@ def pearl(place: RequestContext, seen: list[int]) -> DecoderGenerator:
 
 
 def second_look(place: RequestContext, passes: list[int]) -> DecoderGenerator:
-    """Drafts below what the target accepted, and lets it judge again before anything is committed."""
+    """Draft below what the target accepted, and verify again before the commit."""
     tree = TokenTree(place.last_token)
     while True:
         yield Draft(tree)
@@ -74,7 +70,7 @@ def test_a_wait_for_depth_is_served_before_and_after_the_pass() -> None:
     worker = InlineWorker(make_drafter("perfect", TARGET, width=1), clock)
     seen: list[Any] = []
     with Engine(TARGET, worker=worker, options=EngineOptions(nodes=12)) as engine:
-        runs = [engine.submit(one, module(pearl, "parallel"), seen) for one in requests()]
+        runs = [engine.submit(one, decoder_of(pearl, "parallel"), seen) for one in requests()]
         finish(engine, runs)
         assert worker.failure is None
     assert [run.tokens for run in runs] == [write(TARGET, one) for one in requests()]
@@ -86,7 +82,7 @@ def test_a_wait_for_depth_is_served_before_and_after_the_pass() -> None:
 def test_another_pass_and_drafts_between() -> None:
     passes: list[int] = []
     with Engine(TARGET, make_drafter("model", TARGET, width=2), options=EngineOptions(nodes=12)) as engine:
-        runs = [engine.submit(one, module(second_look, "sequential"), passes) for one in requests()]
+        runs = [engine.submit(one, decoder_of(second_look, "sequential"), passes) for one in requests()]
         runs.append(engine.submit(requests()[0], Speculative, Speculative.Options()))
         finish(engine, runs)
     texts = [write(TARGET, one) for one in requests()]
@@ -95,31 +91,24 @@ def test_another_pass_and_drafts_between() -> None:
     assert len(passes) == sum(len(run.history.steps) for run in runs[:2]), "a round is what is committed"
 
 
-def test_a_fault_after_the_pass_ends_its_own_request() -> None:
+def test_an_error_after_the_pass_ends_only_its_request() -> None:
     def raising(place: RequestContext, options: None) -> DecoderGenerator:
-        tree = TokenTree(place.last_token)
-        yield Verify(tree)
+        yield Verify(TokenTree(place.last_token))
         raise KeyError("after the pass")
 
-    def senseless(place: RequestContext, options: None) -> Any:
+    def yielding_text(place: RequestContext, options: None) -> Any:
         yield Verify(TokenTree(place.last_token))
-        yield "nothing that there is"
+        yield "no request of a decoder"
 
     with Engine(TARGET) as engine:
-        broken = engine.submit(requests()[0], module(raising, ""), None)
-        mistaken = engine.submit(requests()[0], module(senseless, ""), None)
-        plain = engine.submit(requests()[0], module(lambda place, _: speculative_less(place), ""), None)
+        broken, mistaken = (
+            engine.submit(requests()[0], decoder_of(decode, ""), None) for decode in (raising, yielding_text)
+        )
+        plain = engine.submit(requests()[0], Autoregressive, Autoregressive.Options())
         finish(engine, [broken, mistaken, plain])
     assert isinstance(mistaken.error, TypeError)
     assert isinstance(broken.error, KeyError)
     assert plain.tokens == write(TARGET, requests()[0])
-
-
-def speculative_less(place: RequestContext) -> DecoderGenerator:
-    tree = TokenTree(place.last_token)
-    while True:
-        picks = yield Verify(tree)
-        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
 
 
 @pytest.mark.parametrize(("layers", "depth", "has"), [(1, 0, True), (2, 0, False), (0, 2, True), (1, 3, False)])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from files import smollm2_file
@@ -18,14 +17,10 @@ CLIENTS = ("openai_client", "anthropic_client")
 @pytest.fixture(scope="module")
 def environments() -> None:
     """Make the environments before a server is started; skip if packages cannot be installed."""
-    spec = importlib.util.spec_from_file_location("run_clients", RUN)
-    assert spec is not None
-    assert spec.loader is not None
-    run: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(run)
+    environment = runpy.run_path(str(RUN))["environment"]
     for name in CLIENTS:
         try:
-            run.environment(RUN.parent / f"{name}.py")
+            environment(RUN.parent / f"{name}.py")
         except subprocess.CalledProcessError:
             pytest.skip(f"what {name} needs cannot be installed here")
 

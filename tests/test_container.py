@@ -40,7 +40,8 @@ def test_copied_files_exist_and_are_not_ignored() -> None:
 
 
 def test_the_server_does_not_run_as_root() -> None:
-    last = [word for word, _ in INSTRUCTIONS[max(n for n, (word, _) in enumerate(INSTRUCTIONS) if word == "FROM") :]]
+    words = [word for word, _ in INSTRUCTIONS]
+    last = words[len(words) - words[::-1].index("FROM") :]  # of the last stage
     assert instructions("USER")[-1] not in ("0", "root")
     assert last.index("USER") < last.index("ENTRYPOINT")
     assert "outpace-kernels" in (ROOT / "kernels" / "pyproject.toml").read_text()

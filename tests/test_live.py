@@ -1,4 +1,4 @@
-"""Lookahead and Ouroboros in the simulator: the models run themselves, and what they did is priced."""
+"""Lookahead and Ouroboros in the simulator, which runs the models and prices their passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETUPS = {setup.name: setup for setup in setups(SetupSizes(nodes=12, width=3, tr
 
 
 class Counting(QuickToy):
-    """Counts its forwards."""
+    """A toy that counts its passes."""
 
     passes = 0
 
@@ -46,21 +46,19 @@ def run(live: LiveModels, trace: Trace, setup: Setup, *ratios: float) -> list[Ou
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
+def test_a_live_chain_costs_as_much_as_its_replay(trace: Trace, length: int) -> None:
     """A chain at temperature 0 does not ask about wrong branches, so the two ways must agree."""
     setup = replace(SETUPS["speculative-chain"], lengths=())
     prices = costs.PassCosts("by rows", lambda rows: 5.0 + rows, lambda rows: 1.0)
-    mine = _run_live(LiveModels(trace, TARGET, DRAFT), setup, prices, length)
-    other = run_setup(index_trace(trace), setup, prices, 2, length)
-    assert mine.seconds == pytest.approx(other.seconds)
-    assert mine.figures.passes == other.figures.passes
-    assert mine.by_task == pytest.approx(other.by_task)
-    assert mine.target_idle == pytest.approx(other.target_idle)
-    assert mine.rows_per_token == other.rows_per_token
+    live = _run_live(LiveModels(trace, TARGET, DRAFT), setup, prices, length)
+    replayed = run_setup(index_trace(trace), setup, prices, 2, length)
+    assert live.figures.passes == replayed.figures.passes
+    for name in ("seconds", "by_task", "target_idle", "rows_per_token"):
+        assert getattr(live, name) == pytest.approx(getattr(replayed, name))
 
 
 @pytest.mark.parametrize("name", ["lookahead", "ouroboros"])
-def test_what_the_models_did_is_priced(trace: Trace, name: str) -> None:
+def test_the_passes_of_the_models_are_priced(trace: Trace, name: str) -> None:
     target, draft = Counting(16, 3, 5), Counting(16, 3, 5, 0.6)
     setup = replace(SETUPS[name], lengths=(3,) if name == "ouroboros" else ())
     for outcome in run(LiveModels(trace, target, draft), trace, setup, 4.0, 9.0):
@@ -74,15 +72,15 @@ def test_what_the_models_did_is_priced(trace: Trace, name: str) -> None:
         assert passes + 3 <= target.passes <= 2 * (passes + 3), "it ran once, or once more for the length"
 
 
-def test_the_window_tells_of_wrong_branches(trace: Trace) -> None:
-    """Without what the target says there, the pool has the n-grams of the text alone, and of a first text none."""
+def test_lookahead_uses_answers_on_wrong_branches(trace: Trace) -> None:
+    """Without them the pool would have only n-grams of the text, and none for a first text."""
     setup = replace(SETUPS["lookahead"], options={**SETUPS["lookahead"].options, "from_text": False})
     (outcome,) = run(LiveModels(trace, TARGET, DRAFT), trace, setup, 5.0)
     assert outcome.figures.accepted > 0
     assert outcome.rows_per_token > 10
 
 
-def test_other_models_are_noticed(trace: Trace) -> None:
+def test_models_of_another_trace_are_refused(trace: Trace) -> None:
     with pytest.raises(UserError, match="another text than the trace"):
         run(LiveModels(trace, QuickToy(16, 3, 6), DRAFT), trace, SETUPS["lookahead"], 5.0)
 
@@ -92,7 +90,7 @@ def test_a_sampled_trace_is_refused(trace: Trace) -> None:
         LiveModels(replace(trace, temperature=0.8), TARGET, DRAFT)
 
 
-def test_without_the_models_there_are_no_such_rows() -> None:
+def test_setups_that_need_the_models_are_refused_without_them() -> None:
     names = {setup.name for setup in select_setups(SetupSizes(), [])}
     with_models = {setup.name for setup in select_setups(SetupSizes(), [], has_models=True)}
     assert with_models - names == {"lookahead", "ouroboros"}

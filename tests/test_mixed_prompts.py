@@ -1,5 +1,5 @@
-"""A long prompt among short ones, on a clock that passes advance by the tokens they read: who waits for whom, and the
-texts are those of single requests."""
+"""A long prompt among short ones, on a clock that passes advance by the tokens they read: how long each waits, and that
+the texts are those of single requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK, LONG, SHORT = 64, 1500, 15
 
 
 class TimedToy(QuickToy):
-    """Exact, as the toy is, and slow on its own clock: each token before a row adds `slope` of the row's time."""
+    """An exact toy with its own clock: each token before a row adds `slope` of the row's time."""
 
     exact = True
 
@@ -38,7 +38,7 @@ class TimedToy(QuickToy):
 
 
 def answer(requests: Sequence[Request], slope: float) -> list[TokenSequence]:
-    """All at once, over when they are."""
+    """Run requests together until all have ended."""
     target = TimedToy(slope)
     options = EngineOptions(chunk=CHUNK, reuse=False, batch=len(requests))
     with Engine(target, options=options, clock=target.clock) as engine:
@@ -49,12 +49,12 @@ def answer(requests: Sequence[Request], slope: float) -> list[TokenSequence]:
 
 
 def first_tokens(runs: Sequence[TokenSequence]) -> list[float]:
-    """When each wrote its first token, sorted."""
+    """Return the times to the first token, sorted."""
     return sorted(run.history.first_token - run.history.submitted for run in runs)
 
 
-def make_long(length: int = LONG) -> Request:
-    return make_request([place * place % 13 for place in range(length)], max_tokens=4)
+def make_long(length: int = LONG, max_tokens: int = 4) -> Request:
+    return make_request([place * place % 13 for place in range(length)], max_tokens=max_tokens)
 
 
 def make_short(count: int = 16, length: int = SHORT) -> list[Request]:
@@ -63,15 +63,13 @@ def make_short(count: int = 16, length: int = SHORT) -> list[Request]:
 
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.01])
 def test_short_prompts_wait_twice_as_long_at_most(slope: float) -> None:
-    alone, beside = (
-        first_tokens(answer(make_short(), slope)),
-        first_tokens(answer([make_long(), *make_short()], slope)[1:]),
-    )
-    assert beside[-1] <= 2 * alone[-1], "the latest"
-    assert beside[len(beside) // 2] <= 2 * alone[len(alone) // 2], "the median"
+    alone = first_tokens(answer(make_short(), slope))
+    mixed = first_tokens(answer([make_long(), *make_short()], slope)[1:])
+    assert mixed[-1] <= 2 * alone[-1], "the latest"
+    assert mixed[len(mixed) // 2] <= 2 * alone[len(alone) // 2], "the median"
 
 
-def test_a_long_prompt_is_not_starved_by_short_ones_that_keep_coming() -> None:
+def test_a_long_prompt_is_not_starved_by_many_short_ones() -> None:
     target = TimedToy(0.002)
     with Engine(target, options=EngineOptions(chunk=CHUNK, reuse=False, batch=8), clock=target.clock) as engine:
         long = engine.submit(make_long(), Autoregressive, Autoregressive.Options())
@@ -85,48 +83,42 @@ def test_a_long_prompt_is_not_starved_by_short_ones_that_keep_coming() -> None:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.003])
-def test_how_texts_are_cut_does_not_show(slope: float) -> None:
+def test_chunks_of_prompts_do_not_change_texts(slope: float) -> None:
     requests = [make_short(2)[0], make_long(400), *make_short(5, 60), make_long(300)]
     together = answer(requests, slope)
     assert [run.tokens for run in together] == [answer([request], slope)[0].tokens for request in requests]
 
 
 class CountingToy(QuickToy):
-    """A draft that notes how many tokens it is given at once, and reads all of a text."""
+    """A draft model that counts the tokens that it reads."""
 
-    def __init__(self) -> None:
-        super().__init__(16, 3, 0)
-        self.given: list[int] = []
+    num_read = 0
 
     def score(self, forest: Sequence[Part]) -> Any:
-        self.given.append(sum(len(part.tokens) for part in forest))
+        self.num_read += sum(len(part.tokens) for part in forest)
         return super().score(forest)
 
 
 def draft(requests: Sequence[Request]) -> tuple[list[list[int]], list[int]]:
-    """All at once by draft-then-verify: the texts, and the most tokens that the draft read in each step."""
-    model, most = CountingToy(), []
+    """Run requests together by `speculative`; return their texts, and the tokens that the draft read in each step."""
+    model, counts = CountingToy(16, 3, 0), []
     drafter = draft_model.ModelDrafter(model, draft_model.Options())
     with Engine(QuickToy(16, 3, 0), drafter, options=EngineOptions(reuse=False, chunk=4000)) as engine:
         runs = [engine.submit(request, Speculative, Speculative.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
-            model.given.clear()
+            before = model.num_read
             engine.step()
-            most.append(sum(model.given))
+            counts.append(model.num_read - before)
         drafted = sum(step.accepted for step in runs[0].history.steps)
     assert drafted, "the long text was drafted for in the end"
-    return [run.tokens for run in runs], most
+    return [run.tokens for run in runs], counts
 
 
 def test_a_draft_reads_a_long_text_in_pieces_while_others_wait() -> None:
-    def prompt(length: int) -> list[int]:
-        return [place * place % 13 for place in range(length)]
-
-    long, short = make_request(prompt(1500), max_tokens=40), make_request(prompt(9), max_tokens=40)
+    long, short = make_long(max_tokens=40), make_long(9, max_tokens=40)
     alone, whole = draft([long])
-    beside, pieces = draft([long, short])
+    mixed, pieces = draft([long, short])
     assert max(whole) > 1500, "at once where no request waits"
     assert max(pieces) < 256 + 100, "a chunk a step, and what is drafted for the other"
     assert sum(count > 256 for count in pieces) >= 5
-    assert beside[0] == alone[0]
-    assert beside[1] == draft([short])[0][0]
+    assert mixed == [*alone, *draft([short])[0]]

@@ -78,10 +78,8 @@ def test_the_number_of_drafted_tokens_equals_the_metric(site: Served, page: Any)
     ask(page, "12 12 12 12", 60)
     page.wait_for_selector("button.compare:visible")
     site.wait_idle()
-    assert (
-        int(page.evaluate("document.body.dataset.drafted"))
-        == site.figure("spec_decode_num_accepted_tokens_total") - before
-    )
+    drafted = int(page.evaluate("document.body.dataset.drafted"))
+    assert drafted == site.figure("spec_decode_num_accepted_tokens_total") - before
 
 
 def test_an_answer_can_be_stopped(site: Served, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:

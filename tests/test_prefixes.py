@@ -1,4 +1,4 @@
-"""Who holds the longest beginning of a text: by hashes of blocks, held against comparing all texts."""
+"""The index of cached prefixes, which hashes blocks, gives the same results as comparing all texts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ class Holding:
 
 
 def in_common(one: HashedTokens, other: HashedTokens) -> int:
-    """Token by token."""
+    """Return the length of the common prefix."""
+    if one.key != other.key:
+        return 0
     pairs = zip(one.tokens, other.tokens, strict=False)
-    return (
-        0
-        if one.key != other.key
-        else next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
-    )
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Texts begin like one another, grow, are held a little further, and are let go."""
+    """Texts share prefixes, grow, are held a little further, and are dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,26 +86,12 @@ class PrefixMachine(RuleBasedStateMachine):
             assert text.common(one.text, most) == min(in_common(text, one.text), most)
 
     @invariant()
-    def nothing_is_held_by_nobody(self) -> None:
+    def the_index_has_only_live_holders(self) -> None:
         assert set(self.holders._blocks) <= set(self.all)
         blocks = {hash for one in self.all for hash in one.text.hashes(one.length)}
         assert set(self.holders._by_block) == blocks
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_the_longest_beginning_is_found(depth: settings) -> None:
+def test_the_longest_prefix_is_found(depth: settings) -> None:
     run_state_machine_as_test(PrefixMachine, settings=depth)
-
-
-def test_a_block_is_hashed_once() -> None:
-    class Counted(int):
-        hashed = 0
-
-        def __hash__(self) -> int:
-            Counted.hashed += 1
-            return int.__hash__(self)
-
-    text = HashedTokens([Counted(place % 7) for place in range(10 * BLOCK + 3)])
-    for length in (4 * BLOCK, 10 * BLOCK + 3, 2 * BLOCK, 10 * BLOCK):
-        assert len(text.hashes(length)) == length // BLOCK
-    assert Counted.hashed == 10 * BLOCK

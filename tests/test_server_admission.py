@@ -50,8 +50,21 @@ def write(target: Any, clock: Clock, seconds: int, tokens: int, *more: Any) -> N
         target.record(tokens, *more)
 
 
-def test_counts_are_cached_for_a_moment_and_refreshed_by_output() -> None:
-    clock = Clock()
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def estimator(clock: Clock) -> QueueEstimator:
+    """An estimator with waiting requests."""
+    found = QueueEstimator(clock)
+    assert found.seconds(1.0) is None
+    found.record(0, True)
+    return found
+
+
+def test_counts_are_cached_for_a_moment_and_refreshed_by_output(clock: Clock) -> None:
     queue, first, second = Admission(ServerLimits(max_queue=1), batch=1, clock=clock), group(), group()
     queue.admit(first)
     queue.admit(second)
@@ -68,49 +81,36 @@ def test_counts_are_cached_for_a_moment_and_refreshed_by_output() -> None:
     assert queue.is_full
 
 
-def test_the_estimate_uses_the_last_seconds() -> None:
-    clock = Clock()
-    estimator = QueueEstimator(clock)
-    estimator.record(0, True)
+def test_the_estimate_uses_the_last_seconds(clock: Clock, estimator: QueueEstimator) -> None:
     write(estimator, clock, 60, 10_000, True)
     assert estimator.seconds(10_000) == pytest.approx(1.0)
     write(estimator, clock, round(admission.WINDOW) + 1, 50, True)
     assert estimator.seconds(100) == pytest.approx(2.0)
 
 
-def test_time_without_waiting_requests_does_not_count() -> None:
-    clock = Clock()
-    estimator = QueueEstimator(clock)
-    estimator.record(0, True)
+def test_time_without_waiting_requests_does_not_count(clock: Clock, estimator: QueueEstimator) -> None:
     write(estimator, clock, 5, 200, True)
     write(estimator, clock, 1, 1, False)  # the last waiting request was started
     write(estimator, clock, 5, 1, False)
     clock.now += 5.0
     estimator.record(1, True)
     write(estimator, clock, 5, 200, True)
-    estimator.set_idle()
+    estimator.record(0, False)
     clock.now += 5.0
     assert estimator.seconds(200) == pytest.approx(1.0)
 
 
-def test_the_estimate_needs_recent_measurements() -> None:
-    clock = Clock()
-    estimator = QueueEstimator(clock)
-    assert estimator.seconds(1.0) is None
-    estimator.record(0, True)
+def test_the_estimate_needs_recent_measurements(clock: Clock, estimator: QueueEstimator) -> None:
     write(estimator, clock, 2, 10, True)
     assert estimator.seconds(1.0) is None  # fewer tokens than one answer in so short a time
     write(estimator, clock, 1, 200, True)
     assert estimator.seconds(1.0) is not None
-    estimator.set_idle()
+    estimator.record(0, False)
     clock.now += 2 * admission.WINDOW
     assert estimator.seconds(1.0) is None
 
 
-def test_an_unfinished_step_counts() -> None:
-    clock = Clock()
-    estimator = QueueEstimator(clock)
-    estimator.record(0, True)
+def test_an_unfinished_step_counts(clock: Clock, estimator: QueueEstimator) -> None:
     write(estimator, clock, 4, 200, True)
     clock.now += 4.0
     assert estimator.seconds(100) == pytest.approx(1.0)
@@ -141,8 +141,7 @@ def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     assert "retry-after" in no.value.headers
 
 
-def test_max_tokens_bounds_the_expected_length() -> None:
-    clock = Clock()
+def test_max_tokens_bounds_the_expected_length(clock: Clock) -> None:
     queue, groups = Admission(ServerLimits(), batch=1, clock=clock), [group(10) for _ in range(31)]
     for one in groups:
         queue.admit(one)
@@ -227,8 +226,8 @@ def selector_of(pairs: tuple[SocketPair, SocketPair]) -> BatchingSelector:
     return selector
 
 
-def numbers(found: Any) -> list[int]:
-    return sorted(key.data for key, _ in found)
+def selected(selector: BatchingSelector, timeout: float | None) -> list[int]:
+    return sorted(key.data for key, _ in selector.select(timeout))
 
 
 def test_connections_wait_for_the_waker_while_the_queue_is_full(
@@ -241,27 +240,23 @@ def test_connections_wait_for_the_waker_while_the_queue_is_full(
         selector.is_full = lambda: bool(waiting.set()) or True  # type: ignore[method-assign]
         client.send(b"x")
         threading.Thread(target=lambda: (waiting.wait(), wake.send(b"x"))).start()
-        assert numbers(selector.select(None)) == [0, 1]
-        assert numbers(selector.select(300.0)) == [0, 1]  # the waker is ready: no wait
+        assert selected(selector, None) == [0, 1]
+        assert selected(selector, 300.0) == [0, 1]  # the waker is ready: no wait
 
 
-@pytest.mark.parametrize("timeout", [None, 0.001, 300.0])
-def test_batching_ends_without_the_waker(pairs: tuple[SocketPair, SocketPair], timeout: float | None) -> None:
-    with selector_of(pairs) as selector:
-        selector.is_full = lambda: True  # type: ignore[method-assign]
-        pairs[1][1].send(b"x")
-        assert numbers(selector.select(timeout)) == [1]
-
-
-@pytest.mark.parametrize(("is_full", "timeout"), [(False, None), (True, 0)])
-def test_no_batching_with_space_or_other_work(
-    pairs: tuple[SocketPair, SocketPair], monkeypatch: pytest.MonkeyPatch, is_full: bool, timeout: float | None
+@pytest.mark.parametrize(
+    ("is_full", "timeout", "waits"),
+    [(True, None, True), (True, 0.001, True), (True, 300.0, True), (False, None, False), (True, 0, False)],
+)
+def test_batching_ends_without_the_waker_and_needs_a_full_queue(
+    pairs: tuple[SocketPair, SocketPair], monkeypatch: pytest.MonkeyPatch, is_full: bool, timeout: Any, waits: bool
 ) -> None:
-    monkeypatch.setattr(run.select, "select", None)
+    if not waits:
+        monkeypatch.setattr(run.select, "select", None)
     with selector_of(pairs) as selector:
         selector.is_full = lambda: is_full  # type: ignore[method-assign]
         pairs[1][1].send(b"x")
-        assert numbers(selector.select(timeout)) == [1]
+        assert selected(selector, timeout) == [1]
 
 
 def test_other_threads_wake_a_batching_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from test_library import folder
 from test_server import plain
 
 import outpace
+from outpace.core import registry
+from outpace.server.messages import MessagesBody, template_messages
 from outpace.server.options import ServerOptions
 
 FREE = {"ignore_eos": True, "temperature": 0}
@@ -64,16 +67,12 @@ def test_messages_with_blocks_and_a_system_text(site: Served) -> None:
 
 
 def test_tool_results_become_messages(site: Served) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}]}
     turns = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}]}],
-        },
+        {"role": "user", "content": [result]},
     ]
-    from outpace.server.messages import MessagesBody, template_messages
-
     found = template_messages(MessagesBody.model_validate({"messages": turns, "max_tokens": 1}))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     assert found[1:] == [
@@ -103,9 +102,7 @@ def test_stop_sequences(site: Served) -> None:
 )
 def test_errors_have_the_format_of_the_messages_api(site: Served, fields: dict[str, Any], says: str) -> None:
     found = message(site, **fields)
-    assert found.status == 400
-    assert found.json["type"] == "error"
-    assert found.json["error"]["type"] == "invalid_request_error"
+    assert (found.status, found.json["type"], found.json["error"]["type"]) == (400, "error", "invalid_request_error")
     assert says in found.json["error"]["message"]
     assert found.json["request_id"] == found.headers["x-request-id"]
 
@@ -122,10 +119,9 @@ def test_a_response_equals_the_library_s_answer(site: Served) -> None:
     assert whole["usage"]["output_tokens"] == 12
     events = named(response(site, stream=True))
     names = [name for name, _ in events]
-    begins = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    begins = ["created", "in_progress", "output_item.added", "content_part.added"]
     ends = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert names[:4] == begins
-    assert names[-4:] == [f"response.{name}" for name in ends]
+    assert names[:4] + names[-4:] == [f"response.{name}" for name in begins + ends]
     assert set(names[4:-4]) == {"response.output_text.delta"}
     assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
     assert "".join(event["delta"] for name, event in events if name == "response.output_text.delta") == expected
@@ -136,16 +132,9 @@ def test_a_response_equals_the_library_s_answer(site: Served) -> None:
 
 
 def test_responses_with_items_and_instructions(site: Served) -> None:
-    items = [
-        {"role": "developer", "content": "12"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
-    ]
-    found = response(site, input=items, instructions="world").json
-    same = [
-        {"role": "system", "content": "world"},
-        {"role": "system", "content": "12"},
-        {"role": "user", "content": "hello"},
-    ]
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+    found = response(site, input=[{"role": "developer", "content": "12"}, user], instructions="world").json
+    same = [{"role": "system", "content": text} for text in ("world", "12")] + [{"role": "user", "content": "hello"}]
     assert found["output"][0]["content"][0]["text"] == plain(site, same, max_tokens=12, **FREE).text
 
 
@@ -187,24 +176,21 @@ def test_sources_agree_with_accepted_tokens(site: Served) -> None:
         assert one["path"][0] == 0
         assert [one["parents"][node] for node in one["path"][1:]] == one["path"][:-1]
     events = site.chat("hello hello hello hello", stream=True, **asked).events
-    told = [one for event in events for one in event["choices"][0].get("sources", ())]
-    assert len(told) == 24
-    assert sum(source != "target" for source in told) == events[-1]["timings"]["draft_n_accepted"]
+    sources = [one for event in events for one in event["choices"][0].get("sources", ())]
+    assert len(sources) == 24
+    assert sum(source != "target" for source in sources) == events[-1]["timings"]["draft_n_accepted"]
 
 
 def test_a_prediction_is_counted_exactly(tmp_path: Path) -> None:
     model = folder(tmp_path, "target")
     with outpace.load(model, method="speculative", drafter="prediction") as llm, served(llm) as site:
         text = plain(site, HELLO, max_tokens=24, **FREE).text
-        given = {"type": "content", "content": text}
-        found = site.chat(max_tokens=24, prediction=given, **FREE).json
-        assert found["choices"][0]["message"]["content"] == text
-        details = found["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] == found["timings"]["draft_n_accepted"] > 0
-        parts = {"type": "content", "content": [{"type": "text", "text": "never this"}]}
-        found = site.chat(max_tokens=24, prediction=parts, **FREE).json
-        assert found["choices"][0]["message"]["content"] == text
-        assert found["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+        for content, count in ((text, "accepted"), ([{"type": "text", "text": "never this"}], "rejected")):
+            found = site.chat(max_tokens=24, prediction={"type": "content", "content": content}, **FREE).json
+            assert found["choices"][0]["message"]["content"] == text
+            details = found["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] == found["timings"]["draft_n_accepted"]
+            assert details[f"{count}_prediction_tokens"] > 0
         assert site.chat(prediction={"type": "other"}).status == 400
 
 
@@ -219,15 +205,9 @@ def test_the_page_needs_no_other_server(site: Served) -> None:
 
 
 def test_a_method_registered_later_can_be_chosen(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
-    from outpace.core import registry
-
     late = EntryPoint("late", "outpace.decoders.autoregressive", "outpace.decoders")
     known = registry.entry_points
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [*known(group=group), *([late] if group == late.group else [])]
-    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*known(group=group), *[late] * (group == late.group)])
     assert ServerOptions(methods=("late",)).methods == ("late",)
     assert site.chat(outpace={"method": "late"}).status == 400
     text = site.chat(max_tokens=12, **FREE).json["choices"][0]["message"]["content"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fuzz_server import fuzz_server
-from serving import HELLO, PATIENCE, Served, served
+from serving import CHAT, HELLO, Served, head, served
 from test_library import folder
 
 import outpace
@@ -19,7 +17,7 @@ from outpace.server.errors import ApiError
 from outpace.server.options import ServerLimits, ServerOptions
 from outpace.server.request_body import parse_json
 
-CHAT = "/v1/chat/completions"
+KEYS = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +41,8 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"temperature": -1}, "temperature", "temperature is -1"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
         ({"temperature": True}, "temperature", "temperature is True"),
-        ({"top_p": 0}, "top_p", "top_p is 0"),
-        ({"top_p": 2}, "top_p", "top_p is 2"),
-        ({"n": 0}, "n", "n is 0"),
-        ({"n": 129}, "n", "n is 129"),
-        ({"n": 2.5}, "n", "n is 2.5"),
+        *[({"top_p": value}, "top_p", f"top_p is {value}") for value in (0, 2)],
+        *[({"n": value}, "n", f"n is {value}") for value in (0, 129, 2.5)],
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": [""]}, "stop", "stop has an empty string"),
@@ -113,12 +108,7 @@ def test_a_too_long_prompt_has_its_own_code(site: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "headers", "status"),
     [
-        (b"{", {}, 400),
-        (b"[]", {}, 400),
-        (b"", {}, 400),
-        (b"\xff", {}, 400),
-        (b'{"n": NaN}', {}, 400),
-        (b'{"messages": "\\ud800"}', {}, 400),
+        *[(body, {}, 400) for body in (b"{", b"[]", b"", b"\xff", b'{"n": NaN}', b'{"messages": "\\ud800"}')],
         (b"[" * 10_000, {}, 400),
         (b'{"a":' * 70 + b"1" + b"}" * 70, {}, 400),
         (b'{"n": ' + b"9" * 5000 + b"}", {}, 400),
@@ -141,36 +131,32 @@ def test_json_depth_is_bounded() -> None:
 
 def test_a_large_body_without_a_length_is_refused(site: Served) -> None:
     connection = site.connect()
-    connection.request(
-        "POST", CHAT, iter([b" " * 10_000] * 5), {"Content-Type": "application/json"}, encode_chunked=True
-    )
+    body = iter([b" " * 10_000] * 5)
+    connection.request("POST", CHAT, body, {"Content-Type": "application/json"}, encode_chunked=True)
     assert connection.getresponse().status == 413
 
 
 def test_an_unfinished_body_times_out(site: Served) -> None:
-    connection = site.connect()
-    connection.putrequest("POST", CHAT)
-    connection.putheader("Content-Type", "application/json")
-    connection.putheader("Content-Length", "100")
-    connection.endheaders(b"{")
-    assert connection.getresponse().status == 408
+    with site.socket() as connection:
+        connection.sendall(head(CHAT, 100) + b"{")
+        assert connection.recv(12) == b"HTTP/1.1 408"
 
 
-def test_an_unfinished_or_long_head_is_refused(site: Served) -> None:
-    connection = site.connect()
-    connection.connect()
-    connection.sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-    assert connection.sock.recv(100).startswith(b"HTTP/1.1 408")
-    connection.close()
-    connection.connect()
-    connection.sock.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
-    assert connection.sock.recv(100).startswith(b"HTTP/1.1 431")
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"408"), (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000, b"431")],
+    ids=["unfinished", "long"],
+)
+def test_an_unfinished_or_long_head_is_refused(site: Served, sent: bytes, status: bytes) -> None:
+    with site.socket() as connection:
+        connection.sendall(sent)
+        assert connection.recv(12) == b"HTTP/1.1 " + status
 
 
 def test_an_idle_connection_is_closed(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(llm) as site:
         monkeypatch.setattr(site.server.config, "timeout_keep_alive", 0.05)
-        with socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE) as connection:
+        with site.socket() as connection:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             reply = connection.makefile("rb").read()  # to the connection's end
         assert reply.startswith(b"HTTP/1.1 200 OK")
@@ -186,8 +172,7 @@ def test_every_response_has_a_request_id(site: Served) -> None:
 
 def test_unknown_paths_and_methods(site: Served) -> None:
     assert site.ask("/v1/nothing").error["code"] == "not_found"
-    assert site.ask(CHAT).status == 405
-    assert site.ask("/health", {}).status == 405
+    assert [site.ask(CHAT).status, site.ask("/health", {}).status] == [405, 405]
 
 
 def test_unknown_fields_can_be_ignored(llm: outpace.LLM) -> None:
@@ -199,8 +184,7 @@ def test_unknown_fields_can_be_ignored(llm: outpace.LLM) -> None:
 
 
 def test_api_keys_are_checked(llm: outpace.LLM) -> None:
-    keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
-    with served(llm, keys=keys) as site:
+    with served(llm, keys=KEYS) as site:
         for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"x_api_key": "One"}):
             found = site.ask(CHAT, {"messages": HELLO}, **headers)
             assert found.status == 401
@@ -213,13 +197,11 @@ def test_api_keys_are_checked(llm: outpace.LLM) -> None:
 
 
 def test_the_prefix_cache_is_separate_for_each_key(llm: outpace.LLM) -> None:
-    keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
-    with served(llm, keys=keys) as site:
-        cached = []
-        for key in ("one", "one", "two", "two"):
-            body = {"prompt": "12 world hello " * 5, "max_tokens": 4}
-            found = site.ask("/v1/completions", body, x_api_key=key).json
-            cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+    with served(llm, keys=KEYS) as site:
+        body = {"prompt": "12 world hello " * 5, "max_tokens": 4}
+        keys = ("one", "one", "two", "two")
+        usages = [site.ask("/v1/completions", body, x_api_key=key).json["usage"] for key in keys]
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
         assert cached[0] == cached[2] == 0
         assert cached[1] == cached[3] > 0
 
@@ -249,15 +231,12 @@ def test_no_body_causes_an_internal_error(site: Served, seed: int) -> None:
 
 def test_connections_are_bounded(llm: outpace.LLM) -> None:
     with served(llm, ServerLimits(connections=3)) as site:
-        idle = [site.connect() for _ in range(3)]
-        for connection in idle:
-            connection.connect()
+        connections = [site.connect() for _ in range(4)]
+        for number, connection in enumerate(connections):
             connection.request("GET", "/health")
-            assert connection.getresponse().read()
-        late = http.client.HTTPConnection("127.0.0.1", site.port, timeout=PATIENCE)
-        late.request("GET", "/health")
-        assert late.getresponse().status == 503
-        idle[0].close()
-        idle[0].connect()
-        for connection in idle:
+            reply = connection.getresponse()
+            assert reply.status == (200 if number < 3 else 503)
+            reply.read()
+        connections[0].close()
+        for connection in connections:
             connection.close()

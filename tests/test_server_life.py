@@ -1,7 +1,8 @@
-"""Requests that end early: disconnects, timeouts, errors in the engine, and the shutdown of the server."""
+"""Requests that are refused, wait or end early: the queue, limits, disconnects, timeouts, errors, and the shutdown."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import signal
@@ -12,16 +13,155 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import CHAT, HELLO, LONG, PATIENCE, Answered, Brake, send, served, wait_for
+from serving import CHAT, HELLO, LONG, PATIENCE, Answered, Brake, Served, head, loaded, send, served, wait_for
 
 import outpace
 from outpace.server.options import ServerLimits
+
+VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
 def llm(served_folder: str) -> Iterator[outpace.LLM]:
     with outpace.load(served_folder, drafter="ngram", batch=2) as llm:
         yield llm
+
+
+def check_refusal(refused: Answered, code: str) -> None:
+    assert (refused.status, refused.error["code"], refused.error["type"]) == (429, code, "rate_limit_error")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert int(refused.headers["retry-after-ms"]) > 0
+
+
+def test_a_full_queue_refuses_with_retry_headers(llm: outpace.LLM, brake: Brake) -> None:
+    with loaded(llm, brake, 5, max_queue=3) as site:
+        check_refusal(site.chat(**LONG), "queue_full")
+        check_refusal(site.ask(CHAT, b"no JSON"), "queue_full")  # before the body is parsed
+        assert site.figure("requests_rejected_total", reason="queue_full") == 2
+
+
+def test_a_refusal_needs_only_the_head_and_keeps_the_connection(llm: outpace.LLM, brake: Brake) -> None:
+    with loaded(llm, brake, 3, max_queue=1) as site:
+        before = site.server.server_state.total_requests
+        with site.socket() as connection:
+            answers = connection.makefile("rb")
+            for _ in range(3):
+                connection.sendall(head(length=10))
+                assert read_refusal(answers)["error"]["code"] == "queue_full"
+                connection.sendall(b"half")
+                connection.sendall(b" a bod")  # dropped
+            assert site.server.server_state.total_requests == before  # none reached the application
+            connection.sendall(VERSION)
+            assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert site.figure("requests_rejected_total", reason="queue_full") == 3
+
+
+def read_refusal(answers: Any) -> Any:
+    """Read a refusal on a connection that stays open; return its body."""
+    assert answers.readline() == b"HTTP/1.1 429 Too Many Requests\r\n"
+    found = {}
+    while (line := answers.readline()) != b"\r\n":
+        name, _, value = line.decode().partition(": ")
+        found[name] = value.strip()
+    assert set(found) >= {"date", "retry-after", "retry-after-ms", "x-request-id", "x-content-type-options"}
+    assert "connection" not in found
+    return json.loads(answers.read(int(found["content-length"])))
+
+
+@pytest.mark.parametrize("header", ["Connection: close", "Expect: 100-continue"])
+def test_a_refusal_closes_a_connection_that_cannot_be_kept(llm: outpace.LLM, brake: Brake, header: str) -> None:
+    with loaded(llm, brake, 3, max_queue=1) as site, site.socket() as connection:
+        connection.sendall(head(CHAT, 4, header) + (b"body" if "close" in header else b""))
+        reply = connection.makefile("rb").read()  # to the connection's end
+        assert reply.startswith(b"HTTP/1.1 429 ")
+        assert b"\r\nconnection: close\r\n" in reply
+
+
+def test_a_full_queue_reports_a_wrong_key_first(llm: outpace.LLM, brake: Brake) -> None:
+    keys = frozenset([hashlib.sha256(b"mine").digest()])
+    with loaded(llm, brake, 3, key="mine", max_queue=1, keys=keys) as site:
+        body = {"messages": HELLO, **LONG}
+        assert site.ask(CHAT, body, X_Api_Key="yours").status == 401
+        assert site.ask(CHAT, body, X_Api_Key="mine").status == 429
+        assert site.ask("/v1/messages", body, X_Api_Key="mine").json["type"] == "error"
+        assert site.ask("/tokenize", {"prompt": "a"}, X_Api_Key="mine").status == 200
+
+
+def test_a_burst_is_refused_by_the_heads(llm: outpace.LLM, brake: Brake) -> None:
+    """All requests arrive before the event loop handles the first of them."""
+    with served(llm, ServerLimits(max_queue=3)) as site:
+        loop, reached = site.service._loop, site.server.server_state.total_requests
+        held, go = threading.Event(), threading.Event()
+        connections = [site.socket() for _ in range(20)]
+        wait_for(lambda: len(site.server.server_state.connections) == 20)
+        assert loop is not None
+        loop.call_soon_threadsafe(lambda: (held.set(), go.wait(PATIENCE)))
+        assert held.wait(PATIENCE)
+        data = json.dumps({"messages": HELLO, **LONG}).encode()
+        for one in connections:
+            one.sendall(head(CHAT, len(data)) + data)
+        go.set()
+        site.wait_requests(5)  # two run, three wait
+        assert site.server.server_state.total_requests == reached  # none of the others reached the application
+        wait_for(lambda: not site.service.admission.num_reserved)
+        brake.release()
+        assert sorted(one.recv(12) for one in connections) == [b"HTTP/1.1 200"] * 5 + [b"HTTP/1.1 429"] * 15
+        assert site.figure("requests_rejected_total", reason="queue_full") == 15
+        site.wait_idle()
+
+
+@pytest.mark.parametrize("wrong", [b"no JSON", b'{"messages": 3}', b'{"messages": [], "model": "another"}'])
+def test_an_invalid_request_releases_its_reservation(llm: outpace.LLM, wrong: bytes) -> None:
+    with served(llm, ServerLimits(max_queue=1)) as site:
+        for _ in range(4):
+            assert site.ask(CHAT, wrong).status in (400, 404)
+        assert site.ask(CHAT, wrong, content_type="text/plain").status in (400, 415)
+        wait_for(lambda: not site.service.admission.num_reserved)
+        assert site.chat(max_tokens=2).status == 200
+
+
+def test_an_unfinished_body_has_no_reservation(llm: outpace.LLM) -> None:
+    """Reservations start at the body's end: otherwise heads alone could fill the queue."""
+    with served(llm, ServerLimits(max_queue=1)) as site:
+        halves = [site.socket() for _ in range(8)]
+        for half in halves:
+            half.sendall(head(CHAT, 10) + b"half")
+        wait_for(lambda: len(site.server.server_state.tasks) >= 8)
+        assert site.chat(max_tokens=2).status == 200
+        for half in halves:
+            half.close()
+        wait_for(lambda: not site.server.server_state.tasks)
+        wait_for(lambda: not site.service.admission.num_reserved)
+        assert len(site.chat(n=8, max_tokens=3).json["choices"]) == 8  # an idle server accepts more than max_queue
+
+
+def test_waiting_prompt_tokens_are_bounded(llm: outpace.LLM, brake: Brake) -> None:
+    with loaded(llm, brake, 2, max_queued_tokens=50) as site:
+        check_refusal(site.chat("hello " * 60, max_tokens=3), "queue_full")
+
+
+def test_requests_per_key_are_bounded(llm: outpace.LLM, brake: Brake) -> None:
+    with loaded(llm, brake, 1, per_key=1) as site:
+        check_refusal(site.chat(max_tokens=3), "key_limit")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_queue_timeout(llm: outpace.LLM, brake: Brake, stream: bool) -> None:
+    """Streamed or not, the status is one after which clients retry: a stream starts with the engine."""
+    with served(llm, ServerLimits(queue_timeout=0.2)) as site:
+        check_refusal(site.chat(stream=stream, **LONG), "queue_timeout")
+        assert site.figure("requests_rejected_total", reason="queue_timeout") == 1
+        brake.release()
+        site.wait_idle()
+
+
+def test_a_slow_queue_refuses(llm: outpace.LLM, brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(llm, brake, 4) as site:
+        assert not site.service.admission.is_full
+        monkeypatch.setattr(site.service.admission._estimator, "seconds", lambda tokens: tokens)  # one token a second
+        for found in (site.chat(**LONG), site.chat(stream=True, **LONG), site.ask(CHAT, b"no JSON")):
+            check_refusal(found, "queue_slow")
+        assert site.figure("requests_rejected_total", reason="queue_slow") == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -34,7 +174,7 @@ def test_a_disconnect_aborts_the_request(llm: outpace.LLM, brake: Brake, stream:
         brake.left = steps
         wait_for(lambda: brake.left == 0)
         one.close()
-        wait_for(lambda: not site.service.admission.groups)
+        site.wait_requests(0)
         brake.release()
         site.wait_idle()
         assert site.figure("client_disconnects_total") == 1
@@ -52,26 +192,31 @@ def test_disconnects_before_the_prefill_abort_no_other_request(llm: outpace.LLM)
 
 def test_sockets_have_no_delay(llm: outpace.LLM) -> None:
     """Without TCP_NODELAY the second event of a stream waits some 40 ms for the acknowledgement of the first."""
-    with served(llm) as site, socket.create_connection(("127.0.0.1", site.port)):
+    with served(llm) as site, site.socket():
         wait_for(lambda: site.server.server_state.connections)
         for connection in site.server.server_state.connections:
             found = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_request_timeout(llm: outpace.LLM, brake: Brake) -> None:
+def test_request_timeout(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
+    """The log has the code of each error, also for a stream that had started with status 200."""
     with served(llm, ServerLimits(request_timeout=0.5)) as site:
         brake.left = 3
         found = site.chat(**LONG)
         assert (found.status, found.error["code"]) == (504, "timeout")
         assert found.headers["x-should-retry"] == "false"
         assert site.chat(stream=True, **LONG).status == 504  # before its start
-        brake.left = 9
+        brake.left = 1 << 30  # the abort may take effect many steps later
         site.wait_idle()
         brake.left = 1
         assert error_of(site.chat(stream=True, **LONG))["code"] == "timeout"
         brake.release()
         site.wait_idle()
+        site.chat(wrong=1)
+        wait_for(lambda: not site.server.server_state.tasks)
+    found = [(line["status"], line["error"]) for line in logged(capsys) if line.get("path") == CHAT]
+    assert found == [(504, "timeout"), (504, "timeout"), (200, "timeout"), (400, "unknown_field")]
 
 
 def error_of(stream: Answered) -> dict[str, Any]:
@@ -80,6 +225,11 @@ def error_of(stream: Answered) -> dict[str, Any]:
     last = stream.body.decode().rstrip().split("\n\n")[-1]
     error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
     return error
+
+
+def logged(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the lines of the log."""
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
 
 
 def test_a_silent_stream_reports_prefill_progress(llm: outpace.LLM, brake: Brake) -> None:
@@ -132,21 +282,18 @@ def test_an_engine_error_ends_the_running_answers(llm: outpace.LLM, monkeypatch:
 
     monkeypatch.setattr(llm.engine, "step", faulty)
     with served(llm) as site:
-        assert site.chat(**LONG).status == 500
-        assert site.chat(**LONG).status == 200
+        assert [site.chat(**LONG).status for _ in range(2)] == [500, 200]
         site.wait_idle()
 
 
 def test_a_stuck_engine_is_unhealthy(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(llm, ServerLimits(stuck=0.1)) as site:
-        one = send(site, {"messages": HELLO, **LONG})
+    with loaded(llm, brake, 1, stuck=0.1) as site:
         wait_for(lambda: site.ask("/health").status == 503)
         assert site.ask("/ready").status == 503
         assert site.chat().error["code"] == "stuck"
         brake.release()
         wait_for(lambda: site.ask("/health").status == 200)
-        one.close()
-    assert '"event": "stack"' in capsys.readouterr().err
+    assert any(line["event"] == "stack" for line in logged(capsys))
 
 
 def test_write_timeout(llm: outpace.LLM) -> None:
@@ -160,26 +307,27 @@ def test_write_timeout(llm: outpace.LLM) -> None:
         connection.close()
 
 
+def drain(site: Served, streams: int, whole: int = 0) -> list[socket.socket]:
+    """Send requests, then the signal that stops the server."""
+    sent = [send(site, {"messages": HELLO, "stream": n < streams, **LONG}) for n in range(streams + whole)]
+    site.wait_requests(len(sent))
+    site.server.handle_exit(signal.SIGTERM, None)
+    return sent
+
+
 def test_draining_finishes_running_answers(llm: outpace.LLM, brake: Brake) -> None:
     with served(llm, ServerLimits(drain=PATIENCE)) as site:
-        streams = [send(site, {"messages": HELLO, "stream": True, **LONG}) for _ in range(4)]
-        wait_for(lambda: len(site.service.admission.groups) == 4)
-        site.server.handle_exit(signal.SIGTERM, None)
+        streams = drain(site, 4)
         assert site.ask("/ready").error["code"] == "draining"
         assert site.chat().status == 503
         assert site.ask("/health").status == 200
         brake.release()
-        for stream in streams:
-            body = stream.makefile("rb").read()
-            assert b"data: [DONE]" in body
+        assert all(b"data: [DONE]" in stream.makefile("rb").read() for stream in streams)
 
 
 def test_draining_ends_late_answers_with_an_error(llm: outpace.LLM, brake: Brake) -> None:
     with served(llm, ServerLimits(drain=0.2)) as site:
-        stream = send(site, {"messages": HELLO, "stream": True, **LONG})
-        whole = send(site, {"messages": HELLO, **LONG})
-        wait_for(lambda: len(site.service.admission.groups) == 2)
-        site.server.handle_exit(signal.SIGTERM, None)
+        stream, whole = drain(site, 1, 1)
         body = stream.makefile("rb").read()
         assert b"shutting down" in body
         assert b"[DONE]" not in body
@@ -189,48 +337,33 @@ def test_draining_ends_late_answers_with_an_error(llm: outpace.LLM, brake: Brake
 
 def test_concurrent_requests_get_the_texts_of_single_ones(llm: outpace.LLM) -> None:
     with served(llm) as site:
-        prompts = [f"hello {number} world" for number in range(12)]
-        asked = {"max_tokens": 20, "seed": 3, "ignore_eos": True}
-        alone = [site.complete(prompt, **asked).json["choices"][0]["text"] for prompt in prompts]
         found: dict[int, str] = {}
 
-        def ask(number: int) -> None:
-            found[number] = site.complete(prompts[number], **asked).json["choices"][0]["text"]
+        def ask(number: int) -> str:
+            found[number] = site.complete(f"hello {number} world", max_tokens=20, seed=3, ignore_eos=True).choice[
+                "text"
+            ]
+            return found[number]
 
+        alone = {number: ask(number) for number in range(12)}
+        found.clear()
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert [found[number] for number in range(12)] == alone
+        assert found == alone
 
 
 def test_the_log_has_one_line_per_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:
     with served(llm) as site:
         site.chat("the secret word", max_tokens=3)
-        wait_for(lambda: site.is_idle())
+        site.wait_idle()
         time.sleep(0.05)
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    lines = logged(capsys)
     (line,) = [line for line in lines if line.get("path") == CHAT]
     assert (line["status"], line["completion_tokens"]) == (200, 3)
     assert "secret" not in json.dumps(lines)
     with served(llm, log_prompts=True) as site:
         site.chat("the secret word", max_tokens=3)
     assert "secret" in capsys.readouterr().err
-
-
-def test_the_log_has_error_codes(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also for a stream that had started with status 200."""
-    with served(llm, ServerLimits(request_timeout=0.5)) as site:
-        site.chat(wrong=1)
-        site.chat(stream=True, **LONG)
-        brake.left = 1 << 30  # the abort may take effect many steps later
-        site.wait_idle()
-        brake.left = 1
-        site.chat(stream=True, **LONG)
-        brake.release()
-        site.wait_idle()
-        wait_for(lambda: not site.server.server_state.tasks)
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    found = [(line["status"], line["error"]) for line in lines if line.get("path") == CHAT]
-    assert found == [(400, "unknown_field"), (504, "timeout"), (200, "timeout")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +18,56 @@ from test_server_apis import named
 
 import outpace
 from outpace.server import tool_calls
-from outpace.server.tool_calls import AnswerPart, TextSplitter
-from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
+from outpace.server.tool_calls import TextSplitter
+from outpace.tools.calls import CallParser, merge_deltas
 from outpace.tools.definitions import HERMES, read_tools
-from outpace.tools.reasoning import ReasoningParser, ThoughtDelta
+from outpace.tools.reasoning import ReasoningParser
 
-PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+
+def only(name: str, values: list[Any]) -> dict[str, Any]:
+    """Return a schema of objects with one field."""
+    fields = {"properties": {name: {"enum": values}}, "required": [name]}
+    return {"type": "object", **fields, "additionalProperties": False}
+
+
+PARAMETERS, SCHEMA = only("x", [1, 2]), only("a", [True, False])
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}
 FLIP = {"type": "function", "function": {"name": "flip", "parameters": PARAMETERS}}
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": [True, False]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+TEXT = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}  # in the Responses API
 CALL = '{"name": "add", "arguments": {"x": 1}}'
 THOUGHTS = ("", "<think>a < b </thin</think>\n", "<think>", "a <think>")
 CALLS = (f"so <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call> it", "<tool_call>\n{no")
 WITH_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + TEMPLATE
 
 
+@contextmanager
+def templated(folders: pytest.TempPathFactory, template: str) -> Iterator[Served]:
+    model = folder(folders.mktemp("served"), "target", max_position_embeddings=512)
+    set_fields(Path(model), chat_template=template)
+    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+        yield site
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=512)
-    set_fields(Path(model), chat_template=WITH_TOOLS)
-    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+    with templated(tmp_path_factory, WITH_TOOLS) as site:
         yield site
 
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model whose template opens a thought."""
-    model = folder(tmp_path_factory.mktemp("thinking"), "target", max_position_embeddings=512)
-    set_fields(Path(model), chat_template=TEMPLATE + "<think>\n{# </think> #}")
-    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+    with templated(tmp_path_factory, TEMPLATE + "<think>\n{# </think> #}") as site:
         yield site
 
 
-@pytest.fixture(scope="module")
-def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[outpace.LLM]:
-    """A model whose template ignores tools."""
-    model = folder(tmp_path_factory.mktemp("deaf"), "target", max_position_embeddings=512)
-    with outpace.load(model) as llm:
-        yield llm
-
-
-@pytest.mark.parametrize("speculation", [True, False])
-def test_a_schema_is_followed(site: Served, speculation: bool) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-    found = site.chat(response_format=form, seed=3, max_tokens=60, outpace={"speculation": speculation}).json
-    choice = found["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert set(json.loads(choice["message"]["content"])) == {"a"}
-    other = site.chat(response_format=form, seed=3, max_tokens=60, outpace={"speculation": not speculation}).json
-    assert other["choices"][0]["message"] == choice["message"]
+def test_a_schema_is_followed(site: Served) -> None:
+    asked = {"response_format": FORMAT, "seed": 3, "max_tokens": 60}
+    choices = [site.chat(**asked, outpace={"speculation": speculation}).choice for speculation in (True, False)]
+    assert choices[0] == choices[1]
+    assert choices[0]["finish_reason"] == "stop"
+    assert set(json.loads(choices[0]["message"]["content"])) == {"a"}
 
 
 def test_other_structures_are_followed(site: Served) -> None:
@@ -78,11 +75,10 @@ def test_other_structures_are_followed(site: Served) -> None:
         ({"choice": ["hello", "world"]}, {"hello", "world"}),
         ({"regex": "[ab]c"}, {"ac", "bc"}),
     ):
-        chat = site.chat(structured_outputs=structured, max_tokens=10).json["choices"][0]["message"]["content"]
-        text = site.complete(structured_outputs=structured, max_tokens=10).json["choices"][0]["text"]
+        chat = site.chat(structured_outputs=structured, max_tokens=10).choice["message"]["content"]
+        text = site.complete(structured_outputs=structured, max_tokens=10).choice["text"]
         assert {chat, text} <= allowed
-    body = {"input": "hello", "text": {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}}
-    found = site.ask("/v1/responses", body).json
+    found = site.ask("/v1/responses", {"input": "hello", "text": TEXT}).json
     assert set(json.loads(found["output"][0]["content"][0]["text"])) == {"a"}
 
 
@@ -134,8 +130,8 @@ def test_a_forced_call(site: Served, choice: Any) -> None:
     assert call["function"]["name"] in ("add", "flip") if choice == "required" else "flip"
     assert json.loads(call["function"]["arguments"])["x"] in (1, 2)
     stream = site.chat(**asked, stream=True)
-    (told,) = called(stream)
-    assert told["function"] == call["function"]
+    (found,) = called(stream)
+    assert found["function"] == call["function"]
     last = [event["choices"][0] for event in stream.events if event["choices"]][-1]
     assert last["finish_reason"] == "tool_calls"
 
@@ -149,8 +145,8 @@ def test_calls_in_messages_and_responses(site: Served) -> None:
     assert (block["type"], block["name"], whole["stop_reason"]) == ("tool_use", "add", "tool_use")
     assert block["input"]["x"] in (1, 2)
     events = named(site.ask("/v1/messages", {**body, "stream": True}))
-    told = "".join(e["delta"]["partial_json"] for name, e in events if name == "content_block_delta")
-    assert json.loads(told) == block["input"]
+    streamed = "".join(e["delta"]["partial_json"] for name, e in events if name == "content_block_delta")
+    assert json.loads(streamed) == block["input"]
     flat = {"type": "function", "name": "add", "parameters": PARAMETERS}
     body = {"input": "hello", "tools": [flat], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
     (item,) = site.ask("/v1/responses", body).json["output"]
@@ -161,14 +157,13 @@ def test_calls_in_messages_and_responses(site: Served) -> None:
     assert json.loads(done["arguments"])["x"] in (1, 2)
 
 
-def test_tools_that_the_template_ignores(deaf: outpace.LLM) -> None:
-    with served(deaf) as site:
-        found = site.chat(tools=[ADD], max_tokens=5)
-        assert (found.status, found.error["code"]) == (400, "tools_not_supported")
-        assert "--tool-prompt" in found.error["message"]
-        assert site.chat(tools=[ADD], tool_choice="none", max_tokens=5).status == 200
-        bare = site.chat(max_tokens=5).json["usage"]["prompt_tokens"]
-    with served(deaf, tool_prompt=True) as site:
+def test_tools_that_the_template_ignores(thinking: Served) -> None:
+    found = thinking.chat(tools=[ADD], max_tokens=5)
+    assert (found.status, found.error["code"]) == (400, "tools_not_supported")
+    assert "--tool-prompt" in found.error["message"]
+    assert thinking.chat(tools=[ADD], tool_choice="none", max_tokens=5).status == 200
+    bare = thinking.chat(max_tokens=5).json["usage"]["prompt_tokens"]
+    with served(thinking.llm, tool_prompt=True) as site:
         found = site.chat(tools=[ADD], max_tokens=5)
         assert found.status == 200
         assert found.json["usage"]["prompt_tokens"] > bare
@@ -179,8 +174,7 @@ def test_a_schema_is_followed_after_a_thought(
     thinking: Served, speculation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool_calls, "thought_rules", lambda *_: 'thought: /[a-z]{1,9}/ "</think>"')
-    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-    asked = {"response_format": form, "max_tokens": 200, "seed": 3, "outpace": {"speculation": speculation}}
+    asked = {"response_format": FORMAT, "max_tokens": 200, "seed": 3, "outpace": {"speculation": speculation}}
     whole = thinking.chat(**asked).json
     message, usage = whole["choices"][0]["message"], whole["usage"]
     assert json.loads(message["content"])["a"] in (True, False)
@@ -191,8 +185,8 @@ def test_a_schema_is_followed_after_a_thought(
     assert streamed[-1]["usage"] == {**usage, "prompt_tokens_details": streamed[-1]["usage"]["prompt_tokens_details"]}
     deltas = [event["choices"][0]["delta"] for event in streamed if event["choices"]]
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
-    body = {"input": "hello world", "text": {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}}
-    found = thinking.ask("/v1/responses", {**body, "max_output_tokens": 200, "seed": 3}).json
+    body = {"input": "hello world", "text": TEXT, "max_output_tokens": 200, "seed": 3}
+    found = thinking.ask("/v1/responses", body).json
     assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
     details = found["usage"]["output_tokens_details"]
     assert details["reasoning_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"]
@@ -210,26 +204,5 @@ def test_the_splitter_is_independent_of_chunk_borders(text: str, every: int) -> 
         return TextSplitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
 
     whole = splitter()
-    expected = merged([*whole.push(text), *whole.finish()])
-    assert check_every_split(splitter, text, merged, every) == expected
-
-
-def merged(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """Join neighbouring parts of one kind."""
-    found: list[AnswerPart] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, CallBegin) or type(last) is not type(part):
-            found.append(part)
-        else:
-            found[-1] = part._replace(text=last.text + part.text)
-    return found
-
-
-def test_thoughts_are_split_from_text() -> None:
-    splitter = TextSplitter(ReasoningParser(False))
-    parts = [part for text in ("<thi", "nk>so", "</think>", "it is") for part in splitter.push(text)]
-    parts += splitter.finish()
-    assert "".join(part.text for part in parts if isinstance(part, ThoughtDelta)) == "so"
-    assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == "it is"
-    assert not any(isinstance(part, (CallBegin, CallArguments)) for part in parts)
+    expected = merge_deltas([*whole.push(text), *whole.finish()])
+    assert check_every_split(splitter, text, merge_deltas, every) == expected

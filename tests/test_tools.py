@@ -1,9 +1,8 @@
-"""Tools: what may be offered, how calls are forced, and how calls and thoughts are found however a text is split."""
+"""Tools: what may be offered, how calls are forced, and how calls and thoughts are found for any split of a text."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -38,95 +37,67 @@ from outpace.tools.definitions import (
 )
 from outpace.tools.reasoning import ReasoningParser, ThoughtDelta, begins_open, has_thoughts, thought_tokens
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Of a city.",
-        "parameters": {
-            "properties": {"city": {"$ref": "#/$defs/City"}},
-            "required": ["city"],
-            "$defs": {"City": {"type": "string"}},
-        },
-    },
+PARAMETERS = {
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "$defs": {"City": {"type": "string"}},
 }
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = read_tools([WEATHER, CLOCK])
 CITY = '{"city": "Z\\"}ü"}'
+A = '{"city": "A"}'
+
+
+def free_text(content: str) -> list[Delta]:
+    return [TextDelta(content)]
+
+
+def call(number: int, name: str, arguments: str = "{}") -> list[Delta]:
+    return [CallBegin(number, name), CallArguments(number, arguments)]
+
+
+NO_CALLS = [
+    *[(HERMES, text) for text in (" Hello <b>you</b> <tool", "<tool_call>\nno json</tool_call>")],
+    (HERMES, '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>'),
+    (HERMES, '<tool_call>\n{"arguments": [}]'),
+    *[(LLAMA, text) for text in ("<|python_tags", "Hello {you}", '  {"name": "Ann", "age": 3}')],
+    *[(JSON, text) for text in ("[1, 2]", '{"name": 3}', '{"name"')],
+]
 TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
     (HERMES, "", []),
-    (HERMES, " Hello <b>you</b> <tool", [TextDelta(" Hello <b>you</b> <tool")]),
+    *[(family, answer, free_text(answer)) for family, answer in NO_CALLS],
     (
         HERMES,
         f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>',
-        [TextDelta("Let me see."), CallBegin(0, "weather"), CallArguments(0, CITY)],
+        free_text("Let me see.") + call(0, "weather", CITY),
     ),
     (
         HERMES,
-        '<tool_call>{"arguments": {"city": "A"}, "name": "weather"}</tool_call>\n'
+        f'<tool_call>{{"arguments": {A}, "name": "weather"}}</tool_call>\n'
         '<tool_call>\n{"name":"clock"}\n</tool_call>\nDone.',
-        [
-            *(CallBegin(0, "weather"), CallArguments(0, '{"city": "A"}')),
-            *(CallBegin(1, "clock"), CallArguments(1, "{}"), TextDelta("\nDone.")),
-        ],
+        call(0, "weather", A) + call(1, "clock") + free_text("\nDone."),
     ),
-    (
-        HERMES,
-        '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>',
-        [TextDelta('<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>')],
-    ),
-    (HERMES, "<tool_call>\nno json</tool_call>", [TextDelta("<tool_call>\nno json</tool_call>")]),
-    (HERMES, '<tool_call>\n{"arguments": [}]', [TextDelta('<tool_call>\n{"arguments": [}]')]),
-    (
-        HERMES,
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Par',
-        [CallBegin(0, "weather"), CallArguments(0, '{"city": "Par')],
-    ),
+    (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Par', call(0, "weather", '{"city": "Par')),
     (
         HERMES,
         '<tool_call>\n{"name": "clock", "arguments": {}} oops <tool_call>{"name": "clock"}</tool_call>',
-        [
-            CallBegin(0, "clock"),
-            CallArguments(0, "{}"),
-            TextDelta(" oops"),
-            CallBegin(1, "clock"),
-            CallArguments(1, "{}"),
-        ],
+        call(0, "clock") + free_text(" oops") + call(1, "clock"),
     ),
-    (
-        LLAMA,
-        '{"name": "weather", "parameters": {"city": "A"}}',
-        [CallBegin(0, "weather"), CallArguments(0, '{"city": "A"}')],
-    ),
+    (LLAMA, f'{{"name": "weather", "parameters": {A}}}', call(0, "weather", A)),
     (
         LLAMA,
         '<|python_tag|>{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {"a": [1, {"b": "]"}]}}',
-        [
-            *(CallBegin(0, "clock"), CallArguments(0, "{}")),
-            *(CallBegin(1, "clock"), CallArguments(1, '{"a": [1, {"b": "]"}]}')),
-        ],
+        call(0, "clock") + call(1, "clock", '{"a": [1, {"b": "]"}]}'),
     ),
-    (LLAMA, "<|python_tags", [TextDelta("<|python_tags")]),
-    (LLAMA, "Hello {you}", [TextDelta("Hello {you}")]),
-    (LLAMA, '  {"name": "Ann", "age": 3}', [TextDelta('  {"name": "Ann", "age": 3}')]),
     (
         MISTRAL,
-        'So: [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "A"}}, '
+        f'So: [TOOL_CALLS] [{{"name": "weather", "arguments": {A}}}, '
         '{"name": "clock", "arguments": "{\\"x\\": 1}"}]',
-        [
-            *(TextDelta("So:"), CallBegin(0, "weather"), CallArguments(0, '{"city": "A"}')),
-            *(CallBegin(1, "clock"), CallArguments(1, '{"x": 1}')),
-        ],
+        free_text("So:") + call(0, "weather", A) + call(1, "clock", '{"x": 1}'),
     ),
-    (
-        JSON,
-        '{"type": null, "name": "clock", "id": 12, "arguments": {}}',
-        [CallBegin(0, "clock"), CallArguments(0, "{}")],
-    ),
-    (JSON, '[{"name": "clock", "arguments": {}}]\n', [CallBegin(0, "clock"), CallArguments(0, "{}")]),
-    (JSON, "[1, 2]", [TextDelta("[1, 2]")]),
-    (JSON, '{"name": 3}', [TextDelta('{"name": 3}')]),
-    (JSON, '{"name"', [TextDelta('{"name"')]),
+    (JSON, '{"type": null, "name": "clock", "id": 12, "arguments": {}}', call(0, "clock")),
+    (JSON, '[{"name": "clock", "arguments": {}}]\n', call(0, "clock")),
 ]
 
 
@@ -148,27 +119,8 @@ def test_every_split_of_a_transcript_gives_the_same_deltas(
 
 
 PARTS = [
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    '{"name": "clock"',
-    "}",
-    '"',
-]
-PARTS += [
-    ', "arguments": ',
-    "{}",
-    "[",
-    "]",
-    ",",
-    "\n",
-    " ",
-    "a",
-    "\\",
-    "<",
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>", '{"name": "clock"', "}"),
+    *('"', ', "arguments": ', "{}", "[", "]", ",", "\n", " ", "a", "\\", "<"),
     '{"name": "weather", "arguments": {"city": "A"}}',
 ]
 
@@ -190,14 +142,8 @@ def test_any_text_in_any_chunks_gives_the_same_deltas(family: CallFormat, parts:
 
 def thoughts(chunks: Iterable[str], is_open: bool = False) -> list[tuple[str, str]]:
     parser = ReasoningParser(is_open)
-    found: list[tuple[str, str]] = []
-    for piece in [*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.finish()]:
-        kind = type(piece).__name__
-        if found and found[-1][0] == kind:
-            found[-1] = (kind, found[-1][1] + piece.text)
-        else:
-            found.append((kind, piece.text))
-    return found
+    pieces = [*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.finish()]
+    return [(type(piece).__name__, piece.text) for piece in merge_deltas(pieces)]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +156,7 @@ def thoughts(chunks: Iterable[str], is_open: bool = False) -> list[tuple[str, st
         (" <thin", False, [("TextDelta", "<thin")]),
     ],
 )
-def test_thoughts_are_told_apart_however_the_text_is_split(text: str, is_open: bool, expected: Any) -> None:
+def test_thoughts_are_found_for_every_split_of_the_text(text: str, is_open: bool, expected: Any) -> None:
     for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         assert thoughts((text[:first], text[first:second], text[second:]), is_open) == expected
     assert isinstance(ReasoningParser(True).push("a")[0], ThoughtDelta)
@@ -232,13 +178,12 @@ def templated(folder: Path, where: Path, template: str) -> Tokenizer:
 
 def answers(tokenizer: Tokenizer, family: CallFormat, choice: ToolChoice, text: str, **options: Any) -> bool:
     """Whether a text is one whole answer under the structure."""
-    structure = structure_of(tokenizer, family, TOOLS, choice, **options)
-    assert structure is not None
-    return is_answer(tokenizer, structure, text)
+    return is_answer(tokenizer, structure_of(tokenizer, family, TOOLS, choice, **options), text)
 
 
-def is_answer(tokenizer: Tokenizer, structure: Structure, text: str) -> bool:
+def is_answer(tokenizer: Tokenizer, structure: Structure | None, text: str) -> bool:
     """Whether a text is one whole answer of this structure."""
+    assert structure is not None
     constraint = Grammars(tokenizer).constraint(structure, 0)
     tokens = tokenizer.continuation(text)
     end = sorted(tokenizer.stop_ids)[:1] or [tokenizer.size]
@@ -265,7 +210,7 @@ CALL = '{"name": "weather", "arguments": {"city": "A"}}'
         (MISTRAL, "auto", False, f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS][]"[:0] + "[TOOL_CALLS][{}]"),
     ],
 )
-def test_calls_are_forced_and_begun_freely(
+def test_calls_are_forced_or_optional(
     family: CallFormat, kind: str, parallel: bool, good: str, bad: str, folder: Path
 ) -> None:
     tokenizer = Tokenizer.from_folder(folder)
@@ -280,7 +225,7 @@ def test_calls_are_forced_and_begun_freely(
 
 
 @pytest.mark.parametrize(
-    ("asked", "good", "bad"),
+    ("structured", "good", "bad"),
     [
         ({"json": {"enum": [1, 2]}}, "2", "3"),
         ({"regex": "[a-c]{2}"}, "ab", "ad"),
@@ -288,9 +233,9 @@ def test_calls_are_forced_and_begun_freely(
         ({"grammar": 'start: "a"+ tail\ntail: "b"'}, "aab", "b"),
     ],
 )
-def test_a_form_may_stand_behind_a_thought(asked: dict[str, Any], good: str, bad: str, folder: Path) -> None:
+def test_a_structure_may_follow_a_thought(structured: dict[str, Any], good: str, bad: str, folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
-    form = read_structure(None, asked)
+    form = read_structure(None, structured)
     assert form is not None
     for is_open, begins in ((False, "<think>"), (True, "")):
         structure = replace(form, thought=thought_rules(tokenizer, is_open))
@@ -325,9 +270,8 @@ def test_a_named_tool_is_the_only_one(folder: Path) -> None:
 
 
 def test_parameters_that_cannot_be_enforced_are_refused_by_name(folder: Path) -> None:
-    bad = read_tools(
-        [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}]
-    )
+    function = {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}
+    bad = read_tools([{"type": "function", "function": function}])
     with pytest.raises(UserError, match=r"parameters of tool f: .*'not'"):
         structure_of(Tokenizer.from_folder(folder), HERMES, bad, ToolChoice("auto"))
 
@@ -350,7 +294,7 @@ def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> 
     assert not begins_open("<think></think>")
 
 
-def test_families_are_told_by_the_vocabulary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_are_found_by_the_vocabulary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     for token, family in ((definitions.PYTHON_TAG, LLAMA), (MISTRAL.start, MISTRAL)):
         monkeypatch.setattr(tokenizer, "id_of", lambda name, known=token: 5 if name == known else None)
@@ -358,13 +302,13 @@ def test_families_are_told_by_the_vocabulary(folder: Path, monkeypatch: pytest.M
         assert family.keeps_special
 
 
-def test_a_prompt_tells_of_tools_where_the_template_does_not() -> None:
+def test_a_prompt_describes_tools_if_the_template_does_not() -> None:
     user = {"role": "user", "content": "Hi"}
     for family in (HERMES, LLAMA, MISTRAL, JSON):
-        told = with_tool_prompt([user], TOOLS, family)
-        assert told[1:] == [user]
-        assert "Of a city." in told[0]["content"]
-        assert family.start in told[0]["content"]
+        system, *others = with_tool_prompt([user], TOOLS, family)
+        assert others == [user]
+        assert "Of a city." in system["content"]
+        assert family.start in system["content"]
         again = with_tool_prompt([{"role": "system", "content": "Be brief."}, user], TOOLS, family)
         assert [turn["role"] for turn in again] == ["system", "user"]
         assert again[0]["content"].startswith("Be brief.\n\n")
@@ -383,7 +327,7 @@ def test_a_prompt_tells_of_tools_where_the_template_does_not() -> None:
         ([CLOCK] * 129, "at most 128"),
     ],
 )
-def test_what_is_no_tool_is_refused(tools: Any, words: str) -> None:
+def test_wrong_tools_are_refused(tools: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_tools(tools)
 
@@ -395,12 +339,8 @@ def test_choices_are_read() -> None:
     assert read_choice("auto", ()) == ToolChoice("none")
     assert read_choice({"type": "function", "function": {"name": "clock"}}, TOOLS) == ToolChoice("named", "clock")
     assert read_choice({"type": "function", "name": "clock"}, TOOLS) == ToolChoice("named", "clock")
-    for wrong, tools in (
-        ("maybe", TOOLS),
-        ("required", ()),
-        ({"function": {"name": "rm"}}, TOOLS),
-        ({"function": 3}, TOOLS),
-    ):
+    for wrong in ("maybe", {"function": {"name": "rm"}}, {"function": 3}):
         with pytest.raises(UserError, match="tool_choice"):
-            read_choice(wrong, tools)
-    assert json.loads(json.dumps(definitions.tool_prompt(TOOLS, JSON)))
+            read_choice(wrong, TOOLS)
+    with pytest.raises(UserError, match="tool_choice is 'required', but there are no tools"):
+        read_choice("required", ())

@@ -1,4 +1,4 @@
-"""How much is done at a step for requests that wait: tokens compared, tokens hashed, passes. No time is asserted."""
+"""The work of a step for waiting requests, without times: tokens compared, tokens hashed, passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH, WAITING, CHUNK = 4096, 100, 256
 
 
 class Token(int):
-    """A token that counts what is done with it; none is the same object as another request's."""
+    """A token that counts comparisons and hashes."""
 
     def __eq__(self, other: object) -> bool:
         WORK["compared"] += 1
@@ -34,7 +34,7 @@ class Token(int):
 
 
 def prompt(start: int, end: int) -> list[Token]:
-    """LENGTH tokens that begin as `start` says and end in another way than all others."""
+    """Return LENGTH tokens: a beginning for each `start`, and an ending for each `end`."""
     stem = [Token((start + 7 * place + place * place // 3) % 16) for place in range(LENGTH - 4)]
     return [*stem, *(Token(end >> shift & 15) for shift in (12, 8, 4, 0))]
 
@@ -47,7 +47,7 @@ def engine() -> Iterator[Engine]:
 
 
 def step(engine: Engine) -> Counter[str]:
-    """What one step did."""
+    """Return the work of one step."""
     assert isinstance(engine.target, Counted)
     WORK.clear()
     engine.target.work.clear()
@@ -61,7 +61,7 @@ def submit(engine: Engine, start: int, count: int) -> None:
         engine.submit(request, Autoregressive, Autoregressive.Options())
 
 
-def test_who_waits_for_another_to_read_compares_once(engine: Engine) -> None:
+def test_a_request_that_waits_for_a_shared_prefix_compares_once(engine: Engine) -> None:
     submit(engine, 0, 1 + WAITING)
     assert WORK == {"hashed": (1 + WAITING) * (LENGTH - LENGTH % 16)}, "each block is hashed when its request comes"
     first = step(engine)
@@ -72,7 +72,7 @@ def test_who_waits_for_another_to_read_compares_once(engine: Engine) -> None:
     assert len(engine.waiting) == WAITING
 
 
-def test_who_waits_for_room_is_not_looked_at(engine: Engine) -> None:
+def test_a_request_that_waits_for_a_slot_costs_nothing(engine: Engine) -> None:
     for start in range(4):
         submit(engine, start, 1)
     submit(engine, 9, WAITING)

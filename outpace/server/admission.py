@@ -51,10 +51,6 @@ class QueueEstimator:
         self._since = now if has_waiting else None
         self._drop_old(now)
 
-    def set_idle(self) -> None:
-        """Record that no request is left."""
-        self._since = None
-
     def record_length(self, tokens: int) -> None:
         """Record the length of a finished answer."""
         self._usual = DECAY * self._usual + (1 - DECAY) * tokens
@@ -85,13 +81,13 @@ class QueueEstimator:
 class QueueCounts(NamedTuple):
     """Waiting and running choices, and the tokens that the waiting ones are expected to write."""
 
-    waiting: int = 0
-    running: int = 0
-    waiting_tokens: float = 0.0
+    waiting: int
+    running: int
+    waiting_tokens: float
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused, as a sentence and a code, and the least seconds until a retry can succeed."""
+    """Why a request is refused, and the least seconds until a retry can succeed."""
 
     message: str
     code: str
@@ -101,27 +97,28 @@ class Refusal(NamedTuple):
 class Admission:
     """All requests that have not ended. Only the event loop uses it."""
 
-    def __init__(self, limits: ServerLimits, batch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._batch, self._clock = limits, batch, clock
+    def __init__(
+        self,
+        limits: ServerLimits,
+        batch: int,
+        on_refusal: Callable[[str], None] = lambda code: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_refusal` is called with the code of each refusal."""
+        self._limits, self._batch, self._on_refusal, self._clock = limits, batch, on_refusal, clock
         self.groups: set[ChoiceGroup] = set()
         self._keys: Counter[str] = Counter()
         self._estimator = QueueEstimator(clock)
         self.num_reserved = 0  # requests that were received and not admitted yet
-        self._counts, self._counts_until = QueueCounts(), 0.0  # cached
+        self._counts, self._counts_until = QueueCounts(0, 0, 0.0), 0.0  # cached
         self._next_retry = 0.0  # when the last refused client should retry
 
     def count(self) -> QueueCounts:
         """Count the choices that wait for a slot in the engine, and those that it works on."""
-        waiting = running = 0
-        tokens = 0.0
-        for group in self.groups:
-            for choice in group.choices:
-                if choice.is_waiting:
-                    waiting += 1
-                    tokens += self._estimator.expected_tokens(choice.prepared.request.max_tokens)
-                else:
-                    running += choice.ended is None
-        return QueueCounts(waiting, running, tokens)
+        choices = [choice for group in self.groups for choice in group.choices if choice.ended is None]
+        limits = [choice.prepared.request.max_tokens for choice in choices if choice.is_waiting]
+        tokens = sum(self._estimator.expected_tokens(limit) for limit in limits)
+        return QueueCounts(len(limits), len(choices) - len(limits), tokens)
 
     @property
     def is_full(self) -> bool:
@@ -132,9 +129,8 @@ class Admission:
         """Return why one more request would be refused, or None. Counts are cached, since a flood asks very often."""
         if not self.groups and not self.num_reserved:
             return None
-        now = self._clock()
-        if now >= self._counts_until:
-            self._counts, self._counts_until = self.count(), now + COUNT_SECONDS
+        if self._clock() >= self._counts_until:
+            self._update_counts()
         waiting = self._counts.waiting + self.num_reserved
         if waiting >= self._max_waiting(self._counts.running):
             return Refusal(f"the queue is full: {waiting} answers are waiting", "queue_full")
@@ -190,21 +186,23 @@ class Admission:
 
     def remove(self, group: ChoiceGroup) -> None:
         """Remove a request that has ended."""
-        if group in self.groups:
-            self.groups.remove(group)
-            self._counts_until = 0.0
-            self._keys[group.key] -= 1
-            self._keys += Counter()  # drops keys with count 0
-            for choice in group.choices:
-                if choice.ended and choice.ended.tokens:
-                    self._estimator.record_length(choice.ended.tokens)
-            if not self.groups:
-                self._estimator.set_idle()
+        self.groups.remove(group)
+        self._counts_until = 0.0
+        self._keys[group.key] -= 1
+        self._keys += Counter()  # drops keys with count 0
+        for choice in group.choices:
+            if choice.ended and choice.ended.tokens:
+                self._estimator.record_length(choice.ended.tokens)
+        if not self.groups:
+            self._estimator.record(0, False)
 
     def record(self, tokens: int) -> None:
         """Record a step of the engine that wrote `tokens`."""
-        self._counts, self._counts_until = self.count(), self._clock() + COUNT_SECONDS
+        self._update_counts()
         self._estimator.record(tokens, self._counts.waiting > 0)
+
+    def _update_counts(self) -> None:
+        self._counts, self._counts_until = self.count(), self._clock() + COUNT_SECONDS
 
     def timeout_error(self, group: ChoiceGroup) -> ApiError | None:
         """Return the error for a request at its queue timeout; None if the engine has started it."""
@@ -214,6 +212,7 @@ class Admission:
         return self._error(Refusal(message, "queue_timeout"))
 
     def _error(self, refusal: Refusal) -> ApiError:
+        self._on_refusal(refusal.code)
         retry_after = self.retry_after(refusal.seconds)
         return ApiError(429, f"{refusal.message}; retry later", code=refusal.code, retry_after=retry_after)
 
@@ -222,14 +221,11 @@ class Admission:
 
         Each refused client gets a later time than the previous one; otherwise all would retry at once and be refused.
         """
-        now, each = self._clock(), self._seconds_per_answer()
+        now, each = self._clock(), self._estimator.seconds(self._estimator.expected_tokens())
+        each = UNKNOWN_SECONDS if each is None else min(max(each, 0.05), 60.0)
         most = max(MAX_RETRY_AFTER, at_least + each)
         self._next_retry = min(max(self._next_retry, now + at_least) + each, now + most)
         return self._next_retry - now
-
-    def _seconds_per_answer(self) -> float:
-        seconds = self._estimator.seconds(self._estimator.expected_tokens())
-        return UNKNOWN_SECONDS if seconds is None else min(max(seconds, 0.05), 60.0)
 
 
 class Reservation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -12,9 +11,9 @@ from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request
 from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, SamplingBody, StreamOptions
-from outpace.server.response_formats import ChunkFormat, finish_reason, new_id
+from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
-from outpace.server.tool_calls import AnswerPart, tool_options
+from outpace.server.tool_calls import AnswerPart, parse_arguments, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
@@ -79,8 +78,6 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     return chat_request(
         body,
-        service.llm,
-        service.options.methods,
         tool_options(service.chat_model, body.tools, body.tool_choice, body.parallel_tool_calls),
         template_messages(body.messages),
         body.max_completion_tokens or body.max_tokens,
@@ -99,17 +96,14 @@ def template_messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _template_message(given: ChatMessage) -> dict[str, Any]:
-    role = "system" if given.role == "developer" else given.role
     if given.role == "user" and not given.content and given.content != "":
         raise ApiError(400, "a user message has no content, it must be a text or a list of parts", param="messages")
+    role = "system" if given.role == "developer" else given.role
     message: dict[str, Any] = {"role": role, "content": _text(given.content)}
     if given.tool_calls:
         message["tool_calls"] = [_template_call(call) for call in given.tool_calls]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(given, name)
-        if value is not None:
-            message[name] = value
-    return message
+    names = ("name", "tool_call_id", "reasoning_content")
+    return message | {name: value for name in names if (value := getattr(given, name)) is not None}
 
 
 def _text(content: str | list[TextPart] | None, separator: str = "\n") -> str:
@@ -120,66 +114,55 @@ def _template_call(given: dict[str, Any]) -> dict[str, Any]:
     function = given.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return given
-    try:
-        return {**given, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
-        return given
+    return {**given, "function": {**function, "arguments": parse_arguments(function["arguments"])}}
 
 
 class ChatFormat(ChunkFormat):
     """Writes chat completions and their chunks."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    content_field = "delta"
 
-    def __init__(self, service: Service, body: ChatBody, request: GenerationRequest) -> None:
-        super().__init__(service, body, request)
+    def __init__(self, service: Service, body: ChatBody, request: GenerationRequest, group: ChoiceGroup) -> None:
+        super().__init__(service, body, request, group)
         self._splitters = [request.splitter() for _ in range(request.n)]
+        self._prompt_ids = {"prompt_token_ids": list(group.prompts[0])} if body.return_token_ids else {}
 
-    def _first_chunks(self, group: ChoiceGroup) -> Iterator[bytes]:
+    def opening(self) -> Iterator[bytes]:
         for index in range(self.request.n):
-            yield self._chunk([_choice(index, {"role": "assistant", "content": ""})], **self._prompt_ids(group))
+            yield self._chunk([self._choice(index, {"role": "assistant", "content": ""})], **self._prompt_ids)
 
     def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         more = self._more(delta)
         for index in choice.indices:
             message = _message_delta(self._splitters[index].push(delta.text))
             if message or more:
-                yield self._chunk([_choice(index, message or {"content": ""}, **more)])
+                yield self._chunk([self._choice(index, message or {"content": ""}, **more)])
 
-    def _last(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
-        message = _message_delta(self._splitters[index].finish())
-        return _choice(index, message, finish_reason=self._finish_reason(index, ended), stop_reason=ended.stop)
+    def _rest(self, index: int) -> dict[str, Any]:
+        return _message_delta(self._splitters[index].finish())
 
-    def _finish_reason(self, index: int, ended: ChoiceEnd) -> str:
+    def _end(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
         has_called = self._splitters[index].num_calls and ended.reason == "stop"
-        return "tool_calls" if has_called else finish_reason(ended)
+        return super()._end(index, ended) | ({"finish_reason": "tool_calls"} if has_called else {})
 
-    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         choices = []
-        for choice in group.choices:
+        for choice in self.group.choices:  # in the order of their indices
             delta = choice.take() or ChoiceDelta()
             assert choice.ended is not None
             choices += [self._whole_choice(index, delta, choice.ended) for index in choice.indices]
-        choices.sort(key=lambda choice: choice["index"])
-        body = {**self._head(self.kind), "choices": choices, "usage": self._usage(group)}
-        return {**body, **self._prompt_ids(group), **self.statistics(group)}
+        return self._whole(choices, **self._prompt_ids)
 
     def _whole_choice(self, index: int, delta: ChoiceDelta, ended: ChoiceEnd) -> dict[str, Any]:
         splitter = self._splitters[index]
         found = _message_delta([*splitter.push(delta.text), *splitter.finish()])
-        message: dict[str, Any] = {"role": "assistant", "content": found.get("content"), "refusal": None}
-        if "reasoning" in found:
-            message["reasoning"] = found["reasoning"]
-        if "tool_calls" in found:
-            names = ("id", "type", "function")
-            message["tool_calls"] = [{name: call[name] for name in names} for call in found["tool_calls"]]
-        elif message["content"] is None:
-            message["content"] = ""
+        for call in found.get("tool_calls", ()):
+            del call["index"]
+        content = found.pop("content", None if "tool_calls" in found else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **found}
         choice = {"index": index, "message": message, "logprobs": None, **self._more(delta)}
-        return {**choice, "finish_reason": self._finish_reason(index, ended), "stop_reason": ended.stop}
-
-    def _prompt_ids(self, group: ChoiceGroup) -> dict[str, Any]:
-        return {"prompt_token_ids": list(group.prompts[0])} if self.body.return_token_ids else {}
+        return {**choice, **self._end(index, ended)}
 
     def _more(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the optional fields of a choice."""
@@ -188,10 +171,6 @@ class ChatFormat(ChunkFormat):
             content = [self.logprob_entry(record, self.body.top_logprobs or 0) for record in delta.logprobs]
             more["logprobs"] = {"content": content, "refusal": None}
         return more
-
-
-def _choice(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
 
 def _message_delta(parts: Iterable[AnswerPart]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 from outpace.api.llm import PreparedRequest
 from outpace.core.stats import RoundStats, RunStats, merge_stats, summarize
@@ -13,8 +15,7 @@ from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import History, RoundRecord, TokenSequence
 
 
-@dataclass(frozen=True)
-class ChoiceDelta:
+class ChoiceDelta(NamedTuple):
     """Output since the last read. `sources` names the drafter of each token, or the target."""
 
     text: str = ""
@@ -22,17 +23,6 @@ class ChoiceDelta:
     sources: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     rounds: tuple[tuple[RoundRecord, RoundStats], ...] = ()  # if the request wants them
-
-    @staticmethod
-    def merged(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
-        """Concatenate deltas."""
-        return ChoiceDelta(
-            "".join(part.text for part in parts),
-            tuple(token for part in parts for token in part.tokens),
-            tuple(source for part in parts for source in part.sources),
-            tuple(record for part in parts for record in part.logprobs),
-            tuple(one for part in parts for one in part.rounds),
-        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,10 @@ class Choice:
     def __init__(self, prepared: PreparedRequest, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
         """`stop_ids` are the client's own stop tokens: the response reports the one that ended the text."""
         self.prepared, self.indices, self.stop_ids = prepared, tuple(indices), frozenset(stop_ids)
-        self.run: TokenSequence | None = None  # set by the engine's thread
+        self.group: ChoiceGroup | None = None
+        self.run: TokenSequence | None = None  # set by the engine's thread, as the next two
+        self.num_sent = 0  # tokens that the thread has delivered
+        self.is_start_sent = False
         self.ended: ChoiceEnd | None = None
         self.num_read = 0  # tokens that `take` returned
         self._pending: list[ChoiceDelta] = []
@@ -97,7 +90,8 @@ class Choice:
         """Return all output since the last call as one delta."""
         if not self._pending:
             return None
-        delta = ChoiceDelta.merged(self._pending)
+        texts, *columns = zip(*self._pending, strict=True)
+        delta = ChoiceDelta("".join(texts), *(tuple(chain.from_iterable(column)) for column in columns))
         self._pending.clear()
         self.num_read += len(delta.tokens)
         return delta
@@ -117,6 +111,9 @@ class ChoiceGroup:
         self.choices, self.prompts, self.key, self._count_thoughts = tuple(choices), prompts, key, count_thoughts
         self.is_gone = False
         self.failure: Exception | None = None  # from outside the engine: a timeout, a shutdown
+        self.deadlines: tuple[asyncio.TimerHandle, ...] = ()
+        for choice in choices:
+            choice.group = self
         self._has_changed = False
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -150,6 +147,16 @@ class ChoiceGroup:
         """Reasoning tokens of all choices in the response."""
         count = self._count_thoughts
         return sum(len(choice.indices) * count(choice.tokens) for choice in self.choices) if count else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that the prefix cache gave to every choice."""
+        least: dict[tuple[int, ...], int] = {}
+        for choice in self.choices:
+            if choice.run is not None:
+                prompt = choice.prepared.request.prompt
+                least[prompt] = min(least.get(prompt, len(prompt)), choice.run.history.reused)
+        return sum(least.values())
 
     @property
     def figures(self) -> RunStats:

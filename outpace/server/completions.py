@@ -11,9 +11,9 @@ from outpace.api.llm import LLM
 from outpace.core.types import TokenLogprobs
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, max_answer_tokens, own_options, seed_of
+from outpace.server.generation_request import GenerationRequest, drafting_options, max_answer_tokens
 from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, SamplingBody, StreamOptions, sampling_params
-from outpace.server.response_formats import ChunkFormat, best_logprobs, finish_reason, finite, usage
+from outpace.server.response_formats import ChunkFormat, finite
 from outpace.server.service import Service
 
 DEFAULT_TOKENS = 16
@@ -47,13 +47,12 @@ def to_request(body: CompletionBody, service: Service) -> GenerationRequest:
     params = sampling_params(
         body,
         max(1, min(most, left)),
-        seed_of(body),
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,  # best_of ranks by them
         echo=bool(body.echo and body.logprobs is not None),
         **{name: value for name, value in given.items() if value is not None},
     )
     return GenerationRequest(
-        prompts, params, n, best_of, own_options(body, llm, service.options.methods), bool(body.return_rounds)
+        prompts, params, n, best_of, drafting_options(body, service.chat_model), bool(body.return_rounds)
     )
 
 
@@ -69,15 +68,12 @@ def _check(body: CompletionBody, num_prompts: int, n: int, best_of: int) -> None
         raise ApiError(400, "max_tokens is 0, it must be at least 1 without echo", param="max_tokens")
 
 
-def _prompts(body: CompletionBody) -> list[str | list[int]]:
+def _prompts(body: CompletionBody) -> list[Any]:
+    """Return the prompts, each a text or token ids."""
     given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    if not given and not isinstance(given, str):
         raise ApiError(400, "prompt is an empty list, it must be text, token ids, or a list of them", param="prompt")
-    if isinstance(given[0], int):
-        return [given]
-    return list(given)
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
 def _token_ids(prompt: str | list[int], llm: LLM) -> tuple[int, ...]:
@@ -94,9 +90,10 @@ class CompletionFormat(ChunkFormat):
     """Writes completions and their chunks."""
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    content_field = "text"
 
-    def __init__(self, service: Service, body: CompletionBody, request: GenerationRequest) -> None:
-        super().__init__(service, body, request)
+    def __init__(self, service: Service, body: CompletionBody, request: GenerationRequest, group: ChoiceGroup) -> None:
+        super().__init__(service, body, request, group)
         self._lengths: dict[int, int] = {}  # characters sent so far, by index
 
     def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
@@ -104,22 +101,23 @@ class CompletionFormat(ChunkFormat):
             text, records = self._output(choice, delta, is_first=index not in self._lengths)
             more = self._more(index, text, records, delta)
             if text or more:
-                yield self._chunk([_choice(index, text, **more)])
+                yield self._chunk([self._choice(index, text, **more)])
 
-    def _last(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
-        return _choice(index, "", finish_reason=self._finish_reason(ended), stop_reason=ended.stop)
+    def _rest(self, index: int) -> str:
+        return ""
 
-    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
-        count, n = len(group.choices) // len(group.prompts), self.request.n
-        for number in range(len(group.prompts)):
-            own = group.choices[number * count : (number + 1) * count]
-            pairs = [(choice, choice.take() or ChoiceDelta()) for choice in own]
-            if self.request.best_of > n and len(pairs) > 1:
+        choices, n = self.group.choices, self.request.n
+        count = len(choices) // len(self.group.prompts)
+        for first in range(0, len(choices), count):  # the choices of one prompt
+            pairs = [(choice, choice.take() or ChoiceDelta()) for choice in choices[first : first + count]]
+            if count > n:
                 pairs = sorted(pairs, key=lambda pair: -_mean_logprob(pair[1].logprobs))[:n]
-            pairs = [pair for pair in pairs for _ in range(max(len(pair[0].indices), 1))]
-            found += [self._whole_choice(number * n + place, *pair) for place, pair in enumerate(pairs)]
-        return {**self._head(self.kind), "choices": found, "usage": self._usage(group), **self.statistics(group)}
+            for choice, delta in pairs:
+                for _ in choice.indices or (0,):
+                    found.append(self._whole_choice(len(found), choice, delta))
+        return self._whole(found)
 
     def _whole_choice(self, index: int, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         assert choice.ended is not None
@@ -127,8 +125,7 @@ class CompletionFormat(ChunkFormat):
         more = self._more(index, text, records, delta)
         if self.body.return_token_ids:
             more["prompt_token_ids"] = list(choice.prepared.request.prompt)
-        reason = self._finish_reason(choice.ended)
-        return _choice(index, text, finish_reason=reason, stop_reason=choice.ended.stop, **more)
+        return self._choice(index, text, **self._end(index, choice.ended), **more)
 
     def _output(self, choice: Choice, delta: ChoiceDelta, is_first: bool) -> tuple[str, list[TokenLogprobs | int]]:
         """Return text and log-probabilities, first those of an echoed prompt. A token id has no log-probability."""
@@ -169,22 +166,18 @@ class CompletionFormat(ChunkFormat):
                 found["top_logprobs"].append(None)
                 continue
             found["token_logprobs"].append(finite(record.logprob))
-            pairs = [*best_logprobs(record, self.body.logprobs or 0), (record.token, finite(record.logprob))]
-            found["top_logprobs"].append({self.token_text(other): value for other, value in pairs})
+            pairs = [*record.top[: self.body.logprobs or 0], (record.token, record.logprob)]
+            found["top_logprobs"].append({self.token_text(other): finite(value) for other, value in pairs})
         return found
 
-    def _finish_reason(self, ended: ChoiceEnd) -> str:
-        return "length" if self.body.max_tokens == 0 else finish_reason(ended)
+    def _end(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
+        return super()._end(index, ended) | ({"finish_reason": "length"} if self.body.max_tokens == 0 else {})
 
-    def _usage(self, group: ChoiceGroup) -> dict[str, Any]:
-        found = usage(group)
+    def _usage(self) -> dict[str, Any]:
+        found = super()._usage()
         if self.body.max_tokens == 0:
             found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
         return found
-
-
-def _choice(index: int, text: str, **more: Any) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
 
 
 def _mean_logprob(records: Sequence[TokenLogprobs]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -117,18 +116,3 @@ def _encode(reply: Response, default_headers: Sequence[tuple[bytes, bytes]], kee
     headers = [*default_headers, *reply.raw_headers, *([] if keeps_alive else [(b"connection", b"close")])]
     lines = [b"%b: %b\r\n" % pair for pair in headers]
     return b"".join([STATUS_LINE[reply.status_code], *lines, b"\r\n", reply.body])
-
-
-def uvicorn_settings(limits: ServerLimits, middleware: Middleware) -> dict[str, Any]:
-    """Return settings of uvicorn: our connections, and none of its log, server header and websockets."""
-    return {
-        "http": type("Connection", (BoundedConnection,), {"limits": limits, "middleware": middleware}),
-        "ws": "none",
-        "log_config": None,
-        "access_log": False,
-        "server_header": False,
-        "proxy_headers": False,
-        "timeout_keep_alive": 30,
-        "timeout_graceful_shutdown": 5,
-        "backlog": 2048,
-    }

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -38,20 +37,16 @@ class EngineThread:
         self._deliver, self._report = deliver, report
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._live: dict[Choice, TokenSequence] = {}
-        self._sent: dict[Choice, int] = {}  # delivered tokens
-        self._waiting: set[Choice] = set()  # whose start was not delivered yet
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._busy_since: float | None = None  # start of the running or pending step
-        self._is_over = False
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float) -> bool:
-        """End the thread after its current step; return whether it ended within `timeout` seconds."""
+    def stop(self, timeout: float) -> None:
+        """End the thread after its current step, and wait for that at most `timeout` seconds."""
         self._commands.put(None)
         self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     @property
     def step_age(self) -> float:
@@ -70,10 +65,7 @@ class EngineThread:
         self._commands.put(lambda: self._abort(choices))
 
     def _work(self) -> None:
-        while True:
-            self._run_commands()
-            if self._is_over:
-                break
+        while self._run_commands():
             self._busy_since = time.monotonic()
             try:
                 self.engine.step()
@@ -90,18 +82,17 @@ class EngineThread:
         self.engine.sweep()
         self._deliver_updates()
 
-    def _run_commands(self) -> None:
-        """Run all pending commands; without work, wait for one."""
+    def _run_commands(self) -> bool:
+        """Run all pending commands; without work, wait for one. Return False after `stop`."""
         if not self._live:
             self._busy_since = None
         while True:
             try:
                 command = self._commands.get(block=not self._live)
             except Empty:
-                return
+                return True
             if command is None:
-                self._is_over = True
-                return
+                return False
             command()
 
     def _submit(self, choices: Sequence[Choice], done: Future[None]) -> None:
@@ -112,13 +103,11 @@ class EngineThread:
                 given = choice.prepared
                 run = self.engine.submit(given.request, given.decoder, given.options, given.text.watch, given.drafter)
                 choice.run = self._live[choice] = run
-                self._sent[choice] = 0
-                self._waiting.add(choice)
             done.set_result(None)
         except BaseException as error:
             self._abort(choices)
             for choice in choices:
-                self._forget(choice)
+                self._live.pop(choice, None)
             done.set_exception(error)
 
     def _abort(self, choices: Sequence[Choice]) -> None:
@@ -132,13 +121,12 @@ class EngineThread:
         for choice, run in list(self._live.items()):
             ended = self._ended(choice, run) if run.finish_reason is not None else None
             delta = self._delta(choice, run)
-            begins = run.history.began and choice in self._waiting
-            if begins:
-                self._waiting.remove(choice)
+            begins = bool(run.history.began) and not choice.is_start_sent
+            choice.is_start_sent |= begins
             if begins or delta is not None or ended is not None:
                 updates.append(ChoiceUpdate(choice, delta, ended))
             if ended is not None:
-                self._forget(choice)
+                del self._live[choice]
         if updates:
             self._deliver(updates)
 
@@ -146,17 +134,15 @@ class EngineThread:
         pieces, history = choice.prepared.text.pieces, run.history
         if not pieces:
             return None
-        parts = []
-        while pieces:
-            piece = pieces.popleft()
-            start = self._sent.get(choice, 0)
-            end = self._sent[choice] = start + len(piece.tokens)
-            sources, records = history.sources[start:end], history.logprobs[start:end]
-            parts.append(ChoiceDelta(piece.text, piece.tokens, tuple(sources), tuple(records)))
+        text = "".join(piece.text for piece in pieces)
+        tokens = tuple(token for piece in pieces for token in piece.tokens)
+        start, choice.num_sent = choice.num_sent, choice.num_sent + len(tokens)
+        sources, records = history.sources[start : choice.num_sent], history.logprobs[start : choice.num_sent]
         rounds = zip(history.rounds, history.steps[-len(history.rounds) :], strict=False) if history.rounds else ()
-        parts[-1] = replace(parts[-1], rounds=tuple(rounds))
+        delta = ChoiceDelta(text, tokens, tuple(sources), tuple(records), tuple(rounds))
+        pieces.clear()
         history.rounds.clear()
-        return ChoiceDelta.merged(parts)
+        return delta
 
     def _ended(self, choice: Choice, run: TokenSequence) -> ChoiceEnd:
         """Flush the text that was held back for a stop string, and describe the end."""
@@ -169,8 +155,3 @@ class EngineThread:
             stop = text.stop_string if text.stop_string is not None else last if last in choice.stop_ids else None
         speedup = self.engine.costs.speedup(len(self._live))
         return ChoiceEnd(run.finish_reason, stop, run.error, run.history, len(run.tokens), speedup)
-
-    def _forget(self, choice: Choice) -> None:
-        self._live.pop(choice, None)
-        self._sent.pop(choice, None)
-        self._waiting.discard(choice)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from outpace.engine.build import find_rule
 from outpace.server.choices import Choice
 from outpace.server.errors import ApiError
 from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
-from outpace.server.tool_calls import TextSplitter, ToolOptions
+from outpace.server.tool_calls import ChatModel, TextSplitter, ToolOptions
 
 PLAIN = "autoregressive"
 DEFAULT_CHAT_TOKENS = 4096
@@ -24,24 +23,22 @@ DEFAULT_CHAT_TOKENS = 4096
 class GenerationRequest:
     """`n` choices for each prompt, the best of `best_of`.
 
-    `own`: how the answers are drafted. `rounds`: report what each round verified. `splitter` makes a splitter for the
-    text of a choice, `count_thoughts` counts the reasoning tokens of one.
+    `drafting`: how the answers are drafted. `rounds`: report what each round verified. `splitter` makes a splitter for
+    the text of a choice, `count_thoughts` counts the reasoning tokens of one.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
-    n: int = 1
-    best_of: int = 1
-    own: OutpaceOptions | None = None
-    rounds: bool = False
+    n: int
+    best_of: int
+    drafting: OutpaceOptions
+    rounds: bool
     splitter: Callable[[], TextSplitter] = TextSplitter
     count_thoughts: Callable[[Sequence[int]], int] | None = None
 
 
 def chat_request(
     body: SamplingBody,
-    llm: LLM,
-    allowed: Sequence[str],
     tools: ToolOptions,
     messages: Sequence[Mapping[str, Any]],
     max_tokens: int | None,
@@ -52,37 +49,28 @@ def chat_request(
     structured_outputs: Any = None,
     **sampling: Any,
 ) -> GenerationRequest:
-    """Render a conversation. `allowed` is that of `own_options`, `sampling` are arguments of SamplingParams."""
+    """Render a conversation. `sampling` are arguments of SamplingParams."""
     prompt = tools.render(messages, template_values)
-    most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(llm, prompt))
+    most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(tools.model.llm, prompt))
     sampling |= tools.constraints(prompt, response_format, structured_outputs)
     return GenerationRequest(
         (prompt,),
-        sampling_params(body, most, seed_of(body), **sampling),
+        sampling_params(body, most, **sampling),
         n,
         n,
-        own_options(body, llm, allowed),
+        drafting_options(body, tools.model),
         bool(body.return_rounds),
         tools.splitter(prompt),
         tools.thought_counter(prompt),
     )
 
 
-def seed_of(body: SamplingBody) -> int:
-    """Return the request's seed, or a random one."""
-    return secrets.randbelow(2**63) if body.seed is None else body.seed % 2**63
-
-
 def max_answer_tokens(llm: LLM, prompt: Sequence[int]) -> int:
     """Return how many tokens may follow a prompt; raise ApiError if it is empty or fills the context."""
     most = llm.target.model.max_positions
     if len(prompt) >= most:
-        raise ApiError(
-            400,
-            f"the prompt has {len(prompt)} tokens, this model's maximum context length is {most} with the answer",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        why = f"the prompt has {len(prompt)} tokens, this model's maximum context length is {most} with the answer"
+        raise ApiError(400, why, param="prompt", code="context_length_exceeded")
     if not prompt:
         raise ApiError(400, "the prompt has no tokens, at least one is needed", param="prompt", code="invalid_value")
     return most - len(prompt)
@@ -90,25 +78,21 @@ def max_answer_tokens(llm: LLM, prompt: Sequence[int]) -> int:
 
 def choices_of(request: GenerationRequest, llm: LLM, key: str) -> Iterator[Choice]:
     """Yield the choices to compute. Greedy choices of a prompt are equal, so that one is computed for all."""
-    params = replace(request.params, n=1)
-    is_greedy = params.sampling.is_greedy
+    is_greedy = request.params.sampling.is_greedy
     for number, prompt in enumerate(request.prompts):
-        first = number * request.n
-        for choice in range(1 if is_greedy else max(request.best_of, request.n)):
-            indices = [first + choice] if choice < request.n else []
-            prepared = _prepare(llm, prompt, params, choice, request, key)
-            yield Choice(prepared, range(first, first + request.n) if is_greedy else indices, params.stop_token_ids)
+        indices = range(number * request.n, (number + 1) * request.n)
+        for choice in range(1 if is_greedy else request.best_of):
+            own_indices = indices if is_greedy else indices[choice : choice + 1]
+            yield Choice(_prepare(llm, prompt, choice, request, key), own_indices, request.params.stop_token_ids)
 
 
-def _prepare(
-    llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, request: GenerationRequest, key: str
-) -> PreparedRequest:
-    own = request.own or OutpaceOptions()
+def _prepare(llm: LLM, prompt: Sequence[int], choice: int, request: GenerationRequest, key: str) -> PreparedRequest:
+    own = request.drafting
     is_plain = own.speculation is False or own.method == PLAIN
-    prepared = llm.prepare(prompt, params, choice, is_plain, None if is_plain else own.drafter)
+    prepared = llm.prepare(prompt, request.params, choice, is_plain, None if is_plain else own.drafter)
     changes: dict[str, Any] = {"rounds": request.rounds, "nodes": own.nodes, "cache_salt": key or None}
     if own.rule is not None:
-        changes["rule"] = find_rule(own.rule, params.sampling)
+        changes["rule"] = find_rule(own.rule, request.params.sampling)
     prepared = replace(prepared, request=replace(prepared.request, **changes))
     if own.method is None or is_plain or own.method == llm.method:
         return prepared
@@ -116,14 +100,9 @@ def _prepare(
     return replace(prepared, decoder=decoder, options=decoder.Options(), method=own.method)
 
 
-def own_options(body: SamplingBody, llm: LLM, allowed: Sequence[str]) -> OutpaceOptions | None:
-    """Return the request's drafting options; raise ApiError for a method, drafter or rule that it may not choose.
-
-    `allowed` are the choices besides the server's own.
-    """
-    own = body.outpace
-    if own is None:
-        return None
+def drafting_options(body: SamplingBody, model: ChatModel) -> OutpaceOptions:
+    """Return the request's drafting options; raise ApiError for a method, drafter or rule that it may not choose."""
+    own, llm, allowed = body.outpace or OutpaceOptions(), model.llm, model.options.methods
     choices = {
         "method": {llm.method, PLAIN, *allowed},
         "drafter": {*llm.engine.drafting.drafters, *allowed},

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.server.choices import Choice, ChoiceEnd, ChoiceGroup
+from outpace.server.choices import Choice, ChoiceEnd
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request
 from outpace.server.request_body import Body, SamplingBody
-from outpace.server.response_formats import ItemFormat, cached_tokens, new_id, sse
+from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
-from outpace.server.tool_calls import ToolOptions, tool_options
-from outpace.tools.calls import CallArguments, CallBegin, TextDelta
-from outpace.tools.reasoning import ThoughtDelta
+from outpace.server.tool_calls import ToolOptions, parse_arguments, template_call, tool_options
+from outpace.tools.calls import CallBegin
 
 
 class ContentBlock(Body):
@@ -108,8 +107,7 @@ def _from_blocks(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
         if block.type == "tool_result":
             found.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(block)})
         elif block.type == "tool_use":
-            function = {"name": block.name or "", "arguments": block.input or {}}
-            calls.append({"id": block.id or "", "type": "function", "function": function})
+            calls.append(template_call(block.id, block.name, block.input or {}))
         elif block.type == "text":
             texts.append(block.text or "")
     if texts or calls or not found:
@@ -127,17 +125,17 @@ def _result(block: ContentBlock) -> str:
 def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
     """Convert tools to the format of chat completions."""
     tools = [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
-        }
+        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
         for tool in body.tools or ()
     ]
-    chosen = body.tool_choice
-    named = {"type": "function", "function": {"name": chosen.name if chosen else None}}
-    choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-    parallel = not (chosen and chosen.disable_parallel_tool_use)
-    return tool_options(service.chat_model, tools or None, choices[chosen.type] if chosen else None, parallel)
+    chosen = body.tool_choice or MessagesToolChoice(type="auto")
+    choices: dict[str, Any] = {"any": "required", "tool": {"type": "function", "function": {"name": chosen.name}}}
+    return tool_options(
+        service.chat_model,
+        [{"type": "function", "function": tool} for tool in tools],
+        choices.get(chosen.type, chosen.type),
+        not chosen.disable_parallel_tool_use,
+    )
 
 
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
@@ -150,26 +148,18 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
     if body.stop is not None:
         raise ApiError(400, "stop is named stop_sequences in this API", param="stop")
     tools, stop = _tool_options(body, service), body.stop_sequences or []
-    llm, allowed = service.llm, service.options.methods
-    return chat_request(body, llm, allowed, tools, template_messages(body), body.max_tokens, stop=stop)
+    return chat_request(body, tools, template_messages(body), body.max_tokens, stop=stop)
 
 
 class MessagesFormat(ItemFormat):
     """Writes a message: its items are content blocks."""
 
     is_messages = True
-    kinds: ClassVar[Mapping[type, str]] = {
-        TextDelta: "text",
-        ThoughtDelta: "thinking",
-        CallBegin: "tool_use",
-        CallArguments: "tool_use",
-    }
+    prefix = "msg_"
+    text_kind, thought_kind, call_kind = "text", "thinking", "tool_use"
 
-    def __init__(self, service: Service, body: MessagesBody, request: GenerationRequest) -> None:
-        super().__init__(service, body, request, "msg_")
-
-    def opening(self, group: ChoiceGroup) -> Iterator[bytes]:
-        yield _event("message_start", message=self._message([], None, None, _usage(group, 0)))
+    def opening(self) -> Iterator[bytes]:
+        yield _event("message_start", message=self._message([], None, None, 0))
 
     def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
         yield from self._add(self._splitter.finish())
@@ -178,19 +168,18 @@ class MessagesFormat(ItemFormat):
         usage = {"output_tokens": ended.tokens}
         yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
 
-    def closing(self, group: ChoiceGroup) -> Iterator[bytes]:
-        yield _event("message_stop", **self.statistics(group))
+    def closing(self) -> Iterator[bytes]:
+        yield _event("message_stop", **self.statistics())
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[bytes]:
         yield sse(error.messages(request_id), "error")
 
-    def ping(self, group: ChoiceGroup) -> bytes:
+    def ping(self) -> bytes:
         return _event("ping")
 
-    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
-        ended = self._fill(group)
-        usage = _usage(group, ended.tokens)
-        return {**self._message(self._items, *self._stop_reason(ended), usage), **self.statistics(group)}
+    def whole(self) -> dict[str, Any]:
+        ended = self._fill()
+        return {**self._message(self._items, *self._stop_reason(ended), ended.tokens), **self.statistics()}
 
     def _open(self, kind: str, call: CallBegin | None) -> Iterator[bytes]:
         if call is not None:
@@ -207,15 +196,12 @@ class MessagesFormat(ItemFormat):
         yield _event("content_block_delta", index=len(self._items) - 1, delta={"type": delta_type, key: text})
 
     def _close(self) -> Iterator[bytes]:
-        if not self._items:
-            return
-        last = self._items[-1]
-        if last["type"] == "tool_use":
-            try:
-                last["input"] = json.loads(last["input"] or "{}")
-            except ValueError:
-                last["input"] = {}
-        yield _event("content_block_stop", index=len(self._items) - 1)
+        if self._items:
+            last = self._items[-1]
+            if last["type"] == "tool_use":
+                arguments = parse_arguments(last["input"])
+                last["input"] = arguments if isinstance(arguments, dict) else {}  # the answer may be cut
+            yield _event("content_block_stop", index=len(self._items) - 1)
 
     def _stop_reason(self, ended: ChoiceEnd) -> tuple[str, str | None]:
         """Return stop reason and stop sequence."""
@@ -226,17 +212,17 @@ class MessagesFormat(ItemFormat):
         return ("tool_use" if self._splitter.num_calls else "end_turn"), None
 
     def _message(
-        self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, usage: dict[str, Any]
+        self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, written: int
     ) -> dict[str, Any]:
+        usage = {
+            "input_tokens": self.group.prompt_tokens,  # with the cached ones
+            "output_tokens": written,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "input_tokens_details": {"cached_tokens": self.group.cached_tokens},
+        }
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": usage}
-
-
-def _usage(group: ChoiceGroup, written: int) -> dict[str, Any]:
-    """Return the usage. `input_tokens` counts the whole prompt, its details the cached part."""
-    details = {"cached_tokens": cached_tokens(group)}
-    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": group.prompt_tokens, "output_tokens": written, **cache, "input_tokens_details": details}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from outpace.core.stats import RunStats
 from outpace.engine.sequence import History
+from outpace.grammar.compiler import Grammars
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 
 SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -58,11 +59,8 @@ HISTOGRAMS = {
 class Metrics:
     """One registry with all metrics under one or two prefixes."""
 
-    def __init__(
-        self, prefix: str, gauges: Mapping[str, Callable[[], float]], grammars: Callable[[], tuple[int, float]]
-    ) -> None:
-        """`gauges` read the values of GAUGES except the speedup, which is known from finished answers. `grammars`
-        returns the number of compiled grammars and the seconds that they took."""
+    def __init__(self, prefix: str, gauges: Mapping[str, Callable[[], float]], grammars: Grammars) -> None:
+        """`gauges` read the values of GAUGES except the speedup, which is known from finished answers."""
         self.registry = CollectorRegistry()
         self._metrics: dict[str, list[Any]] = {}  # by name, one for each prefix
         self._last_output: dict[Choice, float] = {}  # time of a choice's last output
@@ -121,9 +119,9 @@ class Metrics:
             self._last_output.pop(choice, None)
 
     def _ended(self, ended: ChoiceEnd) -> None:
-        history, figures = ended.history, ended.figures
+        history = ended.history
         self.add("request_success", finished_reason=ended.reason)
-        self._record_drafting(figures, history)
+        self._record_drafting(ended.figures, history)
         self._last_speedup = ended.speedup or self._last_speedup
         if not history.began:
             return
@@ -156,9 +154,9 @@ class Metrics:
 class _GrammarSummary(Collector):
     """Number of compiled grammars and their total time, as a summary."""
 
-    def __init__(self, name: str, grammars: Callable[[], tuple[int, float]]) -> None:
+    def __init__(self, name: str, grammars: Grammars) -> None:
         self._name, self._grammars = name, grammars
 
     def collect(self) -> Iterator[Metric]:
-        count, seconds = self._grammars()
+        count, seconds = self._grammars.compiled, self._grammars.seconds
         yield SummaryMetricFamily(self._name, "Seconds to compile a grammar.", count_value=count, sum_value=seconds)

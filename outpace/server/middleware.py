@@ -35,9 +35,8 @@ class Middleware:
         self._app, self._options, self._queued, self._service = app, options, queued, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
+        if scope["type"] != "http":  # no websockets: the lifespan
+            await self._app(scope, receive, send)
             return
         headers = _by_name(scope["headers"])
         record = _new_record(scope["method"], scope["path"], headers)
@@ -99,10 +98,10 @@ class Middleware:
         return admission.reserve()
 
     def _check(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any], has_reservation: bool) -> None:
-        """Raise ApiError for a request that may not pass, or finds the queue full, before its body is read."""
+        """Raise ApiError for a request that may not pass, or finds the queue full."""
         record["key"] = self._authenticate(path, headers)
         if path in self._queued and not has_reservation:
-            self._service.check_queue()
+            self._service.admission.check()
 
     def _authenticate(self, path: str, headers: Mapping[bytes, str]) -> str:
         """Return an id of the request's API key; raise ApiError for a wrong key or Host header."""

@@ -34,12 +34,11 @@ class ServerLimits:
     ping: float = 10.0  # of silence in a stream before a sign of life
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "json_depth", "connections", "max_queue", "max_queued_tokens"):
-            check_whole(name, getattr(self, name), 1)
-        check_whole("per_key", self.per_key, 0)
-        for name in ("body_seconds", "queue_timeout", "request_timeout", "write_timeout", "stuck", "ping"):
-            check_range(name, getattr(self, name), 0.001)
-        check_range("drain", self.drain, 0.0)
+        for name, value in vars(self).items():
+            if isinstance(getattr(ServerLimits, name), int):
+                check_whole(name, value, 0 if name == "per_key" else 1)
+            else:
+                check_range(name, value, 0.0 if name == "drain" else 0.001)
 
 
 @dataclass(frozen=True)

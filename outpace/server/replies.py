@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -31,21 +32,25 @@ class JsonReply(Response):
         super().__init__(to_json(value), status, dict(headers or {}), "application/json")
 
 
-def error_reply(error: ApiError, record: dict[str, Any], is_messages: bool) -> JsonReply:
-    """Return an error in the format of the requested API, and note its code in the log record of the request."""
-    note_error(error, record)
-    value = error.messages(record["id"]) if is_messages else error.openai()
-    return JsonReply(value, error.status, error.headers)
+def error_reply(error: Exception, record: dict[str, Any], is_messages: bool) -> JsonReply:
+    """Return an error in the format of the requested API, after `note_error`."""
+    found = note_error(error, record)
+    value = found.messages(record["id"]) if is_messages else found.openai()
+    return JsonReply(value, found.status, found.headers)
 
 
-def note_error(error: ApiError, record: dict[str, Any]) -> None:
-    """Note an error's code in the log record of its request."""
-    if error.code:
-        record["error"] = error.code
+def note_error(error: Exception, record: dict[str, Any]) -> ApiError:
+    """Convert an error for the client, and note its code in the log record of the request; log a bug's traceback."""
+    found = to_api_error(error)
+    if found.status == 500:
+        logs.fault(error, id=record["id"])
+    if found.code:
+        record["error"] = found.code
+    return found
 
 
-class ClientGone(Exception):
-    """The client has disconnected."""
+class ClientGone(BaseException):
+    """The client has disconnected. No Exception, since it is not an error that the response could report."""
 
 
 class Reply(Response):
@@ -67,7 +72,7 @@ class Reply(Response):
         self._check_sending()
         watch = asyncio.create_task(self._watch_disconnect(receive))
         try:
-            await self._respond(scope, send)
+            await self._respond(scope, receive, partial(self._send, send))
         except (ClientGone, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._is_too_slow:
                 raise
@@ -81,7 +86,7 @@ class Reply(Response):
             self._fill_record(scope["state"]["record"])
             self._service.leave(self._group)
 
-    async def _respond(self, scope: Scope, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
 
     async def _watch_disconnect(self, receive: Receive) -> None:
@@ -118,49 +123,30 @@ class Reply(Response):
             return
         self._timer = asyncio.get_running_loop().call_later(left, self._check_sending)
 
-    async def _send_error(self, scope: Scope, send: Send, error: Exception) -> None:
-        reply = error_reply(_logged(error), scope["state"]["record"], self._format.is_messages)
-        await self._send_whole(scope, send, reply)
-
-    async def _send_whole(self, scope: Scope, send: Send, reply: Response) -> None:
-        scope["state"]["record"]["status"] = reply.status_code
-        start = {"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers}
-        await self._send(send, start)
-        await self._send(send, {"type": "http.response.body", "body": reply.body})
+    def _error_reply(self, scope: Scope, error: Exception) -> JsonReply:
+        return error_reply(error, scope["state"]["record"], self._format.is_messages)
 
     def _fill_record(self, record: dict[str, Any]) -> None:
         choices = self._group.choices
         record["prompt_tokens"] = self._group.prompt_tokens
         record["completion_tokens"] = sum(choice.num_tokens for choice in choices)
-        record["finish"] = (
-            "disconnect" if self._group.is_gone else [c.ended.reason if c.ended else None for c in choices]
-        )
-
-
-def _logged(error: Exception) -> ApiError:
-    """Convert an error for the client; log it if it is a bug."""
-    found = to_api_error(error)
-    if found.status == 500:
-        logs.fault(error)
-    return found
+        reasons = [choice.ended.reason if choice.ended else None for choice in choices]
+        record["finish"] = "disconnect" if self._group.is_gone else reasons
 
 
 class WholeReply(Reply):
     """A response of one JSON object."""
 
-    async def _respond(self, scope: Scope, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             while not self._group.has_ended:
                 await self._wait(60.0)
             if self._group.error is not None:
                 raise self._group.error
-            reply = JsonReply(self._format.whole(self._group), headers=self._more_headers)
-        except ClientGone:
-            raise
+            reply = JsonReply(self._format.whole(), headers=self._more_headers)
         except Exception as error:
-            await self._send_error(scope, send, error)
-        else:
-            await self._send_whole(scope, send, reply)
+            reply = self._error_reply(scope, error)
+        await reply(scope, receive, send)
 
 
 class EventStream(Reply):
@@ -170,30 +156,25 @@ class EventStream(Reply):
     decide whether to retry.
     """
 
-    async def _respond(self, scope: Scope, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             while self._group.is_waiting:
                 await self._wait(self._service.limits.ping / 2)
-        except ClientGone:
-            raise
         except Exception as error:
             if not self._group.has_begun:  # otherwise the stream reports it
-                await self._send_error(scope, send, error)
+                await self._error_reply(scope, error)(scope, receive, send)
                 return
         self._group.wake()  # for the output that came with the start
         pairs = {**self._more_headers, **EVENT_HEADERS}.items()
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await self._write(send, self._format.opening(self._group))
+            await self._write(send, self._format.opening())
             await self._write_events(send)
-        except ClientGone:
-            raise
         except Exception as error:
-            record, found = scope["state"]["record"], _logged(error)
-            note_error(found, record)
-            await self._write(send, self._format.failed(found, record["id"]))
-        await self._send(send, {"type": "http.response.body", "body": b""})
+            record = scope["state"]["record"]
+            await self._write(send, self._format.failed(note_error(error, record), record["id"]))
+        await send({"type": "http.response.body", "body": b""})
 
     async def _write_events(self, send: Send) -> None:
         group, ended = self._group, set[int]()
@@ -209,13 +190,13 @@ class EventStream(Reply):
                     ended.add(number)
                     events += self._format.ended(choice, choice.ended)
             if not events and time.monotonic() - silent_since >= self._service.limits.ping:
-                events = [self._format.ping(group)]
+                events = [self._format.ping()]
             if events:
                 await self._write(send, events)
                 silent_since = time.monotonic()
-        await self._write(send, self._format.closing(group))
+        await self._write(send, self._format.closing())
 
     async def _write(self, send: Send, events: Iterable[bytes]) -> None:
         body = b"".join(events)
         if body:
-            await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": True})

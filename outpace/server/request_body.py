@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import re
 import reprlib
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -20,9 +22,11 @@ from outpace.server.options import ServerLimits
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+SURROGATE = re.compile("[\ud800-\udfff]")
 SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
-    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output", "ignore_eos"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
+    "include_stop_str_in_output",
 )
 
 
@@ -34,17 +38,18 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
     return parse_json(await _read(request, limits), limits.json_depth)
 
 
-async def _read(request: Request, limits: ServerLimits) -> bytes:
+async def _read(request: Request, limits: ServerLimits) -> bytearray:
+    too_large = ApiError(413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length) > limits.body_bytes:
-        raise _too_large(limits)
+        raise too_large
     chunks = bytearray()
 
     async def collect() -> None:
         async for chunk in request.stream():
             chunks.extend(chunk)
             if len(chunks) > limits.body_bytes:
-                raise _too_large(limits)
+                raise too_large
 
     try:
         await asyncio.wait_for(collect(), limits.body_seconds)
@@ -53,23 +58,19 @@ async def _read(request: Request, limits: ServerLimits) -> bytes:
     except ClientDisconnect:
         message = "the client disconnected before its body was complete"
         raise ApiError(499, message, code="client_disconnected") from None
-    return bytes(chunks)
+    return chunks
 
 
-def _too_large(limits: ServerLimits) -> ApiError:
-    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large")
-
-
-def parse_json(body: bytes, depth: int) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray, depth: int) -> dict[str, Any]:
     """Parse a JSON object at most `depth` levels deep, without NaN, infinities and lone surrogates."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except RecursionError:
         raise _too_deep(depth) from None
     except (UnicodeDecodeError, ValueError) as error:
-        raise ApiError(400, f"the body is not JSON ({str(error)[:200]})", code="invalid_json") from None
+        raise _invalid_json(f"the body is not JSON ({str(error)[:200]})") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is a JSON {type(value).__name__}, it must be an object", code="invalid_json")
+        raise _invalid_json(f"the body is a JSON {type(value).__name__}, it must be an object")
     _check_json(value, depth)
     return value
 
@@ -84,23 +85,20 @@ def _check_json(value: Any, depth: int) -> None:
                 inner += [*item.keys(), *item.values()]
             elif isinstance(item, list):
                 inner += item
-            elif isinstance(item, str) and not item.isascii():
-                _check_text(item)
+            elif isinstance(item, str) and SURROGATE.search(item):
+                raise _invalid_json("the body has half a character (a lone surrogate)")
         if not inner:
             return
         level = inner
     raise _too_deep(depth)
 
 
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body has half a character (a lone surrogate)", code="invalid_json") from None
-
-
 def _too_deep(depth: int) -> ApiError:
-    return ApiError(400, f"the body's JSON is nested more than {depth} levels deep", code="invalid_json")
+    return _invalid_json(f"the body's JSON is nested more than {depth} levels deep")
+
+
+def _invalid_json(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -227,16 +225,15 @@ def _locate(location: Sequence[int | str], value: Any) -> tuple[list[str], Any]:
     return place, value
 
 
-def sampling_params(body: SamplingBody, max_tokens: int, seed: int, **more: Any) -> SamplingParams:
-    """Return the body's sampling parameters; raise ApiError that names a wrong field."""
+def sampling_params(body: SamplingBody, max_tokens: int, **more: Any) -> SamplingParams:
+    """Return the body's sampling parameters, with a random seed if it has none; raise ApiError for a wrong field."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MAX_STOPS:
         raise ApiError(400, f"stop has {len(stops)} strings, at most {MAX_STOPS} are allowed", param="stop")
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    temperature = 1.0 if body.temperature is None else body.temperature
+    seed = secrets.randbelow(2**63) if body.seed is None else body.seed % 2**63
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "stop": stops}
+    fields |= {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     try:
-        return SamplingParams(
-            **{"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stops, **given, **more}
-        )
+        return SamplingParams(**fields | more)
     except UserError as error:
         raise to_api_error(error, type(body).model_fields) from None

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from outpace.core.stats import RoundStats
@@ -18,7 +18,8 @@ from outpace.server.generation_request import GenerationRequest
 from outpace.server.request_body import StreamOptions
 from outpace.server.service import Service
 from outpace.server.tool_calls import AnswerPart
-from outpace.tools.calls import CallBegin
+from outpace.tools.calls import CallBegin, TextDelta
+from outpace.tools.reasoning import ThoughtDelta
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
@@ -45,16 +46,16 @@ class ResponseFormat:
     """Writes one response in the format of an API, as events or as one JSON object. It keeps what was sent so far."""
 
     is_messages = False  # whether errors have the format of the Messages API
+    prefix: ClassVar[str]  # of ids
 
-    def __init__(self, service: Service, request: GenerationRequest, body: Any, prefix: str) -> None:
-        """`prefix` is that of the response's id."""
-        self.service, self.request, self.body = service, request, body
-        self.id = new_id(prefix)
+    def __init__(self, service: Service, body: Any, request: GenerationRequest, group: ChoiceGroup) -> None:
+        self.service, self.body, self.request, self.group = service, body, request, group
+        self.id = new_id(self.prefix)
         self.created = int(time.time())
         self.model = body.model or service.names[0]
         self._spelled = service.llm.tokenizer.spelled
 
-    def opening(self, group: ChoiceGroup) -> Iterable[bytes]:
+    def opening(self) -> Iterable[bytes]:
         """Return the events before the first token."""
         return ()
 
@@ -66,7 +67,7 @@ class ResponseFormat:
         """Return the events at a choice's end."""
         raise NotImplementedError
 
-    def closing(self, group: ChoiceGroup) -> Iterable[bytes]:
+    def closing(self) -> Iterable[bytes]:
         """Return the events after the last choice's end."""
         return ()
 
@@ -74,17 +75,21 @@ class ResponseFormat:
         """Return the events that end a stream with an error."""
         yield sse(error.openai())
 
-    def ping(self, group: ChoiceGroup) -> bytes:
-        """Return a sign of life with the progress of the prefill."""
-        return f": ping {_prefill_progress(group)}\n\n".encode()
+    def ping(self) -> bytes:
+        """Return a sign of life: how many tokens of the first prompt were read, of how many."""
+        run, total = self.group.choices[0].run, len(self.group.prompts[0])
+        session = getattr(run.kv, "session", None) if run is not None else None  # only while the engine works on it
+        read = min(session.length + 1, total) if session is not None else 0
+        return f": ping {read}/{total}\n\n".encode()
 
-    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Return the response that is not streamed."""
         raise NotImplementedError
 
-    def statistics(self, group: ChoiceGroup) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return the seed, vLLM's speculation metrics and llama.cpp's timings."""
-        return {"seed": self.request.params.seed, **speculation(group)}
+        metrics = {"speculative_decoding": _speculation(self.group)}
+        return {"seed": self.request.params.seed, "metrics": metrics, "timings": _timings(self.group)}
 
     def token_text(self, token: int) -> str:
         """Return a token's text; bytes that are not whole characters are written as in the OpenAI API."""
@@ -96,56 +101,70 @@ class ResponseFormat:
 
     def logprob_entry(self, record: TokenLogprobs, count: int) -> dict[str, Any]:
         """Return a token's log-probability with those of the `count` best tokens, as in chat completions."""
-        top = [self._entry(*pair) for pair in best_logprobs(record, count)]
-        return {**self._entry(record.token, finite(record.logprob)), "top_logprobs": top}
+        top = [self._entry(*pair) for pair in record.top[:count]]
+        return {**self._entry(record.token, record.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.token_text(token), "logprob": logprob, "bytes": list(self._spelled(token))}
+        return {"token": self.token_text(token), "logprob": finite(logprob), "bytes": list(self._spelled(token))}
 
 
 class ChunkFormat(ResponseFormat):
     """Common parts of chat completions and completions: chunks, usage and `[DONE]`. Subclasses define a choice."""
 
-    prefix: str  # of ids
-    kind: str  # the field `object` of a response
-    chunk_kind: str  # and of a chunk
+    kind: ClassVar[str]  # the field `object` of a response
+    chunk_kind: ClassVar[str]  # and of a chunk
+    content_field: ClassVar[str]  # of a choice
 
-    def __init__(self, service: Service, body: Any, request: GenerationRequest) -> None:
-        super().__init__(service, request, body, self.prefix)
+    def __init__(self, service: Service, body: Any, request: GenerationRequest, group: ChoiceGroup) -> None:
+        super().__init__(service, body, request, group)
         options: StreamOptions | None = body.stream_options
         self._has_usage = bool(options and options.include_usage)
         self._has_continuous_usage = bool(options and options.continuous_usage_stats)
-        self._group: ChoiceGroup | None = None
         self._num_open = request.n * len(request.prompts)  # choices whose end was not sent
         self._chunk_start = b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b","
 
-    def opening(self, group: ChoiceGroup) -> Iterable[bytes]:
-        self._group = group
-        return self._first_chunks(group)
-
     def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
-        assert self._group is not None
         self._num_open -= len(choice.indices)
         for index in choice.indices:
             is_last = self._num_open == 0 and index == choice.indices[-1]
-            more = self.statistics(self._group) if is_last and not self._has_usage else {}
-            yield self._chunk([self._last(index, ended)], **more)
+            more = self.statistics() if is_last and not self._has_usage else {}
+            yield self._chunk([self._choice(index, self._rest(index), **self._end(index, ended))], **more)
 
-    def closing(self, group: ChoiceGroup) -> Iterable[bytes]:
+    def closing(self) -> Iterable[bytes]:
         if self._has_usage:
-            yield self._chunk([], **self.statistics(group), usage=self._usage(group))
+            yield self._chunk([], **self.statistics(), usage=self._usage())
         yield DONE
 
-    def _first_chunks(self, group: ChoiceGroup) -> Iterable[bytes]:
-        """Return the chunks before the first token."""
-        return ()
-
-    def _last(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
-        """Return a choice at its end."""
+    def _rest(self, index: int) -> Any:
+        """Return the content that was held back until a choice's end."""
         raise NotImplementedError
 
-    def _usage(self, group: ChoiceGroup) -> dict[str, Any]:
-        return usage(group)
+    def _end(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
+        """Return the fields about a choice's end."""
+        return {"finish_reason": "length" if ended.reason == "length" else "stop", "stop_reason": ended.stop}
+
+    def _choice(self, index: int, content: Any, **more: Any) -> dict[str, Any]:
+        return {"index": index, self.content_field: content, "logprobs": None, "finish_reason": None, **more}
+
+    def _whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **more, **self.statistics()}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the usage so far."""
+        group, figures = self.group, self.group.figures
+        written = sum(len(choice.indices) * choice.num_tokens for choice in group.choices)
+        details = {
+            "reasoning_tokens": group.thought_tokens,
+            "accepted_prediction_tokens": figures.predicted_accepted,
+            "rejected_prediction_tokens": figures.predicted_rejected,
+        }
+        return {
+            "prompt_tokens": group.prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": group.prompt_tokens + written,
+            "prompt_tokens_details": {"cached_tokens": group.cached_tokens},
+            "completion_tokens_details": details,
+        }
 
     def token_fields(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the optional fields about tokens: ids, sources and rounds."""
@@ -177,8 +196,8 @@ class ChunkFormat(ResponseFormat):
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         chunk = {"choices": choices, **more}
-        if self._has_continuous_usage and self._group is not None:
-            chunk.setdefault("usage", self._usage(self._group))
+        if self._has_continuous_usage:
+            chunk.setdefault("usage", self._usage())
         elif self._has_usage:
             chunk.setdefault("usage", None)
         return self._chunk_start + to_json(chunk)[1:] + b"\n\n"
@@ -187,10 +206,12 @@ class ChunkFormat(ResponseFormat):
 class ItemFormat(ResponseFormat):
     """Common parts of the Messages and Responses APIs: one choice as a list of items. Only the last item is open."""
 
-    kinds: ClassVar[Mapping[type, str]]  # the type of an item by that of its parts
+    text_kind: ClassVar[str]  # the type of an item of text
+    thought_kind: ClassVar[str]
+    call_kind: ClassVar[str]
 
-    def __init__(self, service: Service, body: Any, request: GenerationRequest, prefix: str) -> None:
-        super().__init__(service, request, body, prefix)
+    def __init__(self, service: Service, body: Any, request: GenerationRequest, group: ChoiceGroup) -> None:
+        super().__init__(service, body, request, group)
         self._splitter = request.splitter()
         self._items: list[dict[str, Any]] = []
 
@@ -199,8 +220,9 @@ class ItemFormat(ResponseFormat):
 
     def _add(self, parts: Iterable[AnswerPart]) -> Iterator[bytes]:
         """Append parts to the open item, or to a new one if they belong elsewhere."""
+        kinds: dict[type, str] = {TextDelta: self.text_kind, ThoughtDelta: self.thought_kind}
         for part in parts:
-            kind = self.kinds[type(part)]
+            kind = kinds.get(type(part), self.call_kind)
             call = part if isinstance(part, CallBegin) else None
             if call or not self._items or self._items[-1]["type"] != kind:
                 yield from self._close()
@@ -220,62 +242,22 @@ class ItemFormat(ResponseFormat):
         """Close the open item, if there is one."""
         raise NotImplementedError
 
-    def _fill(self, group: ChoiceGroup) -> ChoiceEnd:
+    def _fill(self) -> ChoiceEnd:
         """Fill the items without sending events; return the choice's end."""
-        (choice,) = group.choices
+        (choice,) = self.group.choices
         assert choice.ended is not None
         deque(self.delta(choice, choice.take() or ChoiceDelta()), maxlen=0)
         deque(self.ended(choice, choice.ended), maxlen=0)
         return choice.ended
 
 
-def _prefill_progress(group: ChoiceGroup) -> str:
-    """Return how many tokens of the first prompt were read, of how many."""
-    run, total = group.choices[0].run, len(group.choices[0].prepared.request.prompt)
-    session = getattr(run.kv, "session", None) if run is not None else None  # only while the engine works on it
-    return f"{min(session.length + 1, total) if session is not None else 0}/{total}"
-
-
-def finish_reason(ended: ChoiceEnd) -> str:
-    """Return the finish reason of the OpenAI API."""
-    return "length" if ended.reason == "length" else "stop"
-
-
-def usage(group: ChoiceGroup) -> dict[str, Any]:
-    """Return the usage of chat completions and completions so far."""
-    written = sum(len(choice.indices) * choice.num_tokens for choice in group.choices)
-    prompt, figures = group.prompt_tokens, group.figures
-    details = {
-        "reasoning_tokens": group.thought_tokens,
-        "accepted_prediction_tokens": figures.predicted_accepted,
-        "rejected_prediction_tokens": figures.predicted_rejected,
-    }
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(group)},
-        "completion_tokens_details": details,
-    }
-
-
-def cached_tokens(group: ChoiceGroup) -> int:
-    """Return the tokens of all prompts that the prefix cache gave to every choice."""
-    least: dict[tuple[int, ...], int] = {}
-    for choice in group.choices:
-        if choice.run is not None:
-            prompt = choice.prepared.request.prompt
-            least[prompt] = min(least.get(prompt, len(prompt)), choice.run.history.reused)
-    return sum(least.values())
-
-
-def speculation(group: ChoiceGroup) -> dict[str, Any]:
-    """Return speculation metrics as vLLM has them, and timings as llama.cpp has them."""
+def _speculation(group: ChoiceGroup) -> dict[str, Any]:
+    """Return speculation metrics as vLLM has them."""
     steps = [step for choice in group.choices if choice.ended for step in choice.ended.history.steps]
     drafted = [step for step in steps if step.drafted]
     counts = Counter(step.accepted for step in drafted)
     figures = group.figures
-    vllm = {
+    return {
         "mean_acceptance_length": round(figures.mean_accepted_length, 4),
         "draft_acceptance_rate": round(figures.draft_acceptance or 0.0, 4),
         "acceptance_histogram": [counts[length] for length in range(max(counts, default=-1) + 1)],
@@ -284,20 +266,18 @@ def speculation(group: ChoiceGroup) -> dict[str, Any]:
         "num_draft_tokens": figures.drafted,
         "num_spec_tokens": max((step.depth_offered for step in drafted), default=0),
     }
-    return {"metrics": {"speculative_decoding": vllm}, "timings": _timings(group)}
 
 
 def _timings(group: ChoiceGroup) -> dict[str, Any]:
-    histories = [choice.ended.history for choice in group.choices if choice.ended]
-    figures, written = group.figures, sum(choice.ended.tokens for choice in group.choices if choice.ended)
-    first = [h.first_token - h.began for h in histories if h.first_token]
-    later = [h.ended - h.first_token for h in histories if h.first_token]
-    prompt_ms, predicted_ms = 1000 * max(first, default=0.0), 1000 * max(later, default=0.0)
-    cached = cached_tokens(group)
-    read = max(group.prompt_tokens - cached, 0)
+    """Return timings as llama.cpp has them."""
+    histories, figures = [choice.ended.history for choice in group.choices if choice.ended], group.figures
+    written = sum(choice.ended.tokens for choice in group.choices if choice.ended)
+    prompt_ms = 1000 * max((h.first_token - h.began for h in histories if h.first_token), default=0.0)
+    predicted_ms = 1000 * max((h.ended - h.first_token for h in histories if h.first_token), default=0.0)
+    read = max(group.prompt_tokens - group.cached_tokens, 0)
     after_first = max(written - sum(h.steps[0].emitted for h in histories if h.steps), 0)
     return {
-        "cache_n": cached,
+        "cache_n": group.cached_tokens,
         "prompt_n": read,
         "prompt_ms": round(prompt_ms, 3),
         "prompt_per_second": round(1000 * read / prompt_ms, 3) if prompt_ms else 0.0,
@@ -307,11 +287,6 @@ def _timings(group: ChoiceGroup) -> dict[str, Any]:
         "draft_n": figures.drafted,
         "draft_n_accepted": figures.accepted,
     }
-
-
-def best_logprobs(record: TokenLogprobs, count: int) -> list[tuple[int, float]]:
-    """Return the `count` likeliest tokens and their log-probabilities."""
-    return [(token, finite(value)) for token, value in record.top[:count]]
 
 
 def finite(value: float) -> float:

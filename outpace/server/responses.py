@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,11 +11,10 @@ from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request
 from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody
-from outpace.server.response_formats import ItemFormat, cached_tokens, new_id, sse
+from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
-from outpace.server.tool_calls import tool_options
-from outpace.tools.calls import CallArguments, CallBegin, TextDelta
-from outpace.tools.reasoning import ThoughtDelta
+from outpace.server.tool_calls import parse_arguments, template_call, tool_options
+from outpace.tools.calls import CallBegin
 
 ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -78,32 +76,22 @@ class ResponsesBody(SamplingBody):
 
 def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     """Convert input items for chat templates."""
-    found: list[dict[str, Any]] = []
-    if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+    first: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
-    for number, item in enumerate(body.input):
-        found += _from_item(item, number)
-    return found
+        return [*first, {"role": "user", "content": body.input}]
+    items = [_template_message(item, number) for number, item in enumerate(body.input) if item.type != "reasoning"]
+    return first + items
 
 
-def _from_item(item: InputItem, number: int) -> list[dict[str, Any]]:
-    if item.type == "reasoning":
-        return []
+def _template_message(item: InputItem, number: int) -> dict[str, Any]:
     if item.type == "function_call":
-        try:
-            arguments = json.loads(item.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = item.arguments
-        call = {"name": item.name or "", "arguments": arguments}
-        calls = [{"id": item.call_id or "", "type": "function", "function": call}]
-        return [{"role": "assistant", "content": "", "tool_calls": calls}]
+        call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
-        return [{"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}]
+        return {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}
     if item.role is None:
         raise ApiError(400, f"input.{number}.role is missing", param="input", code="missing_field")
-    return [{"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}]
+    return {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
 
 
 def _text(content: str | list[ContentPart] | None) -> str:
@@ -123,8 +111,6 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
         raise ApiError(400, "input is an empty list, it must be a text or a list of items", param="input")
     return chat_request(
         body,
-        service.llm,
-        service.options.methods,
         tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
         messages,
         body.max_output_tokens,
@@ -153,22 +139,16 @@ def _wants_logprobs(body: ResponsesBody) -> bool:
 class ResponsesFormat(ItemFormat):
     """Writes a response: its items are output items. Streamed and final items have the same ids."""
 
-    kinds: ClassVar[Mapping[type, str]] = {
-        TextDelta: "message",
-        ThoughtDelta: "reasoning",
-        CallBegin: "function_call",
-        CallArguments: "function_call",
-    }
+    prefix = "resp_"
+    text_kind, thought_kind, call_kind = "message", "reasoning", "function_call"
 
-    def __init__(self, service: Service, body: ResponsesBody, request: GenerationRequest) -> None:
-        super().__init__(service, body, request, "resp_")
+    def __init__(self, service: Service, body: ResponsesBody, request: GenerationRequest, group: ChoiceGroup) -> None:
+        super().__init__(service, body, request, group)
         self._sequence_number = 0
-        self._group: ChoiceGroup | None = None
         self._status = "in_progress"
         self._logprobs: list[dict[str, Any]] = []  # of the current delta, sent with its first text
 
-    def opening(self, group: ChoiceGroup) -> Iterator[bytes]:
-        self._group = group
+    def opening(self) -> Iterator[bytes]:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response(self._status))
 
@@ -185,7 +165,7 @@ class ResponsesFormat(ItemFormat):
         self._status = "incomplete" if ended.reason == "length" else "completed"
         yield from self._close()
 
-    def closing(self, group: ChoiceGroup) -> Iterator[bytes]:
+    def closing(self) -> Iterator[bytes]:
         yield self._event(f"response.{self._status}", response=self._response(self._status))
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[bytes]:
@@ -193,9 +173,8 @@ class ResponsesFormat(ItemFormat):
         yield self._event("error", param=error.param, **fields)
         yield self._event("response.failed", response={**self._response("failed"), "error": fields})
 
-    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
-        self._group = group
-        self._fill(group)
+    def whole(self) -> dict[str, Any]:
+        self._fill()
         return self._response(self._status)
 
     def _open(self, kind: str, call: CallBegin | None) -> Iterator[bytes]:
@@ -244,7 +223,6 @@ class ResponsesFormat(ItemFormat):
 
     def _response(self, status: str) -> dict[str, Any]:
         body, is_over = self.body, status in ("completed", "incomplete")
-        assert self._group is not None
         response: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -267,23 +245,22 @@ class ResponsesFormat(ItemFormat):
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "usage": _usage(self._group) if is_over else None,
+            "usage": self._usage() if is_over else None,
             "user": body.user,
             "metadata": body.metadata or {},
         }
-        return {**response, **self.statistics(self._group)} if is_over else response
+        return {**response, **self.statistics()} if is_over else response
+
+    def _usage(self) -> dict[str, Any]:
+        group, written = self.group, self.group.choices[0].num_tokens
+        return {
+            "input_tokens": group.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": group.cached_tokens},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": group.thought_tokens},
+            "total_tokens": group.prompt_tokens + written,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._sequence_number += 1
         return sse({"type": kind, "sequence_number": self._sequence_number - 1, **fields}, kind)
-
-
-def _usage(group: ChoiceGroup) -> dict[str, Any]:
-    written = sum(choice.ended.tokens if choice.ended else 0 for choice in group.choices)
-    return {
-        "input_tokens": group.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached_tokens(group)},
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": group.thought_tokens},
-        "total_tokens": group.prompt_tokens + written,
-    }

@@ -18,7 +18,7 @@ from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.server import logs
 from outpace.server.app import build_app
-from outpace.server.connections import uvicorn_settings
+from outpace.server.connections import BoundedConnection
 from outpace.server.errors import unavailable
 from outpace.server.middleware import Middleware
 from outpace.server.options import ServerOptions
@@ -138,9 +138,19 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started:
 
 
 def make_server(app: Middleware, service: Service) -> Server:
-    """Return a server for an application."""
+    """Return a server for an application, with our connections instead of uvicorn's, and none of its logs."""
     options = service.options
-    tls: dict[str, Any] = {}
-    if options.certificate is not None:
-        tls = {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(options.certificate_key)}
-    return Server(uvicorn.Config(app, **uvicorn_settings(options.limits, app), **tls), service)
+    config = uvicorn.Config(
+        app,
+        http=type("Connection", (BoundedConnection,), {"limits": options.limits, "middleware": app}),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.certificate_key,
+    )
+    return Server(config, service)

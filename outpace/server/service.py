@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
 from outpace.server import logs
 from outpace.server.admission import Admission, Reservation
-from outpace.server.choices import Choice, ChoiceGroup
+from outpace.server.choices import ChoiceGroup
 from outpace.server.engine_thread import ChoiceUpdate, EngineThread
 from outpace.server.errors import ApiError, unavailable
 from outpace.server.fingerprint import system_fingerprint
@@ -34,9 +33,8 @@ class Service:
         self.names = options.names or (llm.target.name,)
         self.created = int(time.time())
         self.fingerprint = system_fingerprint(llm)
-        self.chat_model = ChatModel(llm.tokenizer, options.tool_prompt)
+        self.chat_model = ChatModel(llm, options)
         self.max_model_len: int = llm.target.model.max_positions
-        self.admission = Admission(self.limits, llm.engine.options.batch)
         self.thread = EngineThread(llm.engine, self._post, logs.fault)
         gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.admission.count().running,
@@ -44,13 +42,11 @@ class Service:
             "engine_step_age_seconds": lambda: self.thread.step_age,
             "kv_cache_usage_perc": lambda: llm.engine.memory.used / max(llm.engine.memory.budget, 1),
         }
-        grammars = llm.grammars
-        self.metrics = Metrics(options.metrics_prefix, gauges, lambda: (grammars.compiled, grammars.seconds))
+        self.metrics = Metrics(options.metrics_prefix, gauges, llm.grammars)
+        self.admission = Admission(self.limits, llm.engine.options.batch, self.metrics.refused)
         self.is_draining = False
         self._executor = ThreadPoolExecutor(NUM_WORKERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._groups: dict[Any, ChoiceGroup] = {}  # by choice
-        self._timers: dict[ChoiceGroup, list[asyncio.TimerHandle]] = {}
 
     def begin(self) -> None:
         """Start the engine's thread. Must be called in the event loop."""
@@ -75,20 +71,6 @@ class Service:
         if self.is_stuck:
             raise unavailable(f"the engine has been stuck for {self.thread.step_age:.0f} seconds", "stuck")
 
-    def check_queue(self) -> None:
-        """Raise ApiError 429 if the queue is full."""
-        with self._count_refusals():
-            self.admission.check()
-
-    @contextmanager
-    def _count_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except ApiError as error:
-            if error.status == 429:
-                self.metrics.refused(error.code or "")
-            raise
-
     async def run_in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run a slow call in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
@@ -106,18 +88,20 @@ class Service:
         one already.
         """
         self.check_ready()
-        with self._count_refusals():
-            reservation = reservation or self.admission.reserve()
-            try:
-                request, choices = await self.run_in_thread(self._prepare, to_request, body, key)
-                group = ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
-                self.admission.admit(group)
-            finally:
-                reservation.release()
-        self._groups.update(dict.fromkeys(choices, group))
-        self._set_timers(group)
-        submitted = asyncio.wrap_future(self.thread.submit(choices))
-        submitted.add_done_callback(lambda done: self._on_submitted(group, done))
+        reservation = reservation or self.admission.reserve()
+        try:
+            request, group = await self.run_in_thread(self._prepare, to_request, body, key)
+            self.admission.admit(group)
+        finally:
+            reservation.release()
+        self._set_deadlines(group)
+
+        def fail_if_refused(done: asyncio.Future[None]) -> None:
+            if not done.cancelled() and isinstance(error := done.exception(), Exception):
+                group.fail(error)
+
+        submitted = asyncio.wrap_future(self.thread.submit(group.choices))
+        submitted.add_done_callback(fail_if_refused)
         await asyncio.wait([submitted], timeout=SUBMIT_SECONDS)  # an error is best reported before the headers
         if group.failure is not None:
             self.leave(group)
@@ -126,24 +110,19 @@ class Service:
 
     def _prepare(
         self, to_request: Callable[[Any, Service], GenerationRequest], body: Any, key: str
-    ) -> tuple[GenerationRequest, list[Choice]]:
+    ) -> tuple[GenerationRequest, ChoiceGroup]:
         request = to_request(body, self)
-        return request, list(choices_of(request, self.llm, key))
-
-    @staticmethod
-    def _on_submitted(group: ChoiceGroup, done: asyncio.Future[None]) -> None:
-        error = None if done.cancelled() else done.exception()
-        if isinstance(error, Exception):
-            group.fail(error)
+        choices = list(choices_of(request, self.llm, key))
+        return request, ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
 
     def leave(self, group: ChoiceGroup) -> None:
         """Forget a request whose response has ended, and abort its choices that still run."""
         if not group.has_ended:
             self.thread.abort(group.choices)
-        for timer in self._timers.pop(group, ()):
+        for timer in group.deadlines:
             timer.cancel()
         for choice in group.choices:
-            self._groups.pop(choice, None)
+            choice.group = None
         if group in self.admission.groups:
             self.admission.remove(group)
             self.metrics.finished(group)
@@ -153,19 +132,18 @@ class Service:
         for group in list(self.admission.groups):
             group.fail(error)
 
-    def _set_timers(self, group: ChoiceGroup) -> None:
+    def _set_deadlines(self, group: ChoiceGroup) -> None:
         loop, limits = asyncio.get_running_loop(), self.limits
         late = ApiError(504, f"the answer took more than {limits.request_timeout:g} seconds", code="timeout")
 
         def check_queue_timeout() -> None:
             if error := self.admission.timeout_error(group):
-                self.metrics.refused(error.code or "")
                 group.fail(error)
 
-        self._timers[group] = [
-            loop.call_later(limits.request_timeout, lambda: group.fail(late)),
+        group.deadlines = (
+            loop.call_later(limits.request_timeout, group.fail, late),
             loop.call_later(limits.queue_timeout, check_queue_timeout),
-        ]
+        )
 
     def _post(self, updates: Sequence[ChoiceUpdate]) -> None:
         """Pass a step's updates from the engine's thread to the event loop."""
@@ -177,9 +155,8 @@ class Service:
         tokens = sum(len(update.delta.tokens) for update in updates if update.delta)
         self.metrics.add("generation_tokens", tokens)
         for choice, delta, ended in updates:
-            group = self._groups.get(choice)
             self.metrics.updated(choice, delta, ended)
             choice.add(delta, ended)
-            if group is not None:
-                group.wake()
+            if choice.group is not None:
+                choice.group.wake()
         self.admission.record(tokens)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.grammar.structure import read_structure as read_structure
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.grammar.structure import read_structure
 from outpace.server.errors import ApiError
+from outpace.server.options import ServerOptions
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
 from outpace.tools.definitions import (
-    CallFormat,
     Tool,
+    ToolChoice,
     call_format_of,
     read_choice,
     read_tools,
     takes_tools,
     with_tool_prompt,
 )
-from outpace.tools.definitions import ToolChoice as ToolChoice
 from outpace.tools.reasoning import CLOSE, ReasoningParser, ThoughtDelta, begins_open, has_thoughts, thought_tokens
 
 TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
@@ -62,24 +63,15 @@ class TextSplitter:
 class ChatModel:
     """Whether and how the served model renders tools, calls them, and reasons."""
 
-    def __init__(self, tokenizer: Tokenizer, tool_prompt: bool) -> None:
-        """`tool_prompt`: describe tools in the system message if the chat template ignores them."""
-        self.tokenizer, self.tool_prompt = tokenizer, tool_prompt
+    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+        self.llm, self.options, self.tokenizer = llm, options, llm.tokenizer
+        self.call_format = call_format_of(llm.tokenizer)
+        self.has_thoughts = has_thoughts(llm.tokenizer)
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the model's chat template renders tools."""
+        """Whether the model's chat template renders tools. Raises UserError if there is none."""
         return takes_tools(self.tokenizer)
-
-    @cached_property
-    def call_format(self) -> CallFormat:
-        """The syntax in which the model calls a tool."""
-        return call_format_of(self.tokenizer)
-
-    @cached_property
-    def has_thoughts(self) -> bool:
-        """Whether the model reasons before it answers."""
-        return has_thoughts(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -93,25 +85,27 @@ class ToolOptions:
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the tokens of a conversation with its tools; raise ApiError if the template ignores them."""
-        model, tokenizer = self.model, self.model.tokenizer
-        if self.choice.kind == "none":
-            return tuple(tokenizer.chat(messages, **values))
-        if model.takes_tools:
-            return tuple(tokenizer.chat(messages, tools=[dict(tool.raw) for tool in self.tools], **values))
-        if model.tool_prompt:
-            return tuple(tokenizer.chat(with_tool_prompt(messages, self.tools, model.call_format), **values))
-        if self.choice.kind == "auto":
-            said = "this model's chat template ignores tools: start the server with --tool-prompt, or set tool_choice"
-            raise ApiError(400, said, param="tools", code="tools_not_supported")
-        return tuple(tokenizer.chat(messages, **values))
+        model = self.model
+        if self.choice.kind != "none":
+            if model.takes_tools:
+                values = {**values, "tools": [dict(tool.raw) for tool in self.tools]}
+            elif model.options.tool_prompt:
+                messages = with_tool_prompt(messages, self.tools, model.call_format)
+            elif self.choice.kind == "auto":
+                why = (
+                    "this model's chat template ignores tools: start the server with --tool-prompt, or set tool_choice"
+                )
+                raise ApiError(400, why, param="tools", code="tools_not_supported")
+        return tuple(model.tokenizer.chat(messages, **values))
 
     def constraints(self, prompt: Sequence[int], response_format: Any, structured_outputs: Any) -> dict[str, Any]:
         """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
         given = {"response_format": response_format, "structured_outputs": structured_outputs}
         found = {name: value for name, value in given.items() if value is not None}
-        tokenizer, is_open = self.model.tokenizer, self._opens_thought(prompt)
-        thinks = is_open or (self.model.has_thoughts and not self._closes_thought(prompt))
-        thought = thought_rules(tokenizer, is_open) if thinks else ""
+        tokenizer, tail = self.model.tokenizer, self._tail(prompt)
+        is_closed = tail.rstrip().endswith(CLOSE)  # by which templates turn reasoning off
+        thinks = begins_open(tail) or (self.model.has_thoughts and not is_closed)
+        thought = thought_rules(tokenizer, begins_open(tail)) if thinks else ""
         structure = structure_of(tokenizer, self.model.call_format, self.tools, self.choice, self.parallel, thought)
         if structure is None:
             return _after_thought(thought, found) if thought and found else found
@@ -122,25 +116,19 @@ class ToolOptions:
 
     def splitter(self, prompt: Sequence[int]) -> Callable[[], TextSplitter]:
         """Return a factory of splitters for the choices of a prompt."""
-        is_open, call_format, tools = self._opens_thought(prompt), self.model.call_format, self.tools
-        thinks, calls = self.model.has_thoughts or is_open, self.choice.kind != "none"
+        is_open = begins_open(self._tail(prompt))
+        thinks, has_calls = self.model.has_thoughts or is_open, self.choice.kind != "none"
         return lambda: TextSplitter(
-            ReasoningParser(is_open) if thinks else None, CallParser(call_format, tools) if calls else None
+            ReasoningParser(is_open) if thinks else None,
+            CallParser(self.model.call_format, self.tools) if has_calls else None,
         )
 
     def thought_counter(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int] | None:
         """Return a function that counts the reasoning tokens of an answer; None if the model does not reason."""
-        is_open, spelled = self._opens_thought(prompt), self.model.tokenizer.spelled
+        is_open, spelled = begins_open(self._tail(prompt)), self.model.tokenizer.spelled
         if not (self.model.has_thoughts or is_open):
             return None
         return lambda tokens: thought_tokens(map(spelled, tokens), is_open)
-
-    def _opens_thought(self, prompt: Sequence[int]) -> bool:
-        return begins_open(self._tail(prompt))
-
-    def _closes_thought(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with a closed thought, by which templates turn reasoning off."""
-        return self._tail(prompt).rstrip().endswith(CLOSE)
 
     def _tail(self, prompt: Sequence[int]) -> str:
         return self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
@@ -165,3 +153,16 @@ def tool_options(model: ChatModel, tools: Any, choice: Any, parallel: bool | Non
     except UserError as error:
         raise ApiError(400, str(error), param=param, code="invalid_value") from None
     return ToolOptions(model, offered, chosen, parallel is not False)
+
+
+def template_call(call_id: str | None, name: str | None, arguments: Any) -> dict[str, Any]:
+    """Return a call of an earlier answer as chat templates expect it."""
+    return {"id": call_id or "", "type": "function", "function": {"name": name or "", "arguments": arguments}}
+
+
+def parse_arguments(text: str) -> Any:
+    """Return a call's arguments as an object, or the text itself if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

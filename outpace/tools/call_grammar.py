@@ -64,9 +64,13 @@ def _answer(tokenizer: Tokenizer, family: CallFormat, is_forced: bool, parallel:
     """Return the rule `answer` and the rules that it needs."""
     more = f" ({quoted(family.between)} call)*" if parallel else ""
     if family.is_list:
-        return _listed(_mark(tokenizer, family.start), f'"[" call{more} "]"', is_forced)
-    if not family.start:
-        return _whole(tokenizer, f"call{more}", is_forced)
+        listed = f'{_mark(tokenizer, family.start)} "[" call{more} "]"'
+        return [f"answer: {listed}" if is_forced else f"answer: {_ANY} {listed} | {_ANY}"]
+    if not family.start and is_forced:
+        return [f"answer: call{more}"]
+    if not family.start:  # the calls are the whole answer: other text must begin with another character
+        before = f"{_mark(tokenizer, PYTHON_TAG)}? " if tokenizer.id_of(PYTHON_TAG) is not None else ""
+        return [f"answer: {before}call{more} | rest", r"rest: /[^{\s](.|\n)*/"]
     framed = f"{quoted(family.start)} call {quoted(family.end)}"
     if is_forced:
         return [f"answer: framed{f' ({quoted(family.between)} framed)*' if parallel else ''}", f"framed: {framed}"]
@@ -77,19 +81,6 @@ def _answer(tokenizer: Tokenizer, family: CallFormat, is_forced: bool, parallel:
         f"begun[lazy]: {_ANY} {quoted(mark)}",
         f"rest: {_ANY}",
     ]
-
-
-def _listed(mark: str, calls: str, is_forced: bool) -> list[str]:
-    return [f"answer: {mark} {calls}"] if is_forced else [f"answer: {_ANY} {mark} {calls} | {_ANY}"]
-
-
-def _whole(tokenizer: Tokenizer, calls: str, is_forced: bool) -> list[str]:
-    """Return rules for calls that are the whole answer: other text must begin with another character."""
-    if is_forced:
-        return [f"answer: {calls}"]
-    tag = tokenizer.id_of(PYTHON_TAG)
-    before = f"{_mark(tokenizer, PYTHON_TAG)}? " if tag is not None else ""
-    return [f"answer: {before}{calls} | rest", r"rest: /[^{\s](.|\n)*/"]
 
 
 def _mark(tokenizer: Tokenizer, text: str) -> str:

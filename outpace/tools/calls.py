@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool
+
+ARGUMENTS = ("arguments", "parameters")  # accepted names of the arguments' field
+SPACE = " \n\t\r"
 
 
 class Stage(Enum):
@@ -25,16 +28,14 @@ class CallScanner:
     checked: fields at the top level, strings, and matching brackets.
     """
 
-    def __init__(self, arguments: tuple[str, ...]) -> None:
-        """`arguments`: the accepted names of the arguments' field."""
-        self._fields = arguments
+    def __init__(self) -> None:
         self.stage = Stage.READING
         self.name: str | None = None
-        self._brackets: list[str] = []
-        self._string: str | None = None  # the current string, from its quote on
-        self._value = ""  # the top field's value so far
-        self._field: str | None = None
+        self._brackets: list[str] = []  # closing ones that are expected
+        self._in_string = self._is_escaped = False
         self._wants = "key"  # at the top level: key, colon, value or comma
+        self._field: str | None = None
+        self._text = ""  # of the top level's key or value so far
         self._arguments = ""  # not taken yet
         self._has_arguments = False
 
@@ -47,92 +48,76 @@ class CallScanner:
 
     def push(self, character: str) -> None:
         """Read one character."""
-        if self._string is not None:
-            self._in_string(character)
-        elif len(self._brackets) > 1:
-            self._inside(character)
-        elif not self._brackets:
+        if not self._brackets:
             self._brackets.append("}")  # of the object itself
+        elif self._in_string:
+            self._add(character)
+            self._in_string = self._is_escaped or character != '"'
+            self._is_escaped = character == "\\" and not self._is_escaped
+            if not self._in_string and len(self._brackets) == 1:
+                self._end()
+        elif len(self._brackets) > 1:
+            self._in_value(character)
         else:
             self._at_top(character)
 
-    def _in_string(self, character: str) -> None:
-        assert self._string is not None
-        is_escaped = self._string.endswith("\\") and (len(self._string) - len(self._string.rstrip("\\"))) % 2 == 1
-        self._string += character
-        is_over = character == '"' and not is_escaped
-        if self._wants == "value":
-            self._note(character)
-        if is_over:
-            text, self._string = self._string, None
-            if len(self._brackets) == 1:
-                self._end_string(text)
-
-    def _end_string(self, text: str) -> None:
-        """End a string at the top level: a field's name, or its value."""
-        if self._wants == "value":
-            self._end_value()
-            return
-        self._field, self._wants, self._value = _decoded(text), "colon", ""
-        if self._field is None:
-            self.stage = Stage.BROKEN
-
     def _at_top(self, character: str) -> None:
-        if self._wants == "value" and self._value and character in ",} \n\t\r":
-            self._end_value()
-        if character in " \n\t\r":
+        if self._wants == "value" and self._text and character in (*SPACE, ",", "}"):
+            self._end()
+        if character in SPACE:
             return
-        if self._wants == "value":
-            self._begin_value(character)
-        elif self._wants == "key" and character == '"':
-            self._string = character
-        elif self._wants == "colon" and character == ":":
-            self._wants = "value"
-        elif self._wants == "comma" and character == ",":
-            self._wants = "key"
-        elif self._wants == "comma" and character == "}":
-            self.stage = Stage.DONE if self.name is not None else Stage.BROKEN
-        else:
-            self.stage = Stage.BROKEN
+        match self._wants, character:
+            case "value", _:
+                self._in_value(character)
+            case "key", '"':
+                self._add(character)
+                self._in_string = True
+            case "colon", ":":
+                self._wants = "value"
+            case "comma", ",":
+                self._wants = "key"
+            case "comma", "}" if self.name is not None:
+                self.stage = Stage.DONE
+            case _:
+                self.stage = Stage.BROKEN
 
-    def _begin_value(self, character: str) -> None:
+    def _in_value(self, character: str) -> None:
+        """Read a character of a value outside of its strings."""
+        if len(self._brackets) == 1 and character in ":,}]":
+            self.stage = Stage.BROKEN
+            return
+        self._add(character)
+        self._in_string = character == '"'
         if character in "{[":
-            self._brackets.append("}" if character == "{" else "]")
-        elif character == '"':
-            self._string = character
-        elif character in ":,}]":
-            self.stage = Stage.BROKEN
-            return
-        self._note(character)
-
-    def _inside(self, character: str) -> None:
-        """Read a character of a value with brackets."""
-        self._note(character)
-        if character == '"':
-            self._string = character
-        elif character in "{[":
             self._brackets.append("}" if character == "{" else "]")
         elif character in "}]":
             if self._brackets.pop() != character:
                 self.stage = Stage.BROKEN
             elif len(self._brackets) == 1:
-                self._end_value()
+                self._end()
 
-    def _note(self, character: str) -> None:
-        """Append a character to the top-level field's value; arguments that are an object are passed on at once."""
-        self._value += character
-        if self._field in self._fields and self._value[0] == "{":
+    def _add(self, character: str) -> None:
+        """Append to the key or value. Arguments that are an object are passed on at once."""
+        self._text += character
+        if self._wants == "value" and self._field in ARGUMENTS and self._text[0] == "{":
             self._arguments += character
             self._has_arguments = True
 
-    def _end_value(self) -> None:
+    def _end(self) -> None:
+        """End a key or value at the top level."""
+        text, self._text = self._text, ""
+        if self._wants == "key":
+            self._field, self._wants = _decoded(text), "colon"
+            if self._field is None:
+                self.stage = Stage.BROKEN
+            return
         self._wants = "comma"
         if self._field == "name":
-            self.name = _decoded(self._value)
+            self.name = _decoded(text)
             if self.name is None:
                 self.stage = Stage.BROKEN
-        elif self._field in self._fields and self._value[0] == '"':  # the arguments are an object in a string
-            self._arguments, self._has_arguments = _decoded(self._value) or "", True
+        elif self._field in ARGUMENTS and text[0] == '"':  # the arguments are an object in a string
+            self._arguments, self._has_arguments = _decoded(text) or "", True
 
 
 def _decoded(text: str) -> str | None:
@@ -165,6 +150,7 @@ class CallArguments(NamedTuple):
 
 
 Delta = TextDelta | CallBegin | CallArguments
+D = TypeVar("D", bound=tuple[Any, ...])
 
 
 def held_back(text: str, mark: str) -> int:
@@ -172,46 +158,45 @@ def held_back(text: str, mark: str) -> int:
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def merge_deltas(deltas: Iterable[Delta]) -> list[Delta]:
-    """Join neighbouring deltas of one kind."""
-    result: list[Delta] = []
+def merge_deltas(deltas: Iterable[D]) -> list[D]:
+    """Join neighbouring deltas that differ only in their last field, a text."""
+    result: list[Any] = []
     for delta in deltas:
+        kind: Any = type(delta)
         last = result[-1] if result else None
-        if isinstance(delta, TextDelta) and isinstance(last, TextDelta):
-            result[-1] = TextDelta(last.text + delta.text)
-        elif isinstance(delta, CallArguments) and isinstance(last, CallArguments) and last.number == delta.number:
-            result[-1] = CallArguments(delta.number, last.text + delta.text)
+        if isinstance(last, kind) and delta[:-1] == last[:-1]:
+            result[-1] = kind(*last[:-1], last[-1] + delta[-1])
         else:
             result.append(delta)
     return result
 
 
-_FIELDS = ("arguments", "parameters")
-
-
 class CallParser:
     """Finds the calls of offered tools, character by character.
 
-    It is in free text, before a call's object (`open`), in it (`call`) or after it (`after`). Text that may still turn
-    out to be a call is kept in `_raw`, and returned as text if it is none. A call needs the name of an offered tool.
+    It is in free text, before a call's object, in it, or after it; each has a method that reads the next character.
+    Text that may still turn out to be a call is kept in `_raw`, and returned as text if it is none. A call needs the
+    name of an offered tool.
     """
 
     def __init__(self, family: CallFormat, tools: Sequence[Tool]) -> None:
         self._family, self._names = family, {tool.name for tool in tools}
         self._start, self._end = family.start.strip(), family.end.strip()
-        self._state = "text" if self._start else "open"
+        self._read = self._in_text if self._start else self._before_call
         self._raw = ""
         self._is_listed = False
-        self._call = CallScanner(_FIELDS)
+        self._call = CallScanner()
         self._has_begun = False  # CallBegin was returned for the current call
+        self._deltas: list[Delta] = []  # not returned yet
         self.count = 0  # calls begun
 
     def push(self, text: str) -> list[Delta]:
         """Return what is certain after this text."""
-        deltas: list[Delta] = []
         for character in text:
-            self._step(character, deltas)
-        return merge_deltas(deltas)
+            self._raw += character
+            self._read(character)
+        deltas, self._deltas = merge_deltas(self._deltas), []
+        return deltas
 
     def finish(self) -> list[Delta]:
         """Return the rest at the end of the text. Space next to calls is not part of the answer's text."""
@@ -219,34 +204,23 @@ class CallParser:
         is_space = not rest.strip() and self.count > 0
         return [TextDelta(rest)] if rest and not is_space and not self._has_begun else []
 
-    def _step(self, character: str, deltas: list[Delta]) -> None:
-        {"text": self._in_text, "open": self._before, "call": self._in_call, "after": self._behind}[self._state](
-            character, deltas
-        )
-
-    def _in_text(self, character: str, deltas: list[Delta]) -> None:
-        self._raw += character
+    def _in_text(self, character: str) -> None:
         if self._start and self._raw.endswith(self._start):
-            before = self._raw[: -len(self._start)].rstrip()
-            self._emit(before, deltas)
-            self._raw, self._state, self._is_listed = self._raw[len(before) :], "open", False
-            return
-        keep = held_back(self._raw, self._start)
-        free = self._raw[: len(self._raw) - keep]
-        free = free.rstrip()  # space is kept until the next text is known
-        self._emit(free, deltas)
-        self._raw = self._raw[len(free) :]
+            self._emit(self._raw[: -len(self._start)].rstrip())
+            self._read, self._is_listed = self._before_call, False
+        else:
+            free = self._raw[: len(self._raw) - held_back(self._raw, self._start)]
+            self._emit(free.rstrip())  # space is kept until the next text is known
 
-    def _before(self, character: str, deltas: list[Delta]) -> None:
+    def _before_call(self, character: str) -> None:
         """Read between a mark, or the beginning of the answer, and the object."""
-        self._raw += character
         if character == "{":
-            self._call, self._has_begun, self._state = CallScanner(_FIELDS), False, "call"
+            self._call, self._has_begun, self._read = CallScanner(), False, self._in_call
             self._call.push(character)
         elif character == "[" and not self._is_listed and (self._family.is_list or not self._start):
             self._is_listed = True
         elif not character.isspace() and not self._is_tag():
-            self._give_up(deltas)
+            self._give_up()
 
     def _is_tag(self) -> bool:
         """Return whether the text before a call without marks may be Llama's tag."""
@@ -255,49 +229,46 @@ class CallParser:
             self._raw = ""
         return not self._start and PYTHON_TAG.startswith(begun)
 
-    def _in_call(self, character: str, deltas: list[Delta]) -> None:
-        self._raw += character
+    def _in_call(self, character: str) -> None:
         call = self._call
         call.push(character)
         is_other = call.name is not None and call.name not in self._names
         if not self._has_begun and (call.stage is Stage.BROKEN or is_other):
-            self._give_up(deltas)
+            self._give_up()
             return
         if call.name is not None and not self._has_begun:
-            deltas.append(CallBegin(self.count, call.name))
+            self._deltas.append(CallBegin(self.count, call.name))
             self._has_begun, self.count = True, self.count + 1
         if self._has_begun:
             self._raw = ""
-            arguments = call.take()
-            if arguments:
-                deltas.append(CallArguments(self.count - 1, arguments))
+            if arguments := call.take():
+                self._deltas.append(CallArguments(self.count - 1, arguments))
         if call.stage is not Stage.READING:
-            self._has_begun, self._state = False, "after"
+            self._has_begun, self._read = False, self._after_call
 
-    def _behind(self, character: str, deltas: list[Delta]) -> None:
+    def _after_call(self, character: str) -> None:
         """Read between an object and its end mark, or the next object."""
-        self._raw += character
         begun = self._raw.strip()
         if self._end and self._end.startswith(begun):
             if begun == self._end:
-                self._raw, self._state = "", "text"
+                self._raw, self._read = "", self._in_text
         elif self._is_listed and begun in ("", ",", "]"):
-            self._state = {"": "after", ",": "open", "]": "text"}[begun]
+            self._read = {"": self._after_call, ",": self._before_call, "]": self._in_text}[begun]
             self._raw = "" if begun else self._raw
         elif not self._start and begun in ("", ";", ","):
             self._raw = "" if begun else self._raw
         elif not self._start and begun == "{" and not self._is_listed:
-            self._raw, self._state = self._raw[:-1], "open"
-            self._before(character, deltas)
+            self._before_call(character)
         else:
-            self._give_up(deltas)
+            self._give_up()
 
-    def _give_up(self, deltas: list[Delta]) -> None:
+    def _give_up(self) -> None:
         """Return what is held back as text, and continue in free text up to the next mark."""
-        self._state, raw = "text", self._raw
-        self._emit(raw, deltas)
-        self._raw = ""
+        self._read = self._in_text
+        self._emit(self._raw)
 
-    def _emit(self, text: str, deltas: list[Delta]) -> None:
+    def _emit(self, text: str) -> None:
+        """Return the beginning of `_raw` as text."""
+        self._raw = self._raw[len(text) :]
         if text:
-            deltas.append(TextDelta(text))
+            self._deltas.append(TextDelta(text))

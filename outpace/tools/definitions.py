@@ -20,23 +20,18 @@ class CallFormat:
     Without a `start` mark the call is the whole answer.
     """
 
-    name: str
     start: str = ""
     end: str = ""
     arguments: str = "arguments"  # the field's name
     between: str = "\n"  # separates several calls
     is_list: bool = False  # all calls are in one list
-
-    @property
-    def keeps_special(self) -> bool:
-        """Return whether the marks may be special tokens, whose text answers omit by default."""
-        return self.name in ("llama", "mistral")
+    keeps_special: bool = False  # the marks may be special tokens, whose text answers omit by default
 
 
-HERMES = CallFormat("hermes", "<tool_call>\n", "\n</tool_call>")
-LLAMA = CallFormat("llama", arguments="parameters", between="; ")
-MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", between=", ", is_list=True)
-JSON = CallFormat("json")
+HERMES = CallFormat("<tool_call>\n", "\n</tool_call>")
+LLAMA = CallFormat(arguments="parameters", between="; ", keeps_special=True)
+MISTRAL = CallFormat("[TOOL_CALLS]", between=", ", is_list=True, keeps_special=True)
+JSON = CallFormat()
 PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 may write it before a call
 
 
@@ -53,7 +48,6 @@ def call_format_of(tokenizer: Tokenizer) -> CallFormat:
 
 
 MOST = 128
-CHOICES = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -83,9 +77,8 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
         raise UserError(f"tools is {reprlib.repr(given)}, it must be a list of at most {MOST} tools")
     tools = tuple(_tool(one) for one in given)
     names = [tool.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"tools has two functions named {twice!r}, each needs a name of its own")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"tools has two functions named {twice[0]!r}, each needs a name of its own")
     return tools
 
 
@@ -116,8 +109,8 @@ def read_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
             offered = ", ".join(tool.name for tool in tools) or "none"
             raise UserError(f"tool_choice names {reprlib.repr(name)}, the tools are {offered}")
         return ToolChoice("named", name)
-    if given not in CHOICES:
-        raise UserError(f"tool_choice is {reprlib.repr(given)}, it must be {', '.join(CHOICES)} or name a function")
+    if given not in ("none", "auto", "required"):
+        raise UserError(f"tool_choice is {reprlib.repr(given)}, it must be none, auto, required or name a function")
     if given == "required" and not tools:
         raise UserError("tool_choice is 'required', but there are no tools")
     return ToolChoice(given if tools else "none")
@@ -138,22 +131,18 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
     return rendered != bare and "zq_probe" in rendered
 
 
-def tool_prompt(tools: Sequence[Tool], family: CallFormat) -> str:
-    """Return the text that describes the tools if the chat template does not."""
+def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: CallFormat) -> list[Any]:
+    """Return the conversation with the tools described in its system message, which is added if missing."""
     call = json.dumps({"name": "...", family.arguments: {}}).replace("{}", "{...}")
     described = "\n".join(
         json.dumps({"name": tool.name, "description": tool.description, "parameters": tool.parameters})
         for tool in tools
     )
-    return (
+    prompt = (
         f"You may call these functions, given as JSON with a schema of their parameters:\n{described}\n\n"
         f"To call one, answer in this form and with nothing else:\n{family.start}{call}{family.end}"
     )
 
-
-def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: CallFormat) -> list[Any]:
-    """Return the conversation with the tools described in its system message, which is added if missing."""
-    prompt = tool_prompt(tools, family)
     if messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{prompt}".strip()}
         return [first, *messages[1:]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.calls import TextDelta, held_back
+from outpace.tools.calls import TextDelta, held_back, merge_deltas
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -51,37 +51,30 @@ class ReasoningParser:
 
     def push(self, text: str) -> list[ThoughtDelta | TextDelta]:
         """Return what is certain after this text."""
-        deltas: list[ThoughtDelta | TextDelta] = []
-        for character in text:
-            self._step(character, deltas)
-        return deltas
+        return merge_deltas(delta for character in text for delta in self._step(character))
 
     def finish(self) -> list[ThoughtDelta | TextDelta]:
         """Return the rest at the end of the text."""
-        deltas: list[ThoughtDelta | TextDelta] = []
         rest, self._held = self._held, ""
-        self._emit(rest, deltas)
-        return deltas
+        return self._emit(rest)
 
-    def _step(self, character: str, deltas: list[ThoughtDelta | TextDelta]) -> None:
+    def _step(self, character: str) -> list[ThoughtDelta | TextDelta]:
         self._held += character
         mark = CLOSE if self._is_open else OPEN
-        if self._held.endswith(mark) and (self._is_open or self._is_start):
-            self._emit(self._held[: -len(mark)], deltas)
+        if not (self._is_open or self._is_start):
+            return self.finish()  # no mark can follow
+        if self._held.endswith(mark):
+            deltas = self._emit(self._held[: -len(mark)])
             self._held, self._is_open, self._is_start = "", not self._is_open, True
-            return
-        keep = held_back(self._held, mark) if self._is_open or self._is_start else 0
-        before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        self._emit(before, deltas)
+            return deltas
+        free = len(self._held) - held_back(self._held, mark)
+        before, self._held = self._held[:free], self._held[free:]
+        return self._emit(before)
 
-    def _emit(self, text: str, deltas: list[ThoughtDelta | TextDelta]) -> None:
+    def _emit(self, text: str) -> list[ThoughtDelta | TextDelta]:
         if self._is_start:
             text = text.lstrip()
         if not text:
-            return
+            return []
         self._is_start = False
-        kind = ThoughtDelta if self._is_open else TextDelta
-        if deltas and isinstance(deltas[-1], kind):
-            deltas[-1] = kind(deltas[-1].text + text)
-        else:
-            deltas.append(kind(text))
+        return [ThoughtDelta(text) if self._is_open else TextDelta(text)]

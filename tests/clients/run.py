@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def started() -> tuple[subprocess.Popen[str], str]:
-    """A server of the shipped model on a port of its own."""
+    """Start a server of the shipped model on a free port; return it and its address."""
     command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "--tool-prompt"]
     server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
@@ -65,7 +65,7 @@ def started() -> tuple[subprocess.Popen[str], str]:
 
 
 def passes(name: str, address: str) -> bool:
-    """Whether a client's script ends well."""
+    """Run a client's script; return whether it passes."""
     (file,) = HERE.glob(f"{name}.*")
     command = environment(file)
     folder = ENVIRONMENTS / name
@@ -81,14 +81,14 @@ def passes(name: str, address: str) -> bool:
 
 
 def needs(file: Path) -> list[str]:
-    """What a client's environment installs."""
+    """Return the packages of a client's environment."""
     found = re.search(r"^(?:#|//) needs: (.*)$", file.read_text(), re.MULTILINE)
     assert found is not None, f"{file} does not say what it needs"
     return found[1].split()
 
 
 def environment(file: Path) -> list[Path]:
-    """What runs a client, in its environment, which is made at the first use."""
+    """Return the command that runs a client in its environment, which is made at the first use."""
     folder, packages = ENVIRONMENTS / file.stem, needs(file)
     in_node = file.suffix == ".mjs"
     mark = folder / "installed"
