@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
         (["--count", "0"], "--count is 0, it must be at least 1"),
     ],
 )
-def test_what_leaves_nothing_to_measure_is_refused(
+def test_options_that_leave_nothing_to_measure_are_refused(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["never_a_loss.py", *arguments])
@@ -47,9 +47,7 @@ def test_an_answer_whose_last_round_begins_before_the_turn_is_refused() -> None:
         times.add(answer, 6)
 
 
-def test_a_start_is_the_installed_packages_wherever_the_script_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_package_is_started_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "outpace.py").write_text("raise SystemExit('of the current folder')")
     monkeypatch.chdir(tmp_path)

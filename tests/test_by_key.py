@@ -1,4 +1,4 @@
-"""What drafters learn from answers stays within a reuse key."""
+"""Drafters learn from answers within a cache salt only."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ MADE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_another_key_learns_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
-    """Passes tell: an answer that was written before takes fewer of them, for the same key alone."""
+def test_answers_are_learnt_within_a_salt(name: str, tmp_path: Path) -> None:
+    """An answer that was written before takes fewer passes, for the same salt only."""
     drafter = MADE[name](tmp_path)
     passes = []
     for key in ("mine", "yours", None, "mine"):
@@ -52,7 +52,7 @@ def test_another_key_learns_nothing_of_an_answer(name: str, tmp_path: Path) -> N
     assert again < mine
 
 
-def test_the_tables_of_the_keys_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_the_latest_salts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_salt, "MOST", 2)
     tables: PerSalt[list[str]] = PerSalt(list)
     for key in ("a", "b", None, "a", "c"):

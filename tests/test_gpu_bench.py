@@ -76,7 +76,7 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: s
 
 
 @pytest.mark.parametrize("mistake", [None, "attends by buckets"])
-def test_exact_mode_is_held_to_the_bits(monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
+def test_exact_mode_must_be_bitwise_equal(monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     if mistake:
         monkeypatch.setattr(multi_step_runtime, "attend_batch_exactly", in_float32)
     rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)

@@ -221,7 +221,6 @@ def test_a_part_of_the_answers() -> None:
     many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
     assert [answer.task for answer in limit_trace(many, 6).answers].count("gsm8k") == 2
     assert {answer.task for answer in limit_trace(many, 12).answers} == set(tasks)
-    assert [answer.task for answer in index_trace(many).some(6)].count("gsm8k") == 2
     with pytest.raises(UserError, match="it has stated"):
         limit_trace(MIXED, None, ["gsm8k"])
 

@@ -24,13 +24,12 @@ Progress = Callable[[str, int, int], None]
 
 def judge(bench: Bench, progress: Progress, runs_tests: bool = False) -> None:
     """Judge all stored answers that are not judged yet; with `runs_tests`, also run programs against their tests."""
-    prompts = {(prompt.task, prompt.name): prompt for prompt in bench.prompts}
     has_lossy = any(is_lossy(contender) for contender in bench.options.methods)
     found = [record for record in bench.store.records.values() if record.batch == 1 and record.failed is None]
-    found = [record for record in found if (record.task, record.prompt) in prompts]
+    found = [record for record in found if (record.task, record.prompt) in bench.by_name]
     known: dict[tuple[Any, ...], float] = {}
     for done, record in enumerate(found):
-        prompt = prompts[record.task, record.prompt]
+        prompt = bench.by_name[record.task, record.prompt]
         progress(f"judging {record.task} {record.prompt}: {record.label}", done, len(found))
         judged = replace(record, correct=_is_correct(bench, record, prompt, runs_tests))
         if has_lossy and record.surprise is None:
@@ -84,14 +83,13 @@ def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int
 
 def with_score_gaps(rows: Sequence[TableRow], bench: Bench) -> list[TableRow]:
     """Add the target's score gap to each divergence at which both texts have a token."""
-    prompts = {(prompt.task, prompt.name): prompt for prompt in bench.prompts}
     completed = []
     for row in rows:
         found = row.divergence
-        if found and None not in (found.plain_token, found.token) and (found.task, found.prompt) in prompts:
+        if found and None not in (found.plain_token, found.token) and (found.task, found.prompt) in bench.by_name:
             plain = bench.store.records.get(RecordKey(PLAIN, found.task, found.prompt, 0, 1))
             before = plain.tokens[: found.position] if plain else ()
-            text = [*bench.encode(prompts[found.task, found.prompt]), *before]
+            text = [*bench.encode(bench.by_name[found.task, found.prompt]), *before]
             gap = score_gap(bench.models.target.model, text, (found.plain_token, found.token))  # type: ignore[arg-type]
             row = replace(row, divergence=replace(found, score_gap=round(gap, 5)))
         completed.append(row)

@@ -82,6 +82,7 @@ class Bench:
         """Check the options and prompts and open the methods. UserError for a wrong option or a torn file."""
         self.models, self.options, self.store, self._say = models, options, store, say
         self.prompts = collect(options.tasks, options.prompts, options.turns)
+        self.by_name = {(prompt.task, prompt.name): prompt for prompt in self.prompts}
         check_batches(options, self.prompts)
         check_turns(self.prompts, models.tokenizer)
         self._encoded: dict[TaskPrompt, tuple[int, ...]] = {}

@@ -42,10 +42,6 @@ class IndexedTrace:
     vocab_size: int
     answers: tuple[IndexedAnswer, ...]
 
-    def some(self, count: int) -> tuple[IndexedAnswer, ...]:
-        """Return at most `count` answers, evenly spread over each task's."""
-        return tuple(self.answers[number] for number in _spread([answer.task for answer in self.answers], count))
-
 
 def index_trace(trace: Trace, ranks: int | None = None) -> IndexedTrace:
     """Renumber a trace's tokens, keeping the draft's best `ranks` tokens at each position (None: all)."""
@@ -72,11 +68,11 @@ def limit_trace(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) ->
         known = sorted({answer.task for answer in trace.answers})
         raise UserError(f"the trace has no answers of {', '.join(tasks)}, it has {', '.join(known)}")
     if answers is not None:
-        chosen = [chosen[number] for number in _spread([answer.task for answer in chosen], answers)]
+        chosen = [chosen[number] for number in spread([answer.task for answer in chosen], answers)]
     return replace(trace, answers=tuple(chosen))
 
 
-def _spread(tasks: Sequence[str], count: int) -> list[int]:
+def spread(tasks: Sequence[str], count: int) -> list[int]:
     """Return the indices of at most `count` answers with these tasks, evenly spread over each task's."""
     if count >= len(tasks):
         return list(range(len(tasks)))

@@ -22,8 +22,8 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part
 from outpace.rules.greedy import Greedy
-from outpace.simulate.costs import Cost, PassCosts
-from outpace.simulate.indexed_trace import IndexedAnswer, IndexedTrace, index_trace
+from outpace.simulate.costs import PassCosts
+from outpace.simulate.indexed_trace import IndexedAnswer, IndexedTrace, index_trace, spread
 from outpace.simulate.models import RecordedGreedy, ReplayDraft, ReplayTarget
 from outpace.simulate.setups import PLAIN, Setup
 from outpace.simulate.trace import Trace
@@ -95,7 +95,8 @@ def _best(
     """Run a setup with its best draft length, which is chosen on some of the answers."""
     if not setup.lengths:
         return run(None, None)
-    some, best = indexed.some(_SEARCH_ANSWERS), None
+    places = spread([answer.task for answer in indexed.answers], _SEARCH_ANSWERS)
+    some, best = [indexed.answers[place] for place in places], None
     for length in setup.lengths:
         found = run(length, some)
         if best is not None and found.seconds_per_token > best.seconds_per_token * 1.05:
@@ -214,10 +215,9 @@ def _write(
 
 @dataclass
 class PassCounts:
-    """What a setup did on the answers of one task: its rounds, and the number of forwards by rows."""
+    """What a setup did on the answers of one task: its rounds, and the number of draft forwards by rows."""
 
     tokens: int = 0
-    passes: Counter[int] = field(default_factory=Counter)
     forwards: Counter[int] = field(default_factory=Counter)
     steps: list[RoundStats] = field(default_factory=list)
 
@@ -261,18 +261,15 @@ class LiveModels:
     ) -> dict[str, PassCounts]:
         """Run a setup on these answers, or return the stored result, by task."""
         key = setup.name, draft_length, len(answers)
-        if key not in self._known:
-            self._known[key] = self._run(setup, draft_length, answers)
-        return self._known[key]
-
-    def _run(self, setup: Setup, draft_length: int | None, answers: Sequence[IndexedAnswer]) -> dict[str, PassCounts]:
+        if key in self._known:
+            return self._known[key]
         draft: Any = CountingModel(self._draft)
         drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
         options = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), batch=1, reuse=False)
-        found: dict[str, PassCounts] = {}
+        found: dict[str, PassCounts] = defaultdict(PassCounts)
         with Engine(self._target, drafter, options=options) as engine:
             for answer in answers:
-                counts = found.setdefault(answer.task, PassCounts())
+                counts = found[answer.task]
                 draft.forwards = counts.forwards
                 run = _write(engine, answer, setup, Greedy(), draft_length)
                 if tuple(run.tokens) != answer.tokens:
@@ -281,7 +278,7 @@ class LiveModels:
                     )
                 counts.tokens += len(answer.tokens)
                 counts.steps += run.history.steps
-                counts.passes.update(step.verified_rows for step in run.history.steps)
+        self._known[key] = found
         return found
 
 
@@ -294,13 +291,11 @@ def _run_live(
 ) -> Outcome:
     """Price a setup that the models run themselves; target and draft model work sequentially."""
     counts = live.pass_counts(setup, draft_length, live.indexed.answers if some is None else some)
-    target = {task: _total_cost(of_task.passes, costs.target) for task, of_task in counts.items()}
-    draft = {task: _total_cost(of_task.forwards, costs.draft) for task, of_task in counts.items()}
+    target, draft = dict[str, float](), dict[str, float]()  # seconds by task
+    for task, of_task in counts.items():
+        target[task] = sum(costs.target(step.verified_rows) for step in of_task.steps)
+        draft[task] = sum(costs.draft(rows) * count for rows, count in of_task.forwards.items())
     steps = [step for of_task in counts.values() for step in of_task.steps]
     tokens = {task: of_task.tokens for task, of_task in counts.items()}
     seconds = {task: target[task] + draft[task] for task in counts}
     return _outcome(setup, costs, draft_length, steps, tokens, seconds, (sum(target.values()), sum(draft.values())))
-
-
-def _total_cost(counts: Counter[int], cost: Cost) -> float:
-    return sum(cost(rows) * count for rows, count in counts.items())

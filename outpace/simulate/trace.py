@@ -196,8 +196,17 @@ def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: i
 
 def load(path: Path | str) -> Trace:
     """Read a trace; UserError for another file, a torn one, or one with invalid content."""
+    from safetensors import safe_open
+
     path = Path(path)
-    about, arrays = _read(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names, about = file.keys(), file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in names}
+    except Exception as error:
+        raise UserError(f"{path} cannot be read as a trace: {error!s:.200}") from error
     if about.get("format") != FORMAT:
         raise UserError(f"{path} is not a trace, `outpace bench --trace FILE` writes one")
     if about.get("version") != VERSION:
@@ -211,19 +220,6 @@ def load(path: Path | str) -> Trace:
     if problem:
         raise UserError(f"{path} is damaged: {problem}")
     return Trace(target, draft, vocab_size, tuple(_cut(arrays, tasks)), temperature)
-
-
-def _read(path: Path) -> tuple[Mapping[str, str], dict[str, np.ndarray]]:
-    from safetensors import safe_open
-
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = file.keys()
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
-    except Exception as error:
-        raise UserError(f"{path} cannot be read as a trace: {error!s:.200}") from error
 
 
 def _problem(arrays: Mapping[str, np.ndarray], vocab_size: int, tasks: Any) -> str | None:
