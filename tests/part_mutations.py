@@ -115,7 +115,7 @@ PART_MUTATIONS = [
         rules_base,
         "_top_k_on_device",
         nothing,
-        "test_waiting.py::test_the_host_waits_once_for_a_batch",
+        "test_work.py::test_the_host_waits_once_for_a_batch",
     ),
     mutation(
         "captured passes: weights of exact attention on no grid",

@@ -17,7 +17,7 @@ import reference
 import torch
 from distill_files import settings, silent, target_folder
 from doubles import QuickToy
-from test_waiting import Waits
+from test_work import Waits
 
 from outpace.core.errors import UserError
 from outpace.distill import training_state
