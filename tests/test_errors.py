@@ -1,15 +1,29 @@
-"""Sentences for numbers out of range, and commands that install a missing extra."""
+"""Mistakes of users are explained in one sentence: numbers out of range, missing extras, files and prompts."""
 
 from __future__ import annotations
 
+import io
 import math
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
+from files import write_gguf
 
+from outpace.bench.table_files import make_table
+from outpace.cli.process import standard_input
+from outpace.cli.sampling_options import StructureFlags
 from outpace.core.errors import UserError, check_range, check_whole, install_command
+from outpace.models.files.cache_folder import new_folder, write_error
+from outpace.models.load import silent
+from outpace.server.chat_completions import ChatMessage, template_messages
+from outpace.server.errors import ApiError
+from outpace.server.options import ServerOptions, read_api_keys
 
 
 @pytest.mark.parametrize(
@@ -44,3 +58,81 @@ def test_the_command_that_installs_an_extra(tmp_path: Path) -> None:
     (folder / "pyproject.toml").write_text("")
     assert shlex.split(install_command("server", folder)) == ["pip", "install", "-e", f"{folder}[server]"]
     assert shlex.split(install_command("hub"))[-1] == f"{Path(__file__).parents[1]}[hub]"
+
+
+def test_a_missing_or_invalid_certificate(tmp_path: Path) -> None:
+    file = tmp_path / "text.pem"
+    with pytest.raises(UserError, match=r"TLS file .*text\.pem cannot be read \(No such file"):
+        ServerOptions(certificate=file, certificate_key=file)
+    file.write_text("no certificate")
+    with pytest.raises(UserError, match="are not a certificate and its key in PEM format"):
+        ServerOptions(certificate=file, certificate_key=file)
+
+
+def test_an_unknown_method_for_requests() -> None:
+    assert ServerOptions(methods=("card", "model+ngram", "greedy")).methods
+    with pytest.raises(UserError, match=r"unknown method, drafter or rule 'autoo', .* did you mean 'auto'"):
+        ServerOptions(methods=("model+ngram", "autoo"))
+
+
+def test_unreadable_api_keys(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"API key file .*none cannot be read \(No such file or directory\)$"):
+        read_api_keys(tmp_path / "none")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"API key file .*latin is not UTF-8 text \(byte 3\)"):
+        read_api_keys(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_not_text(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the locale C.UTF-8, which is common in containers, Python keeps such bytes by default."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
+    with pytest.raises(UserError, match=r"standard input is not text in utf-8 \(byte 3\)"), standard_input() as stream:
+        stream.read()
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "file"))
+    with (
+        pytest.raises(UserError, match=r"cannot be written .*: name another folder by OUTPACE_CACHE$"),
+        new_folder(tmp_path / "file" / "drafts" / "one"),
+    ):
+        pass
+    monkeypatch.setenv("OUTPACE_CACHE", "~nobody_of_this_name/cache")
+    assert "OUTPACE_CACHE" not in str(write_error(tmp_path / "one", OSError(28, "No space left on device")))
+
+
+def test_json_schema_takes_a_file() -> None:
+    with pytest.raises(UserError, match=r"--json-schema names a file: \{\} does not exist"):
+        StructureFlags(json_schema="{}").structured_outputs()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        (None, "by --drafter cacheback, retrieval or layer_skip"),
+        ("foo", "unknown drafter 'foo', allowed are cacheback, layer_skip, retrieval"),
+        ("ngram", "not for ngram"),
+    ],
+)
+def test_only_some_drafters_take_a_corpus(drafter: str | None, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        make_table(drafter, [tmp_path / "none.txt"], None, None, silent)
+
+
+@pytest.mark.parametrize("content", [None, []])
+def test_a_user_message_without_content(content: list[Any] | None) -> None:
+    with pytest.raises(ApiError, match="a user message has no content"):
+        template_messages([ChatMessage(role="user", content=content)])
+    assert template_messages([ChatMessage(role="user", content=""), ChatMessage(role="assistant")])
+
+
+def test_a_target_without_a_chat_template(tmp_path: Path, run: Run) -> None:
+    path = write_gguf(tmp_path / "plain.gguf", {"tokenizer.chat_template": None})
+    for words, says in (
+        (["chat"], "plain.gguf has no chat template: outpace generate --raw"),
+        (["generate", "hi"], "--raw"),
+    ):
+        code, _, err = run(*words, "--target", str(path))
+        assert (code, says in " ".join(err.split())) == (2, True)

@@ -1,10 +1,13 @@
-"""Several drafters in one engine: each request its own, in one batch; a fault in one is its own."""
+"""Drafters in one engine: what a builder is given, several of them in one batch, and a fault in one is its own."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +16,16 @@ from test_library import folder
 
 from outpace.api.llm import LLM
 from outpace.card.inline import InlineWorker
+from outpace.core import registry
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
 from outpace.decoders import Auto, Autoregressive, Card, Speculative
+from outpace.engine.build import _rebuild_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.models.load import load_model
+from outpace.models.load import Loaded, load_model
 
 TARGET = QuickToy(16, 3, 0)
 PROMPT = (3, 1, 4, 1, 5, 3, 1, 4)
@@ -146,3 +152,54 @@ def test_the_library_lets_an_answer_choose(tmp_path: Path) -> None:
 
 def test_likelihoods_are_optional() -> None:
     assert Empty().likelihood(DraftState(make_request(PROMPT)), [1, 2]) is None
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[BuildContext]:
+    """What a drafter `asking` of another package was built from."""
+    seen: list[BuildContext] = []
+
+    def build(options: Options, *, given: BuildContext) -> Empty:
+        if given.tokenizer is None:
+            raise UserError("drafter asking needs the target's tokenizer, use worker thread")
+        seen.append(given)
+        return Empty()
+
+    module = ModuleType("a_package_of_drafters", "Asks what there is.\n\nNo paper.")
+    vars(module).update(Options=Options, build=build)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found: Callable[..., Any] = registry.entry_points
+    point = SimpleNamespace(name="asking", module=module.__name__)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == "outpace.drafters" else list(found(group=group))
+    )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_model(folder(tmp_path_factory.mktemp("given"), "target"), runtime="llama")
+
+
+def test_a_builder_is_given_both_models_and_their_tokenizers(
+    target: Loaded, given: list[BuildContext], tmp_path: Path
+) -> None:
+    draft = load_model(folder(tmp_path, "draft"), runtime="llama")
+    with LLM(target, draft, method="speculative", drafter="asking"):
+        pass
+    assert given == [BuildContext(draft.model, target.model, draft.tokenizer, target.tokenizer)]
+    with LLM(target, method="speculative", drafter="asking"):
+        pass
+    assert given[1] == BuildContext(None, target.model, None, target.tokenizer)
+
+
+def test_in_another_process_there_is_the_draft_alone(target: Loaded, given: list[BuildContext]) -> None:
+    with pytest.raises(UserError, match="use worker thread"):
+        _rebuild_drafter("asking", lambda: target, 7, {})
+    drafter = _rebuild_drafter("model", lambda: target, target.model.vocab_size, {})
+    assert drafter.weight_bytes(drafter.sources[0]) == target.model.weight_bytes
