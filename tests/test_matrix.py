@@ -63,6 +63,9 @@ class Letters:
 
     continuation = encode
 
+    def bytes_by_id(self) -> dict[int, bytes]:
+        return {token: word.encode() for token, word in self.words.items()}
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(self.words[token] for token in ids)
 
