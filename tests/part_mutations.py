@@ -227,14 +227,14 @@ PART_MUTATIONS = [
         DraftSelector,
         "_best",
         lambda f: lambda *given: 0,
-        "test_choosing.py::test_the_draft_that_is_right_drafts",
+        "test_choosing.py::test_the_better_draft_drafts",
     ),
     mutation(
         "choosing: nothing is learnt",
         DraftSelector,
         "_compare",
         nothing,
-        "test_choosing.py::test_what_was_learnt_is_remembered",
+        "test_choosing.py::test_the_state_is_saved",
     ),
     mutation(
         "scorer: the first number counts",
