@@ -198,17 +198,14 @@ def test_a_bad_corpus_is_one_sentence(
 
 @pytest.mark.parametrize("line", ["{", "7", "{}", '{"turns": []}', '{"text": 7}'])
 def test_an_invalid_line_is_named(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_text('{"text": "hello"}\n' + line + "\n")
-    with pytest.raises(UserError, match="line 2"):
-        table_files.make_table("retrieval", [file], None, None, lambda stage, fraction: None)
-
-
-def test_a_text_may_contain_other_line_breaks(tmp_path: Path) -> None:
-    """Only a line feed ends a line of JSON."""
+    """Only a line feed ends a line of JSON; a text may contain other line breaks."""
     texts, file = ["one\u2028two", "three\x85four", "five\x0c"], tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
     assert table_files.texts_of([file]) == texts
+    with file.open("a") as stream:
+        stream.write(line + "\n")
+    with pytest.raises(UserError, match="line 4"):
+        table_files.texts_of([file])
 
 
 def test_a_fingerprint_depends_on_the_vocabulary(tiny: Path) -> None:
