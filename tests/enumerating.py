@@ -1,17 +1,47 @@
-"""A chance that goes every way: the real engine is run once for each outcome of all that it leaves to chance.
+"""Exact enumeration: the real engine runs once for each outcome of all random decisions.
 
-For any rule and drafter that leave their decisions to `core.chance`: the products of what was decided, added up text by
-text, must be the target's own probabilities. It knows no formula of theirs.
+For any rule and drafter that decide by a `RandomSource`: the products of the decisions' probabilities, added up text by
+text, must be the target's own probabilities. No formula of a rule or a drafter is used.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from doubles import QuickToy, make_drafter, make_request
+from twins import TEXTS, processed_slowly
+
+from outpace.core import registry
 from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
+from outpace.core.sampling import Sampling
+from outpace.core.stats import summarize
+from outpace.core.tree import TokenTree
+from outpace.core.types import Adjustments, Drafter, DraftState, Observation, Request, Rule
+from outpace.decoders import Autoregressive, Speculative
+from outpace.drafters._sampled import DrawCounts
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine.engine import Engine, EngineOptions
 
+PROMPT = (2, 0, 1, 2, 0)
+TARGETS = {3: QuickToy(3, 3, 4), 4: QuickToy(4, 2, 11)}
+GARBAGE = {vocab: QuickToy(vocab, 2, 99) for vocab in TARGETS}
+for _toy in (*TARGETS.values(), *GARBAGE.values()):
+    _toy._tables *= 0.4  # flat enough that all tokens are likely to be drawn
+ASKED: dict[str, dict[str, Any]] = {
+    "bare": {"sampling": Sampling(1.0)},
+    "top-k": {"sampling": Sampling(0.6, top_k=2)},
+    "top-p": {"sampling": Sampling(1.4, top_p=0.8)},
+    "min-p": {"sampling": Sampling(0.9, top_k=3, top_p=0.95, min_p=0.3)},
+    "penalties": {
+        "sampling": Sampling(1.1),
+        "adjustments": Adjustments(1.3, 0.4, 0.7, ((0, 0.5), (2, -0.3)), TEXTS.ban(("ab", "bbc"))),
+    },
+}
+Chances = dict[tuple[int, ...], float]  # the probability of every text
 Outcome = tuple[object, float]  # what is decided, and with which probability
 
 
@@ -25,14 +55,14 @@ class Enumerating(RandomSource):
         self.told: list[int] = []  # the numbers of the outcomes, decision by decision
         self.met: list[list[Outcome]] = []
         self.asked: set[DecisionKey] = set()
-        self.twice: DecisionKey | None = None  # the engine goes on after a drafter's fault, so it is said at the end
+        self.twice: DecisionKey | None = None  # reported at the end, because the engine survives a drafter's error
 
     def begin(self) -> None:
-        """A run begins."""
+        """Begin a run."""
         self.met, self.asked = [], set()
 
     def next(self) -> bool:
-        """Goes on to the next way, depth first; False when all are done."""
+        """Go on to the next way, depth first; False when all are done."""
         taken = [self._taken(place) for place in range(len(self.met))]
         while taken and taken[-1] + 1 == len(self.met[len(taken) - 1]):
             taken.pop()
@@ -43,7 +73,7 @@ class Enumerating(RandomSource):
 
     @property
     def probability(self) -> float:
-        """Of the way that was gone."""
+        """Return the probability of the way that was gone."""
         return math.prod(outcomes[self._taken(place)][1] for place, outcomes in enumerate(self.met))
 
     def accepts(self, key: DecisionKey, p: float) -> bool:
@@ -65,8 +95,8 @@ class Enumerating(RandomSource):
         return self.told[place] if place < len(self.told) else 0
 
 
-def texts_by_chance(chance: Enumerating, write: Callable[[], Sequence[int]]) -> dict[tuple[int, ...], float]:
-    """The probability of every text that `write` may give, and that of nothing at all must be left."""
+def texts_by_chance(chance: Enumerating, write: Callable[[], Sequence[int]]) -> Chances:
+    """Return the probability of every text that `write` may give."""
     found: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
     while True:
         chance.begin()
@@ -75,3 +105,168 @@ def texts_by_chance(chance: Enumerating, write: Callable[[], Sequence[int]]) -> 
         found[text].append(chance.probability)
         if not chance.next():
             return {text: math.fsum(parts) for text, parts in found.items()}
+
+
+def p_after(model: QuickToy, text: Sequence[int], asked: str = "bare") -> list[float]:
+    """Return a model's p after a text that begins with PROMPT, by the slow twins."""
+    return processed_slowly(model._row(text).tolist(), make_request(PROMPT, "match", **ASKED[asked]), text)
+
+
+def chances_of(rows: Callable[[Sequence[int]], Sequence[float]], vocab: int, length: int) -> Chances:
+    """Return the product of the rows along every text that has a probability; `rows` maps a text to p after it."""
+    found = {}
+    for text in itertools.product(range(vocab), repeat=length):
+        chance = math.prod(rows([*PROMPT, *text[:place]])[token] for place, token in enumerate(text))
+        if chance:
+            found[text] = chance
+    return found
+
+
+def exact_chances(asked: str, length: int, vocab: int = 3) -> Chances:
+    """Return the target's own probability of every text."""
+    return chances_of(lambda text: p_after(TARGETS[vocab], text, asked), vocab, length)
+
+
+def check_equal(found: Chances, exact: Chances) -> None:
+    assert set(found) == set(exact)
+    assert max(abs(found[text] - exact[text]) for text in exact) < 1e-12
+
+
+class Shape(NamedTuple):
+    """The shape of drawn trees.
+
+    `draws`: children below a node by its depth, or with `by_token` as many as its token says; the number of layers and
+    of verified nodes; `once`: only the first round draws, because later ones would only multiply the ways.
+    """
+
+    draws: str = "1"
+    layers: int = 1
+    nodes: int = 16
+    once: bool = False
+    by_token: bool = False
+
+
+class ByToken(DrawCounts):
+    """One child below even tokens, two below odd ones."""
+
+    def below(self, tree: TokenTree, node: int, request: Request) -> int:
+        return 1 + tree.tokens[node] % 2 if request.rule.traits.several_draws else 1
+
+
+class Shaped(ModelDrafter):
+    """A model that draws trees of a shape."""
+
+    def __init__(self, model: QuickToy, shape: Shape) -> None:
+        super().__init__(model, Options(width=16, floor=0.0, draws=shape.draws))
+        self._once = shape.once
+        if shape.by_token:
+            self._draws = ByToken(self._draws.by_depth)
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        growing = [n for n, state in enumerate(states) if not self._once or len(state.tokens) == len(PROMPT)]
+        added = super().grow([states[n] for n in growing], [trees[n] for n in growing])
+        found = dict(zip(growing, added, strict=True))
+        return [found.get(n, 0) for n in range(len(states))]
+
+
+def copied(text: Sequence[int]) -> list[list[int]]:
+    """Return what followed the longest and latest earlier occurrence of the last tokens, one token per layer."""
+    for length in (3, 2, 1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if list(text[end - length : end]) == list(text[-length:]):
+                return [[token] for token in text[end : end + 3]]
+    return []
+
+
+def siblings(text: Sequence[int]) -> list[list[int]]:
+    """Return two or three tokens as siblings, and two below the first of them."""
+    first = (3 * text[-1] + 2 * text[-2] + len(text)) % 3
+    return [[first, (first + 1) % 3, (first + 2) % 3][: 2 + len(text) % 2], [text[-1], (text[-1] + 1) % 3]]
+
+
+class Planted(Drafter):
+    """Grows the picked tree that a function of the text says, once a round."""
+
+    def __init__(self, propose: Callable[[Sequence[int]], list[list[int]]]) -> None:
+        self._propose = propose
+
+    def open(self, request: Request) -> DraftState:
+        return DraftState(request, list(request.prompt))
+
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
+        return [self._grow(state, tree) if len(tree) == 1 else 0 for state, tree in zip(states, trees, strict=True)]
+
+    def _grow(self, state: DraftState, tree: TokenTree) -> int:
+        node = 0
+        for layer in self._propose(state.tokens):
+            nodes = [tree.add(node, token, 0.0) for token in layer]
+            assert nodes[0] is not None
+            node = nodes[0]
+        return len(tree) - 1
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        state.tokens.extend(seen.tokens)
+
+
+def draft_of(name: str, target: QuickToy) -> QuickToy:
+    models = {"perfect": target, "garbage": GARBAGE.get(target.vocab_size)}
+    return models.get(name) or make_drafter("model", target)._expander.model
+
+
+def drafter_of(name: str, shape: Shape, target: QuickToy) -> Drafter | None:
+    """Return a drafter of drawn trees, of picked ones ("copied", "siblings"), or none ("plain")."""
+    if name in ("copied", "siblings"):
+        return Planted({"copied": copied, "siblings": siblings}[name])
+    return None if name == "plain" else Shaped(draft_of(name, target), shape)
+
+
+def rule_of(name: str, chance: RandomSource | None = None, **options: Any) -> Rule:
+    """Return a rule by name, with another source of random decisions."""
+    kind: type[Rule] = registry.find("rules", name)
+    rule = kind(kind.Options(**options))
+    if chance is not None:
+        rule.random_source = chance
+    return rule
+
+
+class Found(NamedTuple):
+    """The result of all ways: the texts, and the mean of the tokens that the first round accepted."""
+
+    texts: Chances
+    accepted: float
+
+
+def go_every_way(
+    rule: Rule,
+    draft: str = "partial",
+    shape: Shape = Shape(),  # noqa: B008
+    asked: str = "bare",
+    length: int = 2,
+    *,
+    vocab: int = 3,
+    num_others: int = 0,
+    **more: Any,
+) -> Found:
+    """Run the real engine once for every outcome, in a batch with `num_others` requests that decode plainly."""
+    chance, target = rule.random_source, TARGETS[vocab]
+    assert isinstance(chance, Enumerating)
+    request = make_request(PROMPT, rule, length, **ASKED[asked], **more)
+    accepted = 0.0
+
+    def write() -> Sequence[int]:
+        nonlocal accepted
+        drafter = drafter_of(draft, shape, target)
+        options: Any = Speculative.Options(draft_length=shape.layers) if drafter else Autoregressive.Options()
+        with Engine(target, drafter, options=EngineOptions(nodes=shape.nodes, rows=256, chunk=8)) as engine:
+            run = engine.submit(request, Speculative if drafter else Autoregressive, options)
+            for number in range(num_others):
+                other = make_request(PROMPT[number:], "match", 1, temperature=1.0)
+                engine.submit(other, Autoregressive, Autoregressive.Options())
+            while run.finish_reason is None:
+                engine.step()
+        assert run.error is None, run.error
+        accepted += chance.probability * summarize(run.history.steps[:1]).accepted
+        return run.tokens
+
+    texts = texts_by_chance(chance, write)
+    return Found(texts, accepted)

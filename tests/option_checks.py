@@ -9,13 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_rejection as enumeration
-import ways
-from doubles import QuickToy, make_drafter, make_request, write
+from doubles import QuickToy, chi_square, decode, make_drafter, make_request, write
+from enumerating import (
+    PROMPT,
+    TARGETS,
+    Enumerating,
+    Shape,
+    draft_of,
+    exact_chances,
+    go_every_way,
+    rule_of,
+)
 from test_memory import drafts_of
 from test_options import OPTIONS, TARGET, wishes_of
 from torch import Tensor
-from twins import answer_all, nearly, write_slowly
+from twins import WIDE, answer_all, nearly, write_slowly
 
 from outpace.core import noise
 from outpace.core.types import LogprobsOptions
@@ -31,7 +39,7 @@ EXPECTED = [write_slowly(TARGET, wish) for wish in WISHES]
 STEM = tuple((7 * place * place + place) % 16 for place in range(90))
 TURNS = [make_request((*STEM, number, 3), max_tokens=6) for number in (1, 2, 2)]
 TEXTS = [write(TARGET, request) for request in TURNS]
-DRAWN = [("garbage", "top-k"), ("partial", "bare")]
+DRAWN = [("garbage", "top-k"), ("partial", "bare"), ("siblings", "bare")]
 
 
 def option_differences() -> Iterator[str]:
@@ -48,17 +56,18 @@ def option_differences() -> Iterator[str]:
 
 
 def rejection_differences() -> Iterator[str]:
-    """Every way to write a text, at prescribed numbers; and no key twice where they are the library's own."""
-    for name, asked in DRAWN:
-        target = ways.TARGETS[3]
-        draft = enumeration.draft_of(name, target)
-        possible = list(ways.Ways(target, draft, ways.ASKED[asked], 2, 3).all())
-        drafter = ModelDrafter(draft, Options(width=1, floor=0.0))
-        enumeration.follow(possible, target, drafter, ways.ASKED[asked], 2)
-    possible = list(ways.Ways(target, None, ways.ASKED["bare"], 5, 3).all(enumeration.siblings))
-    planted = enumeration.Planted(enumeration.siblings)
-    enumeration.follow(possible, target, planted, ways.ASKED["bare"], 5)
-    yield from key_differences(target, drafter)
+    """Enumerate every way to write a text; then count texts with the library's own keys. No key may decide twice."""
+    for draft, asked in DRAWN:
+        found = go_every_way(rule_of("rejection", Enumerating()), draft, Shape(layers=2), asked).texts
+        exact = exact_chances(asked, 2)
+        if found.keys() != exact.keys() or any(abs(found[text] - exact[text]) > 1e-12 for text in exact):
+            yield f"draft {draft}, {asked}: another distribution"
+    drafter = ModelDrafter(draft_of("garbage", TARGETS[3]), Options(width=1, floor=0.0))
+    requests = [make_request(PROMPT, "rejection", 2, temperature=1.0, seed=seed) for seed in range(200)]
+    texts = decode(requests, "speculative", drafter, target=TARGETS[3], engine=WIDE, draft_length=2).texts
+    if abs(chi_square(Counter(map(tuple, texts)), exact_chances("bare", 2))) > 4.0:
+        yield "counted texts have another distribution"
+    yield from key_differences(TARGETS[3], drafter)
 
 
 def key_differences(target: QuickToy, drafter: Any) -> Iterator[str]:

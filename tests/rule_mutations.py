@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from drawing import Shape
+from enumerating import Shape
 from mutation_checks import Mutation, Original
 from option_mutations import no_bonus, unfiltered_q
 from test_every_rule import FANS, RATIO, check

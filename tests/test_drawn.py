@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doubles import make_request
-from drawing import rule_of
-from enumerating import Enumerating
+from enumerating import Enumerating, rule_of
 
 from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
 from outpace.core.errors import UserError

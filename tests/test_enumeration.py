@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
+from enumerating import TARGETS
 
 from outpace.core.noise import exponential, gumbel, row_key, uniform
 from outpace.core.sampling import Sampling, log_probs
@@ -23,9 +24,6 @@ PROMPT = (2, 0, 1)
 LENGTH = 3
 GROUP = 100  # requests in one engine: what it does for all of them grows faster than their number
 WIDE = EngineOptions(nodes=8, rows=1 << 12, chunk=1 << 10, batch=128)
-TARGETS = {3: QuickToy(3, 3, 4), 4: QuickToy(4, 2, 11)}
-for _toy in TARGETS.values():
-    _toy._tables *= 0.4  # flat enough that the end of every interval lies well inside it in float64
 SAMPLINGS = (Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.4, top_p=0.8), Sampling(0.9, top_k=3, top_p=0.9))
 METHODS = {"chain": ("speculative", None, 1), "tree": ("speculative", None, 3), "card": ("card", "inline", 3)}
 CORNERS = (1e-9, 0.5, 1 - 1e-9)  # of a token's interval: its lower end, its midpoint, its upper end

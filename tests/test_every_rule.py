@@ -1,21 +1,35 @@
-"""Every lossless rule over every shape of drawn tree, every way that chance may go in the real engine: p to 1e-12."""
+"""Every lossless ratio rule over every shape of tree, in the real engine: exactly p, to 1e-12."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from drawing import Shape, Shaped, go_every_way, rule_of
-from enumerating import Enumerating
-from test_every_way import LENGTH
-from test_rejection import Planted, copied, draft_of, siblings
+import torch
+from constraints import Table
+from doubles import make_request, probabilities
+from enumerating import (
+    ASKED,
+    PROMPT,
+    TARGETS,
+    Enumerating,
+    Shape,
+    chances_of,
+    check_equal,
+    exact_chances,
+    go_every_way,
+    p_after,
+    rule_of,
+)
 from turns import in_turn
-from ways import ASKED, TARGETS, Ways
 
 from outpace.core import registry
-from outpace.core.types import Drafter
+from outpace.core.distribution import DecisionKey, RandomSource
+from outpace.core.noise import DRAW
 
+LENGTH = 3
 RATIO = [
     name for name in registry.names("rules") if not (rule := rule_of(name)).traits.same_text and rule.traits.lossless
 ]
@@ -41,54 +55,25 @@ TREES = {
     "tree, cut within a layer": (Shape("2,1", 2, 4, once=True), "bare", 2),
     "tree, growth by what was drawn, cut": (Shape("2", 2, 4, once=True, by_token=True), "bare", 2),
 }
+SLOW = [("spectr", case) for case in ("chain", "tree", "tree, cut within a layer", "duplicates, exhausted support")]
 
 
-def check(
-    name: str, shape: Shape, asked: str, length: int, draft: str = "garbage", beside: int = 0, vocab: int = 3
-) -> int:
-    """The number of ways."""
-    rule, target = rule_of(name, Enumerating()), TARGETS[vocab]
-    model = draft_of(draft, target)
-    found = go_every_way(rule, target, lambda: Shaped(model, shape), shape, asked, length, beside)
-    differ(found.texts, asked, length, vocab)
-    assert found.accepted > 0
-    return found.ways
+def check(name: str, shape: Shape, asked: str, length: int, draft: str = "garbage", **more: Any) -> None:
+    found = go_every_way(rule_of(name, Enumerating()), draft, shape, asked, length, **more)
+    check_equal(found.texts, exact_chances(asked, length, more.get("vocab", 3)))
+    assert found.accepted > 0 or draft in ("plain", "copied")
 
 
-def differ(found: dict[tuple[int, ...], float], asked: str, length: int, vocab: int = 3) -> None:
-    exact = Ways(TARGETS[vocab], None, ASKED[asked], 1, length).chances()
-    assert set(found) == set(exact)
-    assert max(abs(found[text] - exact[text]) for text in exact) < 1e-12
+def cases(rules: Sequence[str], shapes: Sequence[str]) -> Iterator[Any]:
+    """Each rule over every third shape, the next rule over the next; the long tests have all of them."""
+    for (number, name), (place, case) in itertools.product(enumerate(rules), enumerate(shapes)):
+        is_long = case.startswith("longer") or (name, case) in SLOW or (number + place) % 3
+        yield pytest.param(name, case, marks=[pytest.mark.long] if is_long else [])
 
 
-DEAR = [("spectr", case) for case in ("chain", "tree", "tree, cut within a layer", "duplicates, exhausted support")]
-
-
-def chains() -> Iterator[Any]:
-    """Each rule over every third chain, the next rule over the next; over all of them in the long tests."""
-    for number, name in enumerate(RATIO):
-        for place, case in enumerate(CHAINS):
-            is_long = case.startswith("longer") or (name, case) in DEAR or (number + place) % 3
-            yield pytest.param(name, case, marks=[pytest.mark.long] if is_long else [])
-
-
-@pytest.mark.parametrize(("name", "case"), list(chains()))
-def test_chains(name: str, case: str) -> None:
-    check(name, *CHAINS[case])
-
-
-def trees() -> Iterator[Any]:
-    """Each rule over every third tree, the next rule over the next; over all of them in the long tests."""
-    for number, name in enumerate(FANS):
-        for place, case in enumerate(TREES):
-            yield pytest.param(
-                name, case, marks=[pytest.mark.long] if (name, case) in DEAR or (number + place) % 3 else []
-            )
-
-
-@pytest.mark.parametrize(("name", "case"), list(trees()))
-def test_trees(name: str, case: str) -> None:
-    check(name, *TREES[case])
+@pytest.mark.parametrize(("name", "case"), [*cases(RATIO, [*CHAINS]), *cases(FANS, [*TREES])])
+def test_every_shape(name: str, case: str) -> None:
+    check(name, *(CHAINS | TREES)[case])
 
 
 @pytest.mark.parametrize(("name", "draft"), in_turn(FANS, ["garbage", "partial"]))
@@ -99,21 +84,75 @@ def test_residuals_of_several_tokens(name: str, draws: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize("name", RATIO)
-def test_beside_another_request(name: str) -> None:
-    check(name, Shape("2", once=True), "bare", 2, beside=1)
+@pytest.mark.parametrize(
+    ("draft", "shape", "asked", "length", "num_others"),
+    [
+        ("garbage", Shape("2", once=True), "bare", 2, 1),
+        ("perfect", Shape("2", 1), "min-p", 2, 0),
+        ("partial", Shape("2", 1), "min-p", 2, 0),
+        ("copied", Shape(layers=2), "min-p", LENGTH, 0),
+        ("siblings", Shape(layers=2), "min-p", LENGTH, 0),
+        ("plain", Shape(), "bare", LENGTH, 0),
+    ],
+)
+def test_every_draft(name: str, draft: str, shape: Shape, asked: str, length: int, num_others: int) -> None:
+    check(name, shape, asked, length, draft, num_others=num_others)
 
 
-@pytest.mark.parametrize("draft", ["perfect", "partial"])
-@pytest.mark.parametrize("name", RATIO)
-def test_better_drafts(name: str, draft: str) -> None:
-    check(name, Shape("2", 1), "min-p", 2, draft)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("draft", ["partial", "copied", "siblings"])
+def test_rejection_with_every_sampling(draft: str, asked: str) -> None:
+    check("rejection", Shape(layers=2), asked, 2, draft)
 
 
-@pytest.mark.parametrize("planted", [copied, siblings])
-@pytest.mark.parametrize("name", RATIO)
-def test_picked_trees(name: str, planted: object) -> None:
-    def drafter() -> Drafter:
-        return Planted(planted)  # type: ignore[arg-type]
+@pytest.mark.parametrize("draft", ["plain", "perfect", "garbage", "copied", "siblings"])
+def test_a_constrained_text_has_the_target_s_probability_among_the_allowed_ones(draft: str) -> None:
+    follows = [frozenset({0, 1}), frozenset({2}), frozenset({0, 1, 2})]
 
-    rule = rule_of(name, Enumerating())
-    differ(go_every_way(rule, TARGETS[3], drafter, Shape(layers=2), "min-p", LENGTH).texts, "min-p", LENGTH)
+    def row(text: Sequence[int]) -> list[float]:
+        refused = [token not in follows[text[-1]] for token in range(3)]
+        return torch.softmax(TARGETS[3]._row(text).masked_fill(torch.tensor(refused), -torch.inf), 0).tolist()
+
+    rule, constraint = rule_of("rejection", Enumerating()), Table(len(PROMPT), follows)
+    found = go_every_way(rule, draft, Shape(layers=2, nodes=8), "bare", LENGTH, constraint=constraint)
+    check_equal(found.texts, chances_of(row, 3, LENGTH))
+
+
+@pytest.mark.parametrize("purpose", [None, DRAW])
+def test_a_key_that_decides_twice_is_noticed(purpose: int | None) -> None:
+    """As if draws, or all decisions, were keyed by the place among a round's nodes."""
+
+    class Returning(Enumerating):
+        def _decide(self, key: DecisionKey, outcomes: Any) -> object:
+            returns = purpose is None or key.purpose == purpose
+            return super()._decide(key._replace(node_id=key.node_id % 2) if returns else key, outcomes)
+
+    with pytest.raises(AssertionError, match="decides twice"):
+        go_every_way(rule_of("rejection", Returning()), "garbage", Shape(), "bare", 6)
+
+
+def test_a_biased_draft_is_noticed() -> None:
+    """A drafter that replaces what it drew, as pruning by token does: the sums are no longer the target's."""
+
+    class Pruning(Enumerating):
+        def draw(self, key: DecisionKey, p: Any) -> int:
+            token = super().draw(key, p)
+            return 0 if key.purpose == DRAW and token == 1 else token
+
+    found, exact = go_every_way(rule_of("rejection", Pruning()), "garbage").texts, exact_chances("bare", 2)
+    assert max(abs(found.get(text, 0.0) - exact[text]) for text in exact) > 1e-3
+
+
+def test_a_key_always_gives_the_same_number() -> None:
+    key = DecisionKey(1, 0, 7, DRAW)
+    assert RandomSource().number(key) == RandomSource().number(key) != RandomSource().number(key._replace(choice=1))
+    assert RandomSource().accepts(key, 1.0)
+    assert not RandomSource().accepts(key, 0.0)
+
+
+def test_filters_are_those_of_the_twin() -> None:
+    """Without adjustments p is `probabilities`: the enumeration rests on both."""
+    for name, asked in ASKED.items():
+        if "adjustments" not in asked:
+            row, request = TARGETS[4]._row(PROMPT), make_request(PROMPT, "match", **asked)
+            assert p_after(TARGETS[4], PROMPT, name) == probabilities(row, request.sampling)

@@ -289,24 +289,6 @@ def test_sets_that_do_not_fit_are_refused(values: dict, says: str) -> None:
         layer_skip.build(Options(**values), given=BuildContext(target=llama(DEEP)))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"skip_ratio": 0.0},
-        {"skip_window": 3},
-        {"skip_every": 0},
-        {"skip_enough": 1.5},
-        {"skip_trials": 0},
-        {"confidence": -0.1},
-        {"width": 0},
-        {"tree_nodes": 1},
-    ],
-)
-def test_a_wrong_option_is_named(values: dict) -> None:
-    with pytest.raises(UserError, match=f"{next(iter(values))} is "):
-        Options(**values)
-
-
 def test_what_cannot_leave_out_sublayers_is_refused_by_name() -> None:
     gpt = adapt(transformers_tiny.build("gpt2"))
     says = "TransformersModel cannot leave out sublayers, models of the runtime llama or native can"

@@ -11,7 +11,6 @@ import pytest
 from doubles import QuickToy, decode, make_request, write
 
 from outpace.core.drafting import TargetFeedback
-from outpace.core.errors import UserError
 from outpace.core.tree import Role, TokenTree, path_to
 from outpace.core.types import Observation, Request
 from outpace.drafters._composite import SharedTree
@@ -167,12 +166,3 @@ def test_memory_and_work_are_bounded_over_many_tokens() -> None:
         assert len(state.pool) <= 50 * 3
         assert [len(state.columns), state.proposed] == [7, {}]
         assert all(len(column) < 5 for column in state.columns)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"window": 0}, "window is 0"), ({"ngram": 1}, "ngram is 1"), ({"guesses": 0}, "guesses is 0")],
-)
-def test_options_out_of_bounds_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Options(**options)

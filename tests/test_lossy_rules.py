@@ -11,18 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_drafter, make_request, write
-from drawing import Shape, Shaped, go_every_way, rule_of
-from enumerating import Enumerating
+from enumerating import (
+    PROMPT,
+    TARGETS,
+    Chances,
+    Enumerating,
+    Shape,
+    chances_of,
+    check_equal,
+    draft_of,
+    exact_chances,
+    go_every_way,
+    p_after,
+    rule_of,
+)
 from rule_twins import above, norm
-from test_every_rule import differ
-from test_rejection import draft_of
 from test_tree import random_tree
 from turns import case, in_turn
-from ways import ASKED, PROMPT, TARGETS, Ways
 
 from outpace.core.distribution import TokenDistribution, one_hot
 from outpace.core.errors import UserError
-from outpace.core.sampling import Sampling
+from outpace.core.stats import RoundStats
 from outpace.core.tree import Role, path_to
 from outpace.core.types import Verdict
 from outpace.rules._relaxed import Relaxed
@@ -32,7 +41,6 @@ from outpace.rules.cascade import MIXTURES, DistributionPair
 TARGET = TARGETS[3]
 DRAFT = draft_of("partial", TARGET)
 TWO = Shape(layers=2)
-BARE: dict[str, Any] = {"sampling": Sampling(1.0)}
 Row = list[float]
 
 
@@ -52,19 +60,13 @@ def pi_of(kind: str, a: float, p: Row, q: Row, raw_p: Row, raw_q: Row) -> Row:
     return [own + (1 - math.fsum(kept)) * value for own, value in zip(kept, p, strict=True)]
 
 
-def cascade_chances(kind: str, a: float, asked: str, length: int) -> dict[tuple[int, ...], float]:
-    """The product of pi along every text."""
-    target, bare = Ways(TARGET, DRAFT, ASKED[asked], 1, length), Ways(TARGET, DRAFT, BARE, 1, length)
-    found = {}
-    for text in itertools.product(range(3), repeat=length):
-        chance = 1.0
-        for place, token in enumerate(text):
-            before = [*PROMPT, *text[:place]]
-            rows = (target.p(before), target.p(before, DRAFT), bare.p(before), bare.p(before, DRAFT))
-            chance *= pi_of(kind, a, *rows)[token]
-        if chance:
-            found[text] = chance
-    return found
+def cascade_chances(kind: str, a: float, asked: str, length: int) -> Chances:
+    """Return the product of pi along every text."""
+
+    def row(text: Sequence[int]) -> Row:
+        return pi_of(kind, a, *(p_after(model, text, how) for how in (asked, "bare") for model in (TARGET, DRAFT)))
+
+    return chances_of(row, 3, length)
 
 
 SHAPES = [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("bare", Shape(layers=2, nodes=1))]
@@ -82,10 +84,7 @@ def cascades() -> Iterator[Any]:
 def test_a_cascade_writes_its_pi(kind: str, asked: str, shape: Shape, a: float) -> None:
     """Root, inner tokens, the last ones, and where the budget leaves the root alone."""
     rule = rule_of("cascade", Enumerating(), defer=kind, alpha=a)
-    found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, shape), shape, asked)
-    exact = cascade_chances(kind, a, asked, 2)
-    assert set(found.texts) == set(exact)
-    assert max(abs(found.texts[text] - exact[text]) for text in exact) < 1e-12
+    check_equal(go_every_way(rule, "partial", shape, asked).texts, cascade_chances(kind, a, asked, 2))
 
 
 def test_each_mixture_is_the_papers_and_another() -> None:
@@ -120,8 +119,7 @@ STRICT = [
 @pytest.mark.parametrize(("name", "options"), STRICT)
 def test_the_strict_end_is_p(name: str, options: dict[str, Any], asked: str, length: int) -> None:
     rule = rule_of(name, Enumerating(), **options)
-    found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, TWO), TWO, asked, length)
-    differ(found.texts, asked, length)
+    check_equal(go_every_way(rule, "partial", TWO, asked, length).texts, exact_chances(asked, length))
 
 
 def emitted(p: Row, q: Row, lenience: float) -> Row:
@@ -134,13 +132,12 @@ def emitted(p: Row, q: Row, lenience: float) -> Row:
 @pytest.mark.parametrize("name", ["lenience", "adaptive"])
 def test_lenience_writes_what_its_formula_says_on_the_line_of_yin(name: str, dial: float) -> None:
     """P(reject) + TV(p, written) = TV(p, q): no rule gives more of one for as much of the other."""
-    ways = Ways(TARGET, DRAFT, BARE, 1, 1)
-    p, q = ways.p(PROMPT), ways.p(PROMPT, DRAFT)
+    p, q = p_after(TARGET, PROMPT), p_after(DRAFT, PROMPT)
     distance = math.fsum(above(p, q))
     entropy = -math.fsum(value * math.log(value) for value in p)
     spared = dial if name == "lenience" else dial * (1 - math.sqrt(math.exp(-entropy) * distance))
     rule = rule_of(name, Enumerating(), **{"lenience" if name == "lenience" else "most_lenience": dial})
-    found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, Shape()), Shape(), "bare", 1)
+    found = go_every_way(rule, length=1)
     written = emitted(p, q, spared)
     assert [found.texts.get((token,), 0.0) for token in range(3)] == pytest.approx(written, abs=1e-12)
     loss = math.fsum(above(written, p))
@@ -149,11 +146,10 @@ def test_lenience_writes_what_its_formula_says_on_the_line_of_yin(name: str, dia
 
 
 def test_importance_is_between_nothing_and_all() -> None:
-    ways = Ways(TARGET, DRAFT, BARE, 1, 1)
     flat = TokenDistribution(np.ones(3))
     assert importance(one_hot(0), one_hot(1)) == pytest.approx(1.0)
     assert importance(flat, flat) == 0.0
-    assert 0 < importance(*(TokenDistribution(np.array(ways.p(PROMPT, of))) for of in (TARGET, DRAFT))) < 1
+    assert 0 < importance(*(TokenDistribution(np.array(p_after(model, PROMPT))) for model in (TARGET, DRAFT))) < 1
 
 
 TARGET16 = QuickToy(16, 3, 0)
@@ -237,20 +233,88 @@ def test_a_cascade_without_q_ends_with_an_error(drafter: str) -> None:
         decode([request], "autoregressive", target=TARGET16, check_storage=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("lenience", {"lenience": 1.0}, "lenience"),
-        ("lenience", {"lenience": -0.1}, "lenience"),
-        ("adaptive", {"most_lenience": 1.5}, "most_lenience"),
-        ("typical", {"epsilon": 1.1}, "epsilon"),
-        ("typical", {"delta": -1.0}, "delta"),
-        ("top_beta", {"beta": 0}, "beta"),
-        ("top_beta", {"tau": -0.5}, "tau"),
-        ("cascade", {"alpha": 1.5}, "alpha"),
-        ("cascade", {"defer": "token_v4"}, "unknown defer 'token_v4'"),
-    ],
-)
-def test_dials_out_of_range_are_refused(name: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        rule_of(name, **options)
+def test_an_unknown_mixture_is_refused() -> None:
+    with pytest.raises(UserError, match="unknown defer 'token_v4'"):
+        rule_of("cascade", defer="token_v4")
+
+
+# Relaxed tokens are those that the exact rule would have rejected with the same random numbers.
+
+RATIO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the rule, a loose dial, the strict one
+    ("lenience", {"lenience": 0.4}, {"lenience": 0.0}),
+    ("adaptive", {"most_lenience": 0.8}, {"most_lenience": 0.0}),
+    *(("cascade", {"defer": kind, "alpha": 0.4}, {"defer": kind, "alpha": -2.0}) for kind in MIXTURES),
+]
+PICKED: list[tuple[str, dict[str, Any], dict[str, Any], float]] = [
+    ("top_beta", {"beta": 3}, {"beta": 1}, 0.0),
+    ("typical", {}, {"epsilon": 1.0, "delta": 1e9}, 1.0),
+    ("rollback", {"rollback": 3.0}, {"rollback": 0.0}, 0.0),
+]
+
+SEEDS = (20, pytest.param(120, marks=pytest.mark.long))
+
+
+def first_round(name: str, options: dict[str, Any], temperature: float, seed: int) -> tuple[RoundStats, list[int]]:
+    """The Step of one drafted token, and the text."""
+    rule = rule_of(name, **options)
+    request = make_request((2, 7, 1, 8, 1 + seed % 14), rule, 2, temperature=temperature, seed=seed)
+    drafter = make_drafter("garbage", TARGET16, width=1)
+    run = decode([request], "speculative", drafter, target=TARGET16, draft_length=1)
+    return run.steps[0][0], run.texts[0]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(("name", "loose", "strict"), RATIO, ids=lambda value: str(value))
+def test_relaxed_is_what_the_ratio_rule_rejects_by_the_same_number(
+    name: str, loose: dict[str, Any], strict: dict[str, Any], seeds: int
+) -> None:
+    counted = []
+    for seed in range(seeds):
+        step, exact = first_round(name, loose, 1.0, seed)[0], first_round("rejection", {}, 1.0, seed)[0]
+        lost = name == "cascade" and exact.accepted > step.accepted  # pi may have less of a token than p
+        assert step.relaxed == (0 if lost else step.accepted - exact.accepted)
+        counted.append(step.relaxed)
+        assert first_round(name, strict, 1.0, seed)[0].relaxed == 0
+    assert 0 < sum(counted) < len(counted)
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(("name", "loose", "strict", "temperature"), PICKED, ids=lambda value: str(value))
+def test_relaxed_is_what_plain_decoding_would_not_have_written(
+    name: str, loose: dict[str, Any], strict: dict[str, Any], temperature: float, seeds: int
+) -> None:
+    counted = []
+    for seed in range(seeds):
+        step, text = first_round(name, loose, temperature, seed)
+        plain = "gumbel" if temperature else "greedy"
+        exact = write(TARGET16, make_request((2, 7, 1, 8, 1 + seed % 14), plain, 1, temperature=temperature, seed=seed))
+        assert step.relaxed == (step.accepted and text[0] != exact[0])
+        counted.append(step.relaxed)
+        assert first_round(name, strict, temperature, seed)[0].relaxed == 0
+    assert 0 < sum(counted) < len(counted)
+
+
+def test_picked_siblings_are_counted_by_what_the_rejections_have_left() -> None:
+    """Without lenience no token of a tree of n-grams is relaxed, whatever was rejected before it."""
+    for lenience, expected in ((0.0, False), (0.9, True)):
+        rule = rule_of("lenience", lenience=lenience)
+        requests = [make_request((3, 1, 4, 1, 5, 3, 1, 4) * 2, rule, 60, temperature=1.0, seed=n) for n in range(12)]
+        run = decode(requests, "speculative", make_drafter("ngram", TARGET16), target=TARGET16)
+        assert run.figures.accepted > 0
+        assert (run.figures.relaxed > 0) is expected
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_exact_rules_relax_nothing(drafter: str) -> None:
+    for name, temperature in (("greedy", 0.0), ("gumbel", 0.9), ("match", 0.9)):
+        requests = [make_request(prompt, name, 30, temperature=temperature) for prompt in ((7,), (2, 7, 1, 8))]
+        run = decode(requests, "speculative", make_drafter(drafter, TARGET16), target=TARGET16)
+        assert run.figures.relaxed == 0
+
+
+def test_what_a_stop_cuts_off_is_not_counted() -> None:
+    rule = rule_of("typical", epsilon=0.0, delta=0.0)  # accepts all that is possible at all
+    request = make_request((2, 7, 1, 8), rule, 3, temperature=1.0)
+    run = decode([request], "speculative", make_drafter("garbage", TARGET16, width=1), target=TARGET16, draft_length=8)
+    assert run.figures.emitted == 3
+    assert run.figures.relaxed <= run.figures.accepted <= 3

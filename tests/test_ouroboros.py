@@ -135,21 +135,3 @@ def test_it_needs_fewer_forwards_of_the_draft_than_a_chain() -> None:
 def test_a_draft_model_is_needed() -> None:
     with pytest.raises(UserError, match="ouroboros needs a draft model"):
         ouroboros.build(Options(), given=BuildContext())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"suffixes": -1}, "suffixes is -1"),
-        ({"phrase": 0}, "phrase is 0"),
-        ({"width": 0}, "width is 0"),
-        ({"tree_nodes": 1}, "tree_nodes is 1"),
-        ({"floor": 1.5}, "floor is 1.5"),
-        ({"leaders": 0}, "leaders is 0"),
-        ({"followers": 0}, "followers is 0"),
-        ({"draft_window": -1}, "draft_window is -1"),
-    ],
-)
-def test_options_out_of_bounds_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Options(**options)

@@ -85,29 +85,21 @@ def test_phrases_of_another_tokenizer_are_refused(tmp_path: Path, name: str) -> 
     assert (tmp_path / "phrases").read_bytes() == kept
 
 
-@pytest.mark.parametrize("cut", [0, 10, 40, 200, -1])
-def test_a_torn_file_is_refused_and_stays(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize("kept", [0, 10, 40, 200, -1, None])
+def test_a_damaged_file_is_refused_and_stays(tmp_path: Path, kept: int | None) -> None:
+    """`kept`: where the file is cut off; None: a byte near its end is changed instead."""
     path = tmp_path / "phrases"
     drafter = build_drafter("cacheback", GIVEN, {"phrases": str(path)})
     drafter.open(make_request(tuple(range(12))))
     drafter.end()
-    torn = path.read_bytes()[:cut]
-    path.write_bytes(torn)
-    with pytest.raises(UserError, match="delete it, and the phrases are learnt again"):
+    damaged = bytearray(path.read_bytes()[:kept])
+    if kept is None:
+        damaged[-3] ^= 1
+    path.write_bytes(damaged)
+    says = "its checksum is wrong" if kept is None else "delete it, and the phrases are learnt again"
+    with pytest.raises(UserError, match=says):
         build_drafter("cacheback", GIVEN, {"phrases": str(path)})
-    assert path.read_bytes() == torn
-
-
-def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "phrases"
-    drafter = build_drafter("cacheback", GIVEN, {"phrases": str(path)})
-    drafter.open(make_request(tuple(range(12))))
-    drafter.end()
-    body = bytearray(path.read_bytes())
-    body[-3] ^= 1
-    path.write_bytes(body)
-    with pytest.raises(UserError, match="its checksum is wrong"):
-        build_drafter("cacheback", GIVEN, {"phrases": str(path)})
+    assert path.read_bytes() == damaged
 
 
 def test_a_frozen_table_is_no_file_of_phrases(tmp_path: Path) -> None:

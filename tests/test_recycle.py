@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from doubles import QuickToy, decode, make_request, write
 
-from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters.recycle import Options, RecycleDrafter
@@ -61,16 +59,3 @@ def test_the_likeliest_are_offered_first() -> None:
     drafter.grow([drafter.open(Request((1,), Greedy(), 9))], [tree])
     assert tree.tokens[1:4] == [2, 3, 4]
     assert len(tree) <= 1 + 3 + 3
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"branches": 0}, "branches is 0"),
-        ({"offered": 0}, "offered is 0"),
-        ({"least_chance": -1.0}, "least_chance is -1"),
-    ],
-)
-def test_options_out_of_bounds_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Options(**options)

@@ -1,9 +1,10 @@
-"""Rejection: exactly p, by enumeration of every way to write a text; and on SmolLM2 by counting pairs."""
+"""Rejection with real keys: none returns, counted texts follow p, and what it does not go with is refused.
+
+`test_every_rule.py` has the exact enumeration.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
+from doubles import chi_square, decode, make_request
+from enumerating import PROMPT, TARGETS, draft_of, exact_chances
 from files import smollm2_file
 from test_library import folder
-from turns import in_turn
-from twins import processed_slowly
-from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways, by_chance
 
 import outpace
 from outpace.api.llm import LLM
@@ -26,7 +25,7 @@ from outpace.core.distribution import DecisionKey, RandomSource, TokenDistributi
 from outpace.core.sampling import Sampling, log_probs
 from outpace.core.stats import summarize
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Row
+from outpace.core.types import Request, Row
 from outpace.decoders.speculative import Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
@@ -38,137 +37,7 @@ from outpace.models.toy import Toy
 from outpace.rules.rejection import Rejection
 
 WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)
-CORNERS = (1e-9, 0.5, 1 - 1e-9)  # of every interval: its lower end, its midpoint, its upper end
 GROUP = 100  # requests in one engine
-TOGETHER = 40  # ways per engine; the cost of many requests at once grows faster than their number
-
-
-def check(ways: Sequence[Way], exact: dict[tuple[int, ...], float]) -> None:
-    """The ways' probabilities add up to p's product, text by text."""
-    sums: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
-    for way in ways:
-        sums[way.tokens].append(way.chance)
-    assert set(sums) == set(exact)
-    for text, chance in exact.items():
-        assert abs(math.fsum(sums[text]) - chance) < 1e-12, text
-    assert abs(math.fsum(exact.values()) - 1.0) < 1e-12
-
-
-def follow(ways: Sequence[Way], target: QuickToy, drafter: Drafter, asked: dict[str, Any], gamma: int) -> None:
-    """The engine goes every way, at three corners of all its intervals."""
-    for start in range(0, len(ways), TOGETHER):
-        follow_some(ways[start : start + TOGETHER], target, drafter, asked, gamma)
-
-
-def follow_some(ways: Sequence[Way], target: QuickToy, drafter: Drafter, asked: dict[str, Any], gamma: int) -> None:
-    """In one engine."""
-    table = [
-        {key: low + at * (high - low) for key, (low, high) in way.numbers.items()} for way in ways for at in CORNERS
-    ]
-    rule = by_chance(Prescribed(table))
-    length = len(ways[0].tokens)
-    requests = [make_request(PROMPT, rule, length, seed=number, **asked) for number in range(len(table))]
-    run = decode(requests, "speculative", drafter, target=target, engine=WIDE, draft_length=gamma)
-    expected = [list(way.tokens) for way in ways for _ in CORNERS]
-    wrong = [number for number in range(len(table)) if run.texts[number] != expected[number]]
-    assert not wrong, (
-        f"{len(wrong)} of {len(table)}: {run.texts[wrong[0]]}, not {expected[wrong[0]]}: {table[wrong[0]]}"
-    )
-    assert run.figures.drafted > 0
-
-
-def draft_of(name: str, target: QuickToy) -> QuickToy:
-    vocab = target.vocab_size
-    return {"perfect": target, "garbage": GARBAGE[vocab], "partial": make_drafter("model", target)._expander.model}[
-        name
-    ]
-
-
-LONGER = [
-    *((3, name, asked, 1, 3) for name, asked in zip(itertools.cycle(("partial", "garbage")), ASKED, strict=False)),
-    *((3, "perfect", asked, gamma, 3) for asked, gamma in (("penalties", 1), ("bare", 2), ("penalties", 3))),
-    (3, "garbage", "bare", 2, 4),
-    (3, "partial", "penalties", 2, 3),
-    (3, "garbage", "top-k", 3, 4),
-    (3, "partial", "top-p", 3, 4),
-    (4, "partial", "bare", 1, 3),
-]
-DRAWN = [
-    *((3, name, asked, 1, 3) for name, asked in zip(itertools.cycle(("garbage", "partial")), ASKED, strict=False)),
-    *((3, "perfect", asked, gamma, 3) for asked, gamma in (("bare", 1), ("penalties", 2), ("bare", 3))),
-    (4, "garbage", "top-k", 2, 3),
-    (4, "partial", "min-p", 3, 3),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER),
-]
-
-
-@pytest.mark.parametrize(("vocab", "name", "asked", "gamma", "length"), DRAWN)
-def test_drawn_chains_by_enumeration(vocab: int, name: str, asked: str, gamma: int, length: int) -> None:
-    target = TARGETS[vocab]
-    draft = draft_of(name, target)
-    possible = Ways(target, draft, ASKED[asked], gamma, length)
-    ways = list(possible.all())
-    check(ways, possible.chances())
-    follow(ways, target, ModelDrafter(draft, Options(width=1, floor=0.0)), ASKED[asked], gamma)
-
-
-def copied(text: Sequence[int]) -> list[list[int]]:
-    """Prompt lookup's slow twin: what followed the longest and latest earlier occurrence of the last tokens."""
-    for length in (3, 2, 1):
-        for end in range(len(text) - 1, length - 1, -1):
-            if list(text[end - length : end]) == list(text[-length:]):
-                return [[token] for token in text[end : end + 3]]
-    return []
-
-
-@pytest.mark.parametrize(("asked", "vocab"), in_turn(ASKED, TARGETS))
-def test_copied_chains_by_enumeration(vocab: int, asked: str) -> None:
-    target = TARGETS[vocab]
-    possible = Ways(target, None, ASKED[asked], 3, 3)
-    ways = list(possible.all(copied))
-    check(ways, possible.chances())
-    follow(ways, target, NgramDrafter(NgramOptions(branches=1, copies=3)), ASKED[asked], 3)
-
-
-def siblings(text: Sequence[int]) -> list[list[int]]:
-    """Two or three tokens as siblings, and two below the first of them."""
-    first = (3 * text[-1] + 2 * text[-2] + len(text)) % 3
-    return [[first, (first + 1) % 3, (first + 2) % 3][: 2 + len(text) % 2], [text[-1], (text[-1] + 1) % 3]]
-
-
-class Planted(Drafter):
-    """Grows the tree that a function of the text says, once a round."""
-
-    def __init__(self, propose: Propose) -> None:
-        self._propose = propose
-
-    def open(self, request: Request) -> DraftState:
-        return DraftState(request, list(request.prompt))
-
-    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
-        return [self._grow(state, tree) if len(tree) == 1 else 0 for state, tree in zip(states, trees, strict=True)]
-
-    def _grow(self, state: DraftState, tree: TokenTree) -> int:
-        node = 0
-        for layer in self._propose(state.tokens):
-            nodes = [tree.add(node, token, 0.0) for token in layer]
-            assert nodes[0] is not None
-            node = nodes[0]
-        return len(tree) - 1
-
-    def observe(self, state: DraftState, seen: Observation) -> None:
-        state.tokens.extend(seen.tokens)
-
-    def close(self, state: DraftState) -> None:
-        pass
-
-
-@pytest.mark.parametrize("asked", ASKED)
-def test_picked_siblings_by_enumeration(asked: str) -> None:
-    possible = Ways(TARGETS[3], None, ASKED[asked], 5, 3)
-    ways = list(possible.all(siblings))
-    check(ways, possible.chances())
-    follow(ways, TARGETS[3], Planted(siblings), ASKED[asked], 5)
 
 
 def test_no_key_returns_although_positions_do() -> None:
@@ -204,7 +73,7 @@ def test_no_key_returns_although_positions_do() -> None:
 def test_texts_over_many_seeds_by_chi_square(name: str, gamma: int, count: int) -> None:
     """The real keys: texts of three tokens over seeds, and over choices."""
     target = TARGETS[3]
-    possible = Ways(target, None, ASKED["bare"], gamma, 3)
+    exact = exact_chances("bare", 3)
     drafter: Any = NgramDrafter(NgramOptions(branches=1, copies=3))
     if name in ("partial", "garbage"):
         drafter = ModelDrafter(draft_of(name, target), Options(width=1, floor=0.0))
@@ -218,7 +87,7 @@ def test_texts_over_many_seeds_by_chi_square(name: str, gamma: int, count: int) 
             run = decode(some, method, drafter, target=target, engine=WIDE, check_storage=False, **options)
             seen.update(map(tuple, run.texts))
             accepted += run.figures.accepted
-        assert abs(chi_square(seen, possible.chances())) < 4.0
+        assert abs(chi_square(seen, exact)) < 4.0
         assert name == "plain" or accepted > count / 12
 
 
@@ -276,15 +145,6 @@ def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factor
         assert len(first.tokens) == len(first.logprobs) == 30
         assert first.figures.drafted > 0
         assert not set(first.tokens) & target.tokenizer.stop_ids
-
-
-def test_filters_are_those_of_the_twin() -> None:
-    """`processed_slowly` without adjustments is `probabilities`: the enumeration rests on both."""
-    row = TARGETS[4]._row(PROMPT)
-    for asked in ASKED.values():
-        if "adjustments" not in asked:
-            request = make_request(PROMPT, Rejection(), 3, **asked)
-            assert processed_slowly(row.tolist(), request, PROMPT) == probabilities(row, request.sampling)
 
 
 class Memoized(Toy):

@@ -25,6 +25,7 @@ from outpace.models.llama.cuda.step_choice import NodeColumns, RootMailbox, Root
 __all__ = ["as_on_a_device"]  # an automatic fixture
 STEPS = 8
 BEFORE = -1  # send the update before the graph is replayed
+SENT = -3  # hand the update to the drafter before its steps begin
 AFTER = -2  # send the update after the replay was launched, while the device may still be running it
 
 
@@ -179,29 +180,29 @@ def test_a_wrong_root_target_fails_the_comparison(monkeypatch: pytest.MonkeyPatc
         test_later_steps_draft_below_the_new_root("below a node", "gumbel")
 
 
-def test_several_updates_in_one_graph() -> None:
-    pair = grown_pair()
-    first = move_of_kind(pair, "below a node")
-    second = pair.move(0, 0, 9, first)
-    third = pair.move(0, 0, 11, second)
-    pair.due = {1: [(0, first)], 2: [(0, second)], 4: [(0, third)]}
+@pytest.mark.parametrize(
+    ("rule", "kind", "times", "useful"),
+    [
+        ("greedy", "below a node", (1, 2, 4), 2),  # the root, and the best node below it
+        ("gumbel", "below a leaf", (2, 2), 2),  # both between two steps
+        ("greedy", "below a node", (SENT, 1), 3),
+    ],
+)
+def test_several_updates_add_up(rule: str, kind: str, times: Sequence[int], useful: int) -> None:
+    """A graph also applies an update that the drafter received before its steps began."""
+    pair = grown_pair(rule)
+    moves = [move_of_kind(pair, kind)]
+    moves += [pair.move(0, 0, 9, moves[0])]
+    moves += [pair.move(0, 0, 11, moves[1])] * (len(times) - 2)
+    for at, move in zip(times, moves, strict=True):
+        if at == SENT:
+            pair.drafters[1].on_root_moved(pair.states[1][0], *move)
+        else:
+            pair.due.setdefault(at, []).append((0, move))
     pair.grow([0])
-    for move in (first, second, third):
+    for move in moves:
         pair.correct(0, move)
-    for _ in range(2):  # the root, and the best node below it
-        pair.grow([0])
-    assert pair.forwards[1] == 2
-
-
-def test_two_updates_between_two_steps_add_up() -> None:
-    pair = grown_pair("gumbel")
-    first = move_of_kind(pair, "below a leaf")
-    second = pair.move(0, 0, 9, first)
-    pair.due = {2: [(0, first), (0, second)]}
-    pair.grow([0])
-    pair.correct(0, first)
-    pair.correct(0, second)
-    for _ in range(2):  # the root, and the best node below it
+    for _ in range(useful):
         pair.grow([0])
     assert pair.forwards[1] == 2
 
@@ -230,21 +231,6 @@ def test_an_update_of_another_root_is_ignored() -> None:
     for _ in range(STEPS - 1):
         pair.grow([0])
     assert pair.forwards[1] == 2, "the graph continued unchanged"
-
-
-def test_an_update_sent_before_the_steps_begin_is_kept_for_them() -> None:
-    """So do later updates: the graph has not seen the first one, because it was sent before the steps began."""
-    pair = grown_pair()
-    first = move_of_kind(pair, "below a node")
-    second = pair.move(0, 0, 9, first)
-    pair.drafters[1].on_root_moved(pair.states[1][0], *first)
-    pair.due = {1: [(0, second)]}
-    pair.grow([0])
-    for move in (first, second):
-        pair.correct(0, move)
-    for _ in range(3):
-        pair.grow([0])
-    assert pair.forwards[1] == 2
 
 
 def test_an_observed_update_is_not_sent_again() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import pytest
-from drawing import Shape, Shaped, go_every_way, rule_of
-from enumerating import Enumerating
+from enumerating import PROMPT, TARGETS, Enumerating, Shape, draft_of, go_every_way, p_after, rule_of
 from rule_twins import (
     Path,
     Row,
@@ -22,10 +21,7 @@ from rule_twins import (
     mean_length,
     norm,
 )
-from test_every_way import TARGET
-from test_rejection import draft_of
 from turns import one_of
-from ways import ASKED, PROMPT, Ways
 
 TWINS = {
     "rejection": (partial(by_rounds, distinct=False), False),
@@ -50,18 +46,15 @@ def length_of(name: str, p: Rows, q: Rows, counts: Sequence[int]) -> float:
 
 @pytest.mark.parametrize(("name", "counts", "asked"), CASES)
 def test_a_round_accepts_as_much_as_the_twin_says(name: str, counts: tuple[int, ...], asked: str) -> None:
-    draft = draft_of("partial", TARGET)
-    ways = Ways(TARGET, draft, ASKED[asked], 1, len(counts) + 1)
-
     def p(path: Path) -> Row:
-        return ways.p([*PROMPT, *path])
+        return p_after(TARGETS[3], [*PROMPT, *path], asked)
 
     def q(path: Path) -> Row:
-        return ways.p([*PROMPT, *path], draft)
+        return p_after(draft_of("partial", TARGETS[3]), [*PROMPT, *path], asked)
 
     shape = Shape(",".join(map(str, counts)), len(counts), once=True)
     rule = rule_of(name, Enumerating())
-    found = go_every_way(rule, TARGET, lambda: Shaped(draft, shape), shape, asked, len(counts) + 1)
+    found = go_every_way(rule, "partial", shape, asked, len(counts) + 1)
     assert found.accepted == pytest.approx(length_of(name, p, q, counts), abs=1e-12)
 
 

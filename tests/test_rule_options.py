@@ -1,11 +1,13 @@
-"""A rule from another package: its options reach it by name, and it says for which temperatures it is."""
+"""Options of methods have bounds; a rule from another package receives its own, and names its temperatures."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from test_library import folder
@@ -100,6 +102,36 @@ def test_a_rule_whose_text_depends_on_drafts_is_not_planned_by_the_clock(
     monkeypatch.setattr(SecondBest, "traits", replace(SecondBest.traits, same_text=False))
     with LLM(target, target, rule=NAME) as llm:
         assert llm.method == "speculative"
+
+
+OPTIONS = {(kind, name): registry.find(kind, name).Options for kind in registry.KINDS for name in registry.names(kind)}
+BOUNDED = [
+    pytest.param(options, one, id=f"{name}-{one.name}")
+    for (_, name), options in OPTIONS.items()
+    for one in fields(options)
+    if "bounds" in one.metadata
+]
+
+
+@pytest.mark.parametrize(("options", "option"), BOUNDED)
+def test_an_option_out_of_bounds_is_refused_by_name(options: Any, option: Any) -> None:
+    low, high = option.metadata["bounds"]
+    for value in (low - 1, high + 1):
+        if value < math.inf:
+            with pytest.raises(UserError, match=f"^{option.name} is {value!r}, it must be "):
+                options(**{option.name: value})
+
+
+def test_every_number_among_the_options_of_rules_and_drafters_has_bounds() -> None:
+    numbers = [
+        (name, one)
+        for (kind, name), options in OPTIONS.items()
+        if issubclass(options, MethodOptions)
+        for one in fields(options)
+        if one.type in ("int", "float", "int | None")
+    ]
+    assert len(numbers) > 40
+    assert [f"{name} {one.name}" for name, one in numbers if "bounds" not in one.metadata] == []
 
 
 def test_its_option_is_a_flag_and_a_row_of_the_table() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from doubles import QuickToy, decode, make_request, write
 
-from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupMatch, TreeLimits, grow_continuations, kind_of
@@ -219,21 +218,3 @@ def test_a_repeated_answer_is_written_in_fewer_passes() -> None:
     first, again = (decode([asked], "speculative", drafter, target=TARGET) for _ in range(2))
     assert first.texts == again.texts == [write(TARGET, asked)]
     assert len(again.steps[0]) < 0.5 * len(first.steps[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"window": 0}, "window is 0"),
-        ({"past": -1}, "past is -1"),
-        ({"places": 0}, "places is 0"),
-        ({"least_chance": 1.5}, "least_chance is 1.5"),
-        ({"branches": 0}, "branches is 0"),
-        ({"depth": 0}, "depth is 0"),
-        ({"offered": 0}, "offered is 0"),
-        ({"copies": 0}, "copies is 0"),
-    ],
-)
-def test_options_out_of_bounds_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Options(**options)
