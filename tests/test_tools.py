@@ -103,10 +103,10 @@ TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
 
 def parsed(family: CallFormat, chunks: Iterable[str], tools: tuple[Tool, ...] = TOOLS) -> list[Delta]:
     parser = CallParser(family, tools)
-    told = [delta for chunk in chunks for delta in parser.push(chunk)]
-    told += parser.finish()
-    assert parser.count == sum(isinstance(delta, CallBegin) for delta in told)
-    return merge_deltas(told)
+    deltas = [delta for chunk in chunks for delta in parser.push(chunk)]
+    deltas += parser.finish()
+    assert parser.count == sum(isinstance(delta, CallBegin) for delta in deltas)
+    return merge_deltas(deltas)
 
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])

@@ -54,9 +54,9 @@ for batch in (1, 4):
         batch_size=batch,
         bootstrap_iters=0,
     )
-    told = found["results"]["knowledge"]
-    assert told["acc,none"] == expected["acc"], (told, expected)
-    assert told["acc_norm,none"] == expected["acc_norm"], (told, expected)
+    scored = found["results"]["knowledge"]
+    assert scored["acc,none"] == expected["acc"], (scored, expected)
+    assert scored["acc_norm,none"] == expected["acc_norm"], (scored, expected)
     scores = {
         sample["doc"]["question"]: [float(pair[0][0]) for pair in sample["resps"]]
         for sample in found["samples"]["knowledge"]
