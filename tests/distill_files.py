@@ -1,4 +1,4 @@
-"""A tiny target and prompts for the tests of `outpace distill`."""
+"""A tiny target, prompts and short runs for the tests of `outpace distill`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import files
+import pytest
 import torch
 from safetensors.torch import save_file
 
+import outpace
+from outpace.cli.main import main
 from outpace.distill.options import DistillOptions
+from outpace.distill.run import distill
 from outpace.distill.start import DraftShape
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
@@ -22,8 +26,7 @@ WORDS = ("hello", "world", "lo", "12", "he", "d", "we", "all", "or", "well")
 
 
 def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **changes: Any) -> Path:
-    """A random Llama with the tiny tokenizer of `files`, as a model folder. `shaped`: changes by which its weights are
-    others, too."""
+    """Write a random Llama with the tiny tokenizer of `files`; `shaped`: fields that change its weights, too."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     gguf = files.write_gguf(folder.parent / f"{folder.name}.gguf")
     made = folder / "model"
@@ -63,3 +66,31 @@ def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
         train=TrainOptions(rows=2, length=64, warmup=2, tokens=3000, save_every=1e9, learning_rate=3e-3),
     )
     return replace(base, **changes)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target"))
+
+
+def make_draft(options: DistillOptions) -> Path:
+    """Run the stages text and train; return the draft's folder."""
+    for stage in ("text", "train"):
+        distill(replace(options, stage=stage), silent)
+    return options.out / "draft"
+
+
+def check_draft(target: Path, draft: Path) -> None:
+    """The draft drafts, and the text stays the target's."""
+    with outpace.load(target, draft, method="speculative", drafter="model") as llm:
+        drafted = llm.generate("hello world", max_tokens=30, ignore_eos=True)[0]
+    with outpace.load(target, method="autoregressive") as llm:
+        assert llm.generate("hello world", max_tokens=30, ignore_eos=True)[0].tokens == drafted.tokens
+    assert drafted.figures.drafted > 0
+
+
+def run_command(*arguments: object) -> int:
+    """Run `outpace distill` with these arguments; return its exit status."""
+    with pytest.raises(SystemExit) as left:
+        main(["distill", *map(str, arguments)])
+    return int(left.value.code or 0)

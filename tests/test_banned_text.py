@@ -40,12 +40,12 @@ def forbidden(ban: BannedText, tokens: list[int]) -> set[int]:
         (["é", "e", "t"], ["ét"], [0], {2}),
     ],
 )
-def test_what_is_forbidden_after_what(texts: list[str], strings: list[str], tokens: list[int], found: set[int]) -> None:
+def test_forbidden_tokens(texts: list[str], strings: list[str], tokens: list[int], found: set[int]) -> None:
     assert forbidden(TokenTexts([text.encode() for text in texts]).ban(tuple(strings)), tokens) == found
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_ban_in_any_vocabulary_is_the_slow_twins(seed: int) -> None:
+def test_any_ban_in_any_vocabulary_equals_the_slow_twins(seed: int) -> None:
     chance = random.Random(seed)
     sometimes = 0
     for _ in range(400):
@@ -66,9 +66,10 @@ def test_any_ban_in_any_vocabulary_is_the_slow_twins(seed: int) -> None:
     assert sometimes > 300
 
 
-def test_an_id_that_pads_the_embedding_shows_nothing() -> None:
-    ban = TokenTexts([b"a", b"b"]).ban(("ab",))
-    assert forbidden(ban, [0, 7, 8]) == {1}
+def test_an_id_that_pads_the_embedding_has_no_text_and_a_ban_is_built_once() -> None:
+    texts = TokenTexts([b"a", b"b"])
+    assert forbidden(texts.ban(("ab",)), [0, 7, 8]) == {1}
+    assert texts.ban(("ab",)) is texts.ban(("ab",))
 
 
 def test_a_row_is_judged_by_its_own_answer_and_not_by_the_prompt() -> None:
@@ -85,11 +86,6 @@ def test_a_ban_crosses_to_another_process() -> None:
     data = pickle.dumps(ban)
     assert len(data) < 2000, "the whole vocabulary goes with it"
     assert forbidden(pickle.loads(data), [0]) == {1, 2}
-
-
-def test_a_ban_is_made_once() -> None:
-    texts = TokenTexts([b"a", b"b"])
-    assert texts.ban(("ab",)) is texts.ban(("ab",))
 
 
 @pytest.fixture(scope="module", params=["bytes", "pieces"])
@@ -112,7 +108,7 @@ def test_the_tokens_bytes_are_those_of_the_text(tokenizer: Tokenizer) -> None:
             assert read in (text.decode(), text.decode().removeprefix(" "))
 
 
-def test_a_tokenizer_of_unknown_kind_says_what_a_token_adds() -> None:
+def test_a_tokenizer_of_unknown_kind_finds_what_a_token_adds() -> None:
     """Words that are joined by spaces, parts of words that are not: as WordPiece does."""
     other = SlowTokenizer(Joined(("a", "colour", "##s", "col", "##our", "[END]")), [5])
     assert [other.texts[token] for token in range(6)] == [b" a", b" colour", b"s", b" col", b"our", b""]
@@ -120,7 +116,7 @@ def test_a_tokenizer_of_unknown_kind_says_what_a_token_adds() -> None:
 
 
 class Joined:
-    """A tokenizer of transformers, as much of it as is asked."""
+    """The methods of a tokenizer of transformers that are called."""
 
     def __init__(self, tokens: tuple[str, ...]) -> None:
         self._tokens = tokens

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Iterator
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,6 @@ def test_render(tiny: Path) -> None:
         "{% endgeneration %}\n{% endfor %}\n"
     )
     assert Tokenizer.from_folder(tiny).render(USER) == '<|im_start|>{"role": "user", "content": "Hi"}\n'
-
-
-@pytest.fixture(scope="module")
-def rendering() -> Iterator[ChatTemplate]:
-    template = ChatTemplate("{{ messages[0].content }}{{ more }}")
-    yield template
-    template.close()
 
 
 def test_template_by_name(tiny: Path) -> None:
@@ -83,10 +77,7 @@ def test_templates_in_files(tiny: Path) -> None:
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{{ {'é': '<&>'} | tojson }}", '{"é": "<&>"}'),
         ("{{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}", '{\n  "a": 2,\n  "b": 1\n}'),
-        (
-            "{%- set ns = namespace(n=0) %}\n{%- for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-            "1",
-        ),
+        ("{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
         ("{% macro f(a) %}[{{ a }}]{% endmacro %}{{ f('é😀') }}", "[é😀]"),
     ],
@@ -99,32 +90,23 @@ def test_equal_to_transformers(tiny: Path, template: str, text: str) -> None:
     assert rendered == text
 
 
-def test_values_reach_the_template(rendering: ChatTemplate) -> None:
+def test_values_reach_the_template_and_one_process_serves_many_threads() -> None:
+    rendering = ChatTemplate("{{ messages[0].content }}{{ more }}")
     assert rendering.render(USER, more=1) == "Hi1"
     assert rendering.render([{"content": "\ud83d half"}], more="\n") == "\ud83d half\n"
     assert rendering.render([{"content": "x" * 1_000_000}], more="") == "x" * 1_000_000
     with pytest.raises(UserError, match="plain JSON values"):
         rendering.render(USER, more=object())
 
-
-def test_one_process_serves_many_threads(rendering: ChatTemplate) -> None:
-    found: dict[int, str] = {}
-
-    def work(number: int) -> None:
-        for _ in range(10):
-            found[number] = rendering.render([{"content": str(number)}], more="!")
-
-    threads = [threading.Thread(target=work, args=[number]) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {number: f"{number}!" for number in range(8)}
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda number: rendering.render([{"content": str(number)}], more="!"), range(80)))
+    assert found == [f"{number}!" for number in range(80)]
+    rendering.close()
 
 
-def process_of(template: ChatTemplate) -> int:
+def process_of(template: ChatTemplate) -> subprocess.Popen[bytes]:
     assert template._process is not None
-    return template._process.pid
+    return template._process
 
 
 def is_running(pid: int) -> bool:
@@ -135,15 +117,15 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_the_process_goes_with_its_owner() -> None:
+def test_the_process_ends_with_its_owner() -> None:
     template = ChatTemplate("{{ messages | length }}")
     assert template.render([]) == "0"
-    first = process_of(template)
+    first = process_of(template).pid
     template.close()
     template.close()
     assert not is_running(first)
     assert template.render(USER) == "1"
-    second = process_of(template)
+    second = process_of(template).pid
     del template
     assert not is_running(second)
 
@@ -151,10 +133,8 @@ def test_the_process_goes_with_its_owner() -> None:
 def test_a_process_that_died_is_replaced() -> None:
     template = ChatTemplate("{{ messages | length }}")
     assert template.render([]) == "0"
-    process_of(template)
-    assert template._process is not None
-    template._process.kill()
-    template._process.wait()
+    process_of(template).kill()
+    process_of(template).wait()
     assert template.render(USER) == "1"
     template.close()
 
@@ -162,8 +142,7 @@ def test_a_process_that_died_is_replaced() -> None:
 def test_the_process_ends_when_its_pipe_does() -> None:
     template = ChatTemplate("x")
     template.render([])
-    process = template._process
-    assert process is not None
+    process = process_of(template)
     assert process.stdin is not None
     process.stdin.close()  # as the system does for a parent that was killed
     assert process.wait(20) == 0
@@ -217,11 +196,10 @@ def test_templates_that_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     template.close()
 
 
-def test_a_process_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("x")
     template.render([])
-    assert template._process is not None
-    os.kill(template._process.pid, 19)  # SIGSTOP: it takes no processor time, so only patience ends it
+    process_of(template).send_signal(signal.SIGSTOP)  # it takes no processor time, so only patience ends it
     monkeypatch.setattr(chat_template, "PATIENCE", 0.2)
     with pytest.raises(UserError, match="stopped"):
         template.render([])

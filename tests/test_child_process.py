@@ -52,29 +52,28 @@ def test_it_has_the_paths_the_arguments_and_a_session_of_its_own(
     assert answer(child_process.start("import os; print(os.getsid(0) == os.getpid())")) == "True"
 
 
-def test_its_end_is_that_of_its_standard_input() -> None:
+def test_it_ends_with_its_standard_input() -> None:
     child = child_process.start("sys.exit(len(sys.stdin.read()))")
     assert child.stdin is not None
     child.stdin.write(b"123")
     assert child_process.stop(child, 60.0) == 3
     assert child_process.stop(child) == 3, "it may be ended twice"
+    assert child_process.describe_exit(3) == "ended with status 3"
+    assert child_process.describe_exit(-signal.SIGSEGV) == "was ended by SIGSEGV"
 
 
-def test_one_that_does_not_end_is_killed() -> None:
+def test_a_process_that_does_not_end_or_is_stopped_is_killed() -> None:
     child = child_process.start(STUBBORN)
     assert child.stdout is not None
     child.stdout.readline()
     child.terminate()
     assert child_process.stop(child, 0.01) == -signal.SIGKILL
-
-
-def test_one_that_is_stopped_is_killed() -> None:
     child = child_process.start("sys.stdin.read()")
     os.kill(child.pid, signal.SIGSTOP)
     assert child_process.stop(child) == -signal.SIGKILL
 
 
-def test_what_it_did_not_read_is_no_error() -> None:
+def test_unread_input_is_no_error() -> None:
     child = child_process.start("pass")
     child.wait()
     assert child.stdin is not None
@@ -82,7 +81,7 @@ def test_what_it_did_not_read_is_no_error() -> None:
     assert child_process.stop(child) == 0
 
 
-def test_an_interrupt_while_it_is_waited_for_kills_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_waiting_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     child = child_process.start(STUBBORN)
     wait = child.wait
 
@@ -95,7 +94,7 @@ def test_an_interrupt_while_it_is_waited_for_kills_it_too(monkeypatch: pytest.Mo
     assert wait() == -signal.SIGKILL
 
 
-def test_one_that_cannot_be_reaped_is_left_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_reaped_is_left_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     child = child_process.start("sys.stdin.read()")
     wait, asked = child.wait, list[float | None]()
 
@@ -108,8 +107,3 @@ def test_one_that_cannot_be_reaped_is_left_to_the_system(monkeypatch: pytest.Mon
     assert len(asked) == 2
     assert None not in asked, "an unbounded wait"
     wait()
-
-
-def test_how_it_ended_in_words() -> None:
-    assert child_process.describe_exit(3) == "ended with status 3"
-    assert child_process.describe_exit(-signal.SIGSEGV) == "was ended by SIGSEGV"

@@ -8,31 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from distill_files import prompts_file, target_folder
+from distill_files import prompts_file, run_command, target_folder
+from distill_files import target as target
 from safetensors.torch import load_file, save_file
 
 from outpace.cli.distill import seconds
-from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models.files.cache_folder import exclusive_lock
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("target"))
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(["distill", *map(str, arguments)])
-    return int(left.value.code or 0)
 
 
 def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = prompts_file(tmp_path / "asked.jsonl", 300)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--rows", 32, "--judged", 3]
     training = ["--layers", "0,1", "--vocab", 100, "--length", 64, "--batch-rows", 2, "--epochs", 1]
-    assert run(*common, *training, "--out", tmp_path / "out", "--tokens", 600, "--json") == 0
+    assert run_command(*common, *training, "--out", tmp_path / "out", "--tokens", 600, "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["task"] for row in found["rows"]} == {"held out"}
     card = (tmp_path / "out" / "draft" / "README.md").read_text()
@@ -43,7 +32,10 @@ def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytes
     assert state["training"]["rows"] == 2
     assert len(state["commands"]) == 1
 
-    assert run(*common, "--out", tmp_path / "again", "--evaluate", tmp_path / "out" / "draft", "--tasks", asked) == 0
+    assert (
+        run_command(*common, "--out", tmp_path / "again", "--evaluate", tmp_path / "out" / "draft", "--tasks", asked)
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "asked" in shown
     assert "chain 4" in shown
@@ -57,11 +49,11 @@ def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> Non
     asked = prompts_file(tmp_path / "asked.jsonl", 60)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--rows", 32, "--tokens", 200]
     training = ["--layers", "0,1", "--length", 64, "--epochs", 1]
-    assert run(*common, *training, "--out", tmp_path / "out", "--stage", "text") == 0
-    assert run(*common, *training, "--out", tmp_path / "out", "--stage", "train") == 0
+    assert run_command(*common, *training, "--out", tmp_path / "out", "--stage", "text") == 0
+    assert run_command(*common, *training, "--out", tmp_path / "out", "--stage", "train") == 0
     assert json.loads((tmp_path / "out" / "run.json").read_text())["training"]["rows"] == 1, "on a CPU"
-    assert run("--target", target, "--pack", tmp_path / "out", "--out", tmp_path / "packed") == 0
-    assert run("--target", target, "--unpack", tmp_path / "packed", "--out", tmp_path / "whole") == 0
+    assert run_command("--target", target, "--pack", tmp_path / "out", "--out", tmp_path / "packed") == 0
+    assert run_command("--target", target, "--unpack", tmp_path / "packed", "--out", tmp_path / "whole") == 0
     large, small = (
         AutoModelForCausalLM.from_pretrained(folder).float().eval() for folder in (target, tmp_path / "whole")
     )
@@ -78,17 +70,12 @@ def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> Non
     assert 0 < passes[0] <= steps
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("90", 90.0), ("90s", 90.0), ("30m", 1800.0), ("1.5h", 5400.0), ("1d", 86400.0)]
-)
-def test_a_budget_is_a_time(text: str, expected: float) -> None:
-    assert seconds(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "h", "-1h", "2 weeks", "1h30m", "nan"])
-def test_a_budget_that_is_none(text: str) -> None:
-    with pytest.raises(UserError, match="it must be a time such as"):
-        seconds(text)
+def test_a_budget_is_a_time() -> None:
+    found = {text: seconds(text) for text in ("90", "90s", "30m", "1.5h", "1d")}
+    assert found == {"90": 90.0, "90s": 90.0, "30m": 1800.0, "1.5h": 5400.0, "1d": 86400.0}
+    for text in ("", "h", "-1h", "2 weeks", "1h30m", "nan"):
+        with pytest.raises(UserError, match="it must be a time such as"):
+            seconds(text)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +85,7 @@ def test_a_budget_that_is_none(text: str) -> None:
         (["--tokens", "0"], "tokens is 0"),
         (["--tokens", "9", "--stage", "tests"], "unknown stage 'tests'"),
         (["--tokens", "9", "--divergence", "forward"], "unknown divergence 'forward'"),
-        (["--tokens", "9", "--init", "random"], "init is 'random', it must be layers, fresh, shipped or the folder"),
+        (["--tokens", "9", "--init", "random"], "init is 'random', it must be layers, shipped or the folder"),
         (["--tokens", "9", "--init", "shipped"], "no draft comes with outpace for"),
         (["--evaluate", "shipped"], "so evaluate cannot be shipped"),
         (["--tokens", "9", "--temperatures", "0,hot"], "temperatures is '0,hot'"),
@@ -113,7 +100,6 @@ def test_a_budget_that_is_none(text: str) -> None:
         (["--tokens", "9", "--seed", "-1"], "seed is -1"),
         (["--tokens", "9", "--layers", "3"], "layers is 3, it must be between 1 and 2"),
         (["--tokens", "9", "--layers", "0,2"], "layers is '0,2', it must name layers from 0 to 1"),
-        (["--tokens", "9", "--hidden", "128"], "hidden is 128, it must be at most the target's 64"),
         (["--tokens", "9", "--vocab", "300"], "vocab is 300, the target has 272 tokens"),
         (["--tokens", "9", "--length", "1"], "length is 1, no prompt and first token of an answer fit into so few"),
         (["--tokens", "9", "--tasks", "/nowhere/t.jsonl"], "/nowhere/t.jsonl cannot be read"),
@@ -132,7 +118,7 @@ def test_bad_input_is_said_before_anything_is_computed(
     monkeypatch.setattr("outpace.distill.text.load_model", None)
     monkeypatch.setattr("outpace.models.load.load_model", None)
     common = ["--target", target, "--layers", "1", "--answer-tokens", 12, "--out", tmp_path / "out"]
-    assert run(*common, *arguments) == 2
+    assert run_command(*common, *arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -142,23 +128,23 @@ def test_training_goes_on_from_a_draft(target: Path, tmp_path: Path, capsys: pyt
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--tokens", 2000, "--length", 64]
     first = ["--out", tmp_path / "first", "--layers", "0,1", "--vocab", 90]
     for stage in ("text", "train"):
-        assert run(*common, *first, "--stage", stage) == 0
+        assert run_command(*common, *first, "--stage", stage) == 0
     draft = tmp_path / "first" / "draft"
     second = ["--out", tmp_path / "second", "--init", draft]
     for stage in ("text", "train"):
-        assert run(*common, *second, "--stage", stage, "--seed", 1) == 0
+        assert run_command(*common, *second, "--stage", stage, "--seed", 1) == 0
     made = tmp_path / "second" / "draft"
     for name in ("config.json", "draft_vocab.safetensors"):
         assert (made / name).read_bytes() == (draft / name).read_bytes()
     assert (made / "model.safetensors").read_bytes() != (draft / "model.safetensors").read_bytes()
     assert json.loads((tmp_path / "second" / "run.json").read_text())["draft"] == "draft"
     capsys.readouterr()
-    assert run(*common, *second, "--layers", "1") == 2
-    assert "has a shape of its own: leave out --layers, --hidden and --vocab" in capsys.readouterr().err
+    assert run_command(*common, *second, "--layers", "1") == 2
+    assert "has a shape of its own: leave out --layers and --vocab" in capsys.readouterr().err
     tensors = load_file(draft / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-8].clone()
     save_file(tensors, draft / "model.safetensors")
-    assert run(*common, *second) == 2
+    assert run_command(*common, *second) == 2
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
 
 
@@ -169,13 +155,13 @@ def test_two_processes_at_the_same_work_in_one_folder(
     """A second process at the same stage is an error; another stage may run concurrently."""
     asked = prompts_file(tmp_path / "asked.jsonl", 60)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--length", 64, "--out", tmp_path / "out"]
-    assert run(*common, "--tokens", 300, "--stage", "text") == 0
+    assert run_command(*common, "--tokens", 300, "--stage", "text") == 0
     others = {"text": ["--stage", "text", "--tokens", 400], "training": ["--stage", "train", "--layers", "1"]}
     with exclusive_lock(tmp_path / "out" / stage):
-        assert run(*common, *others.pop(stage)) == 2
+        assert run_command(*common, *others.pop(stage)) == 2
         assert f"another process is {work} in {tmp_path / 'out' / stage}" in capsys.readouterr().err
         for arguments in others.values():
-            assert run(*common, *arguments) == 0
+            assert run_command(*common, *arguments) == 0
 
 
 def test_what_a_later_stage_would_run_into_is_said_first(
@@ -184,20 +170,20 @@ def test_what_a_later_stage_would_run_into_is_said_first(
     monkeypatch.setattr("outpace.distill.text.load_model", None)
     few = prompts_file(tmp_path / "few.jsonl", 2)
     common = ["--target", target, "--layers", "1", "--answer-tokens", 12, "--tokens", 9, "--prompts", few]
-    assert run(*common, "--out", tmp_path / "out") == 2
+    assert run_command(*common, "--out", tmp_path / "out") == 2
     assert "none of the prompts is held out" in capsys.readouterr().err
-    assert run(*common, "--out", few / "out", "--tasks", few) == 2
+    assert run_command(*common, "--out", few / "out", "--tasks", few) == 2
     assert "cannot be made" in capsys.readouterr().err
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"turns": ["word " * 200]}) + "\n")
-    assert run(*common, "--out", tmp_path / "out", "--tasks", long) == 2
+    assert run_command(*common, "--out", tmp_path / "out", "--tasks", long) == 2
     assert re.search(
         r"the task long has a prompt of \d+ tokens, the target's context holds 128", capsys.readouterr().err
     )
     monkeypatch.setattr("outpace.distill.run.missing_kernels", lambda: "the native kernels are not installed")
-    assert run(*common, "--out", tmp_path / "out", "--tasks", few, "--runtime", "native") == 2
+    assert run_command(*common, "--out", tmp_path / "out", "--tasks", few, "--runtime", "native") == 2
     assert "the native kernels are not installed" in capsys.readouterr().err
     other = target_folder(tmp_path / "other", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    assert run(*common, "--target", other, "--out", tmp_path / "out", "--tasks", few) == 2
+    assert run_command(*common, "--target", other, "--out", tmp_path / "out", "--tasks", few) == 2
     assert "rope_scaling of the type 'dynamic' (only" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

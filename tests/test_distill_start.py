@@ -1,4 +1,4 @@
-"""What the training of a draft starts from: layers of the target, fresh weights, or a draft that was trained before."""
+"""What the training of a draft starts from: layers of the target, or a draft that was trained before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_files import target_folder
+from distill_files import target as target
 
 from outpace.core.errors import UserError
 from outpace.distill.export import save_vocab_ids, write_draft
@@ -19,80 +19,48 @@ from outpace.models.files.packed import pack
 from outpace.models.files.pairs import SHIPPED_FOLDER
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("target"))
-
-
 @pytest.mark.parametrize(
-    ("layers", "expected"), [("1", [0]), ("2", [0, 29]), ("3", [0, 14, 29]), ("0,1,28", [0, 1, 28]), ("7,", None)]
+    ("layers", "expected"),
+    [
+        *(("1", [0]), ("2", [0, 29]), ("3", [0, 14, 29]), ("0,1,28", [0, 1, 28])),
+        *((wrong, None) for wrong in ("7,", "0", "31", "5,4", "0,30", "two", "-1")),
+    ],
 )
-def test_which_layers(layers: str, expected: list[int] | None) -> None:
+def test_layers_are_a_count_or_a_list(layers: str, expected: list[int] | None) -> None:
     if expected is None:
-        with pytest.raises(UserError, match="it must be a count, or numbers"):
+        with pytest.raises(UserError, match="layers is"):
             pick_layers(DraftShape(layers), 30)
     else:
         assert pick_layers(DraftShape(layers), 30) == expected
 
 
-@pytest.mark.parametrize("layers", ["0", "31", "5,4", "0,30", "two", "-1"])
-def test_layers_that_are_not_there(layers: str) -> None:
-    with pytest.raises(UserError, match="layers is"):
-        pick_layers(DraftShape(layers), 30)
-
-
-def test_a_narrow_start_keeps_what_the_main_directions_hold(target: Path) -> None:
-    narrow = new_student(target, DraftShape("2", hidden=48), None, 0)
-    assert narrow.config.hidden_size == 48
-    assert "model.embed_tokens.weight" in narrow.trained
-    wide = new_student(target, DraftShape("2"), None, 0)
-    assert "model.embed_tokens.weight" not in wide.trained
-    products = [s.tensors["model.embed_tokens.weight"][:50] for s in (narrow, wide)]
-    kept = (products[0] @ products[0].T).norm() / (products[1] @ products[1].T).norm()
-    assert kept > 48 / 64
-
-
-def test_a_fresh_start_is_keyed_by_the_seed(target: Path) -> None:
-    first, again, other = (new_student(target, DraftShape("2", init="fresh"), None, seed) for seed in (0, 0, 1))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(first.tensors[name], again.tensors[name])
-    assert not torch.equal(first.tensors[name], other.tensors[name])
-
-
-def test_training_goes_on_from_a_draft_whole_or_packed(target: Path, tmp_path: Path) -> None:
+def test_training_continues_from_a_draft_whole_or_packed(target: Path, tmp_path: Path) -> None:
     """The student has the draft's weights as they were stored, and the target's embeddings."""
     shape, ids = DraftShape("0,1", vocab=40), torch.arange(3, 43)
-    student = new_student(target, shape, ids, 0)
+    student = new_student(target, shape, ids)
+    assert EMBEDDING not in student.trained
     for value in student.trained.values():
         value.data.add_(torch.randn_like(value), alpha=0.1)
     config = draft_config(read_json(target / "config.json"), shape)
     write_draft(tmp_path / "draft", student, config, target)
     pack(tmp_path / "draft", target, tmp_path / "packed")
     for name in ("draft", "packed"):
-        going_on = shape_from_options("3", None, str(tmp_path / name), 0, str(target))
-        assert going_on == DraftShape("0,1", 64, "layers", 40, tmp_path / name)
-        found = new_student(target, going_on, ids, 0)
+        continued = shape_from_options("3", str(tmp_path / name), 0, str(target))
+        assert continued == DraftShape("0,1", 40, tmp_path / name)
+        found = new_student(target, continued, ids)
         assert found.trained.keys() == student.trained.keys()
         for weight, value in found.trained.items():
             assert torch.equal(value, student.tensors[weight].bfloat16().float())
-        assert torch.equal(found.tensors[EMBEDDING], new_student(target, DraftShape("2"), None, 0).tensors[EMBEDDING])
-        assert draft_config(read_json(target / "config.json"), going_on) == config
-
-
-def test_the_shipped_draft_can_be_trained_further() -> None:
-    shape = shape_from_options("3", None, "shipped", 0, "SmolLM2-135M-Instruct")
-    assert shape == DraftShape("0,14,29", 576, "layers", 10240, SHIPPED_FOLDER / "smollm2-135m-instruct")
-
-
-def test_a_draft_to_go_on_from_that_does_not_fit(target: Path, tmp_path: Path) -> None:
-    config = draft_config(read_json(target / "config.json"), DraftShape("2"))
-    student = new_student(target, DraftShape("2"), None, 0)
-    write_draft(tmp_path / "draft", student, config, target)
+        assert torch.equal(found.tensors[EMBEDDING], student.tensors[EMBEDDING])
+        assert draft_config(read_json(target / "config.json"), continued) == config
     save_vocab_ids(tmp_path / "draft" / "draft_vocab.safetensors", torch.tensor([4, 300]))
     with pytest.raises(UserError, match="300"):
         DraftShape.of_draft(tmp_path / "draft")
-    with pytest.raises(UserError, match="no draft comes with outpace for elsewhere"):
-        shape_from_options("3", None, "shipped", 0, "elsewhere")
+
+
+def test_the_shipped_draft_can_be_trained_further() -> None:
+    shape = shape_from_options("3", "shipped", 0, "SmolLM2-135M-Instruct")
+    assert shape == DraftShape("0,14,29", 10240, SHIPPED_FOLDER / "smollm2-135m-instruct")
 
 
 def test_attention_on_a_cpu_is_that_of_torch() -> None:

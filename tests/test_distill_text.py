@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distill_files import prompts_file, settings, target_folder
+from distill_files import prompts_file, settings
+from distill_files import target as target
 
 from outpace.core.errors import UserError
 from outpace.distill import prompts
@@ -21,11 +22,6 @@ from outpace.distill.shards import MANIFEST, TextFolder, read_shard, read_shards
 from outpace.distill.text import write_text
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer
 from outpace.models.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture

@@ -149,8 +149,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, o
         target_config(checkpoint)
 
 
-@pytest.mark.parametrize("values", [{"rows": 0}, {"max_tokens": 0}, {"top": 0}, {"seed": -1}])
-def test_a_wrong_option_is_named(values: dict[str, int]) -> None:
-    (name,) = values
-    with pytest.raises(UserError, match=f"{name} is {values[name]}"):
-        WriterOptions(**values)
+@pytest.mark.parametrize(("name", "value"), [("rows", 0), ("max_tokens", 0), ("top", 0), ("seed", -1)])
+def test_a_wrong_option_is_named(name: str, value: int) -> None:
+    with pytest.raises(UserError, match=f"{name} is {value}"):
+        WriterOptions(**{name: value})

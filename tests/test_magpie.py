@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distill_files import target_folder
+from distill_files import run_command, target_folder
+from distill_files import target as target
 
-from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.distill import magpie
 from outpace.distill.prompts import read_prompts
@@ -21,11 +21,6 @@ from outpace.models.files.find import resolve
 from outpace.models.text.tokenizer import Tokenizer
 
 SMALL = WriterOptions(rows=8, max_tokens=12, top=4)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("target"))
 
 
 def write(target: Path, number: int, folder: Path) -> list[str]:
@@ -101,14 +96,16 @@ def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
     assert len(set(found[0])) == 3
 
 
-def test_a_target_that_ends_no_message_is_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_ends_no_message_is_an_error(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(magpie, "_MAX_TRIES", 5)
     monkeypatch.setattr(magpie, "make_writer", Says(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
 
 
-def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) -> None:
+def test_a_target_without_a_chat_template_is_an_error(target: Path, tmp_path: Path) -> None:
     bare = target_folder(tmp_path / "bare")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         file = bare / name
@@ -121,7 +118,9 @@ def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) 
         write(bare, 2, tmp_path)
 
 
-def test_prompts_begin_as_they_are_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_begin_with_each_begin_in_rotation(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     says = Says([" world or well he", " well or all or he"] * 2, target)
     monkeypatch.setattr(magpie, "make_writer", says)
     given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
@@ -138,17 +137,12 @@ def test_two_processes_at_the_same_prompts(
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
     monkeypatch.setattr(magpie, "make_writer", Says(["hello world or well"] * 3, target))
-    command = ["distill", "--target", str(target), "--out", str(tmp_path), "--write-prompts", "1"]
+    command = ["--target", target, "--out", tmp_path, "--write-prompts", 1]
     with exclusive_lock(tmp_path / "prompts.jsonl"):
-        with pytest.raises(SystemExit) as left:
-            main(command)
-        assert left.value.code == 2
-        told = "".join(capsys.readouterr().err.split())
-        assert "another process is writing prompts in".replace(" ", "") in told
+        assert run_command(*command) == 2
+        assert "another process is writing prompts in" in " ".join(capsys.readouterr().err.split())
         assert not (tmp_path / "prompts.jsonl").exists()
-    with pytest.raises(SystemExit) as left:
-        main(command)
-    assert left.value.code == 0
+    assert run_command(*command) == 0
     assert len(read_prompts(tmp_path / "prompts.jsonl")) == 1
 
 
@@ -161,10 +155,8 @@ def test_two_processes_at_the_same_prompts(
         (["--begin", "Write", "--tokens", "9"], "--begin is for --write-prompts"),
     ],
 )
-def test_bad_input_is_told(
+def test_bad_input_is_an_error(
     arguments: list[str], says: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["distill", "--target", str(target), "--out", str(tmp_path / "out"), *arguments])
-    assert left.value.code == 2
+    assert run_command("--target", target, "--out", tmp_path / "out", *arguments) == 2
     assert says in " ".join(capsys.readouterr().err.split())

@@ -34,7 +34,7 @@ def draft_of(target: Path, out: Path, **changes: Any) -> Path:
     ids = torch.arange(0, 200, 2)
     shape = DraftShape("1", vocab=len(ids))
     config = draft_config(read_json(target / "config.json"), shape) | changes
-    write_draft(out, new_student(target, shape, ids, 0), config, target)
+    write_draft(out, new_student(target, shape, ids), config, target)
     (out / "README.md").write_text("a card\n")
     return out
 
@@ -102,7 +102,7 @@ def test_the_embedding_of_a_gguf_target(tmp_path: Path, cache: Path) -> None:
     draft = draft_of(folder, tmp_path / "draft")
     pack(draft, folder, tmp_path / "packed")
     made = complete_draft(tmp_path / "packed", folder)
-    trained = new_student(folder, DraftShape("1"), None, 0).tensors[EMBEDDING]
+    trained = new_student(folder, DraftShape("1"), None).tensors[EMBEDDING]
     assert torch.equal(load_file(made / "model.safetensors")[EMBEDDING], trained.bfloat16())
     with outpace.load(file, tmp_path / "packed", method="speculative", drafter="model") as llm:
         fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).finish() for plain in (False, True))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from distill_files import settings, silent
+from distill_files import check_draft, make_draft, settings
 from files import TEMPLATE, folder_of, write_gguf
 from safetensors.torch import load_file, save_file
 
-import outpace
 from outpace.core.errors import UserError
 from outpace.distill.report import provenance
-from outpace.distill.run import distill
 from outpace.distill.start import DraftShape, draft_config
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
@@ -105,7 +102,7 @@ def test_names_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
         assert all(torch.equal(checkpoint.tensor(named), value) for named, value in expected.items())
 
 
-def test_what_stands_outside_holds_within(tmp_path: Path) -> None:
+def test_fields_outside_text_config_apply_too(tmp_path: Path) -> None:
     """Ends of a text, which only the whole's config.json names."""
     whole(tmp_path, "gemma3")
     place = tmp_path / "model" / "config.json"
@@ -138,7 +135,7 @@ def test_sizes_that_the_hubs_file_leaves_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["auto", "transformers"])
-def test_what_no_own_runtime_reads_is_refused_by_its_kind(runtime: str, tmp_path: Path) -> None:
+def test_a_language_model_of_an_unknown_kind_is_refused(runtime: str, tmp_path: Path) -> None:
     whole(tmp_path, "mistral3")
     place = tmp_path / "model" / "config.json"
     config = json.loads(place.read_text())
@@ -153,11 +150,4 @@ def test_a_draft_is_trained_for_it(tmp_path: Path) -> None:
     target = tmp_path / "model"
     fields = json.loads((target / "tokenizer_config.json").read_text())
     (target / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE}))
-    asked = settings(target, tmp_path / "run", tokens=600)
-    for stage in ("text", "train"):
-        distill(replace(asked, stage=stage), silent)
-    with outpace.load(str(target), str(tmp_path / "run" / "draft"), method="speculative", drafter="model") as llm:
-        drafted = llm.generate("hello world", max_tokens=20, ignore_eos=True)[0]
-    with outpace.load(str(target), method="autoregressive") as llm:
-        assert llm.generate("hello world", max_tokens=20, ignore_eos=True)[0].tokens == drafted.tokens
-    assert drafted.figures.drafted > 0
+    check_draft(target, make_draft(settings(target, tmp_path / "run", tokens=600)))

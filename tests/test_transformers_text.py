@@ -15,6 +15,7 @@ import tiny
 import torch
 import transformers
 from files import folder_of, write_gguf
+from safetensors.torch import load_file, save_file
 from turns import in_turn
 
 import outpace
@@ -62,11 +63,9 @@ def pair(name: str) -> tuple[Any, Any]:
 def generate(module: Any, tokenizer: Tokenizer, count: int, prompt: str = PROMPT) -> list[int]:
     """Greedy text by transformers itself."""
     ids = torch.tensor([tokenizer.encode(prompt)])
-    ends = {"eos_token_id": sorted(tokenizer.stop_ids), "pad_token_id": 0}
-    mask = torch.ones_like(ids)
-    return module.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **ends)[
-        0, ids.shape[1] :
-    ].tolist()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    written = module.generate(ids, eos_token_id=sorted(tokenizer.stop_ids), **options)
+    return written[0, ids.shape[1] :].tolist()
 
 
 def write(target: Loaded, draft: Loaded | None, how: str, count: int = 40, prompt: str = PROMPT) -> Any:
@@ -106,25 +105,20 @@ def test_a_draft_with_a_shorter_context_stops_drafting_there(how: str, tokenizer
             weight.copy_(module.get_parameter(name)[: len(weight)])
     target = load_model(module, tokenizer=tokenizer)
     with LLM(target, load_draft(short, target), **METHODS[how] | {"drafter": "model"}) as llm:
-        stream = llm.stream(PROMPT, max_tokens=60)
-        result = stream.finish()
+        result = llm.stream(PROMPT, max_tokens=60).finish()
+        beyond = llm.stream(PROMPT * 3, max_tokens=20).finish()  # the prompt alone is longer than the draft's context
     assert list(result.tokens) == generate(module, tokenizer, 60)
     assert 0 < result.figures.accepted <= 12
-    with LLM(target, load_draft(short, target), **METHODS[how] | {"drafter": "model"}) as llm:
-        beyond = llm.stream(PROMPT * 3, max_tokens=20).finish()  # the prompt alone is longer than the draft's context
     assert list(beyond.tokens) == generate(module, tokenizer, 20, PROMPT * 3)
     assert beyond.figures.drafted == 0
 
 
-def test_padded_vocabularies_just_work(tokenizer: Tokenizer) -> None:
+def test_vocabularies_may_be_padded_and_requests_batched(tokenizer: Tokenizer) -> None:
     wide, narrow = tiny.build("gpt2", vocab_size=304), tiny.build("gpt_neox")
     for big, small in ((wide, narrow), (narrow, wide)):
         target = load_model(big, tokenizer=tokenizer)
         result = write(target, load_draft(small, target), "model")
         assert list(result.tokens) == generate(big, tokenizer, 40)
-
-
-def test_requests_together_write_what_each_writes_alone(tokenizer: Tokenizer) -> None:
     target = load_model(pair("gemma2")[0], tokenizer=tokenizer)
     prompts = [PROMPT, "hello", "12 12 12 12 12 12 12 12 12"]
     with LLM(target, method="speculative") as llm:
@@ -159,14 +153,6 @@ def test_the_command_line_names_the_runtime_and_says_what_is_slow(tmp_path: Path
     assert f"{bloom}: chains only: every branch of a token tree costs a pass of its own" in capsys.readouterr().err
     with ModelFlags(target=bloom, options=LoadOptions(trust_remote_code=True)).open({}, quiet=True):
         assert capsys.readouterr().err == ""
-
-
-def test_the_library_takes_a_loaded_model(tokenizer: Tokenizer) -> None:
-    module, near = pair("gpt2")
-    with outpace.load(module, near, tokenizer=tokenizer) as llm:
-        result = llm.stream(PROMPT, max_tokens=30).finish()
-    assert list(result.tokens) == generate(module, tokenizer, 30)
-    assert result.method == "auto"
 
 
 def test_options_of_one_runtime_are_refused_by_the_other(tmp_path: Path) -> None:
@@ -208,43 +194,46 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"),
+    ("name", "content", "says"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded by transformers"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" * 99), "cannot be loaded by transformers"),
+        ("model.safetensors", "", "cannot be loaded by transformers"),
+        ("model.safetensors", "\x08" * 99, "cannot be loaded by transformers"),
         (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'),
-            r"gpt2-0 is a sequence-to-sequence model \(t5\): outpace takes decoder-only causal",
+            "config.json",
+            '{"model_type": "t5"}',
+            r"gpt2-0 is a sequence-to-sequence model \(t5\): outpace takes decoder",
         ),
-        (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "vits"}'),
-            "is no causal language model that transformers knows",
-        ),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "x"}'), "cannot be loaded by transformers"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), "the tokenizer of .* cannot be loaded"),
-        (
-            lambda folder: _drop(folder, "transformer.h.1.mlp.c_fc.weight"),
-            "lacks 1 of the model's weights, the first is",
-        ),
+        ("config.json", '{"model_type": "vits"}', "is no causal language model that transformers knows"),
+        ("config.json", '{"model_type": "x"}', "cannot be loaded by transformers"),
+        ("tokenizer.json", "{", "the tokenizer of .* cannot be loaded"),
     ],
-    ids=["no weights", "torn weights", "t5", "no causal model", "unknown", "tokenizer", "a weight"],
+    ids=["empty weights", "torn weights", "t5", "no causal model", "unknown", "tokenizer"],
 )
-def test_bad_files_are_one_sentence(tmp_path: Path, harm: Any, says: str) -> None:
+def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: str, says: str) -> None:
     folder = tiny.folder(tmp_path, "gpt2")
-    harm(folder)
+    (folder / name).write_text(content)
     with pytest.raises(UserError, match=says):
         load_model(folder, runtime="transformers")
 
 
-def _drop(folder: Path, name: str) -> None:
-    from safetensors.torch import load_file, save_file
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    weights = tiny.folder(tmp_path, "gpt2") / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 of the model's weights, the first is"):
+        load_model(weights.parent, runtime="transformers")
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot be loaded by transformers"):
+        load_model(weights.parent, runtime="transformers")
 
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-
-def test_a_loaded_model_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    own, near = pair("gpt2")
+    with outpace.load(own, near, tokenizer=tokenizer) as llm:
+        result = llm.stream(PROMPT, max_tokens=30).finish()
+    assert list(result.tokens) == generate(own, tokenizer, 30)
+    assert result.method == "auto"
     folder = tiny.folder(tmp_path, "gpt2")
     module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from files import CONFIG, folder_of, model_folder, weights, write_checkpoint, write_gguf
+from files import CONFIG, folder_of, model_folder, weights, write_checkpoint
 from test_tokenizer import sentence_piece
 from turns import in_turn
 
@@ -25,6 +25,7 @@ from outpace.core.types import Observation, Request
 from outpace.drafters import translated
 from outpace.drafters.translated import shared_tokens
 from outpace.engine.build import find_rule
+from outpace.models.base import Model
 from outpace.models.load import Loaded, load_model
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.toy import Toy
@@ -89,26 +90,28 @@ def test_the_text_is_plain_decodings(
     assert method == "auto" or sum(result.figures.drafted for result in found) > 0  # a draft as large as its target
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED])
-def test_the_same_model_under_other_ids_drafts_perfectly(folders: dict[str, Path], sampling: dict[str, Any]) -> None:
+def test_the_same_model_under_other_ids_drafts_perfectly(folders: dict[str, Path]) -> None:
     with load(folders, "shuffled", method="speculative") as llm:
-        found = llm.generate(CHAT, max_tokens=40, ignore_eos=True, **sampling)[0]
-    assert found.figures.mean_accepted_length > 4
-
-
-def test_a_ratio_rule_judges_what_it_draws(folders: dict[str, Path]) -> None:
+        for sampling in ({}, SAMPLED):
+            found = llm.generate(CHAT, max_tokens=40, ignore_eos=True, **sampling)[0]
+            assert found.figures.mean_accepted_length > 4
     with load(folders, "shuffled", method="speculative", rule="rejection") as llm:
-        found = [llm.generate(CHAT, max_tokens=30, ignore_eos=True, **SAMPLED)[0] for _ in range(2)]
-    assert found[0].tokens == found[1].tokens
-    assert found[0].figures.accepted > 10
+        first, second = (llm.generate(CHAT, max_tokens=30, ignore_eos=True, **SAMPLED)[0] for _ in range(2))
+    assert first.tokens == second.tokens
+    assert first.figures.accepted > 10
 
 
-def test_shared_tokens_stand_for_the_same_bytes(folders: dict[str, Path]) -> None:
+def test_shared_tokens_have_equal_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
     target, other = (Tokenizer.from_folder(folders[name]) for name in ("target", "shuffled"))
     pairs = shared_tokens(target, other)
     assert (np.diff(pairs[:, 0]) > 0).all()
     assert all(target.words[mine] == other.words[theirs] for mine, theirs in pairs.tolist())
     assert len(pairs) == len(target.words) - len(target.special_ids)
+    by_pieces = Tokenizer.from_folder(folder_of(sentence_piece(tmp_path / "pieces.gguf"), tmp_path / "pieces"))
+    shared = [
+        (target.words[mine], by_pieces.words[theirs]) for mine, theirs in shared_tokens(target, by_pieces).tolist()
+    ]
+    assert {("\u0120", "\u2581"), ("\u010a", "<0x0A>"), ("a", "a")} <= set(shared)
 
 
 class Words:
@@ -123,19 +126,11 @@ class Words:
         return {index: word.encode() for index, word in enumerate(self._words)}
 
 
-def test_tokens_of_byte_level_and_sentencepiece_vocabularies_are_compared_by_their_bytes(tmp_path: Path) -> None:
-    by_bytes = Tokenizer.from_folder(folder_of(write_gguf(tmp_path / "bytes.gguf"), tmp_path / "bytes"))
-    by_pieces = Tokenizer.from_folder(folder_of(sentence_piece(tmp_path / "pieces.gguf"), tmp_path / "pieces"))
-    pairs = [
-        (by_bytes.words[mine], by_pieces.words[theirs]) for mine, theirs in shared_tokens(by_bytes, by_pieces).tolist()
-    ]
-    assert {("\u0120", "\u2581"), ("\u010a", "<0x0A>"), ("a", "a")} <= set(pairs)
-
-
 def test_a_pair_without_common_tokens_is_refused(folders: dict[str, Path]) -> None:
     model = load_model(folders["target"], dtype="float32")
     given = BuildContext(model.model, model.model, Words("x"), Words("y"))
-    with pytest.raises(UserError, match="no token in common"):
+    assert isinstance(translated.build(translated.Options(by="text"), given=given), translated.ByText)
+    with pytest.raises(UserError, match=r"no token in common.*it may by text \(--by text\)"):
         translated.build(translated.Options(), given=given)
     with pytest.raises(UserError, match="needs a draft model"):
         translated.build(translated.Options(), given=given._replace(draft=None))
@@ -143,20 +138,18 @@ def test_a_pair_without_common_tokens_is_refused(folders: dict[str, Path]) -> No
         translated.build(translated.Options(), given=given._replace(tokenizer=None))
     with pytest.raises(UserError, match="width is 0"):
         translated.Options(width=0)
-
-
-def test_another_drafter_says_which_one_takes_such_a_draft(folders: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="unknown by 'words', allowed are text, tokens"):
+        translated.Options(by="words")
     with pytest.raises(UserError, match=r"does not fit the target.*drafter translated"):
         outpace.load(folders["target"], str(folders["shuffled"]), dtype="float32")
 
 
-def test_what_is_read_stays_the_text_cut_anew(folders: dict[str, Path]) -> None:
+def test_the_text_read_equals_the_text_tokenized_again(folders: dict[str, Path]) -> None:
     """Over an answer much longer than the tail that is cut again in each round."""
     with load(folders, "finer", method="speculative") as llm:
         drafter = llm.engine.drafting.drafter
         assert isinstance(drafter, translated.ByTokens)
-        rule = find_rule("auto", outpace.SamplingParams().sampling)
-        state = drafter.open(Request((5,), rule, 100))
+        state = drafter.open(request_of((5,), 100))
         text = llm.tokenizer.continuation("hello world 12 " * 30)
         for place, token in enumerate(text):
             drafter.observe(state, Observation([place], [token], TokenTree(token, place + 1, place + 2)))
@@ -201,22 +194,31 @@ def train_tokenizer(where: Path, texts: Sequence[str]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def trained(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded, str]:
-    """A target, a draft of other tokens that was trained on its answers, and a prompt."""
+def trained(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
+    """A target, and a draft with other tokens that was trained on its answers."""
     target = load_model(folders["target"], dtype="float32")
     with outpace.load(target, method="autoregressive") as llm:
         texts = [llm.generate(CHAT, max_tokens=60, ignore_eos=True)[0].text, "hello world 12 " * 4]
     tokenizer = train_tokenizer(tmp_path_factory.mktemp("trained") / "tokenizer", texts)
     cut = [tokenizer.continuation(text) for text in texts]
     draft = Counted(max(tokenizer.words) + 1, cut)
-    return target, Loaded(draft, tokenizer, "counted"), CHAT[0]["content"]
+    return target, Loaded(draft, tokenizer, "counted")
+
+
+def drafter_by_text(target: Loaded, draft: Model, tokenizer: Tokenizer) -> Any:
+    given = BuildContext(draft, target.model, tokenizer, target.tokenizer)
+    return translated.build(translated.Options(by="text"), given=given)
+
+
+def request_of(prompt: Sequence[int], max_tokens: int = 30) -> Request:
+    return Request(tuple(prompt), find_rule("auto", SamplingParams().sampling), max_tokens)
 
 
 @pytest.mark.parametrize(("by", "method"), in_turn(["text", "tokens"], ["speculative", "auto", "card"]))
 def test_a_draft_that_was_trained_with_its_own_tokenizer_drafts(
-    trained: tuple[Loaded, Loaded, str], by: str, method: str
+    trained: tuple[Loaded, Loaded], by: str, method: str
 ) -> None:
-    target, draft, _ = trained
+    target, draft = trained
     assert target.tokenizer.fingerprint != draft.tokenizer.fingerprint
     options: dict[str, Any] = {"worker": "inline"} if method == "card" else {}
     with outpace.load(target, draft, drafter="translated", method=method, by=by, profile=False, **options) as llm:
@@ -226,16 +228,13 @@ def test_a_draft_that_was_trained_with_its_own_tokenizer_drafts(
     assert method == "auto" or found.figures.accepted > 5, "it has read this answer"
 
 
-def test_by_text_tokens_are_offered_that_only_the_target_has(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_by_text_proposes_tokens_that_only_the_target_has(folders: dict[str, Path], tmp_path: Path) -> None:
     """The draft knows single characters alone, the target words."""
     target, tokenizer = load_model(folders["target"], dtype="float32"), train_tokenizer(tmp_path / "letters", ["a"])
     said = "hello world 12 "
     draft = Counted(max(tokenizer.words) + 1, [tokenizer.continuation(said * 4)])
-    given = BuildContext(draft, target.model, tokenizer, target.tokenizer)
-    drafter = translated.build(translated.Options(by="text"), given=given)
-    text = target.tokenizer.continuation(said)
-    request = Request(tuple(text), find_rule("auto", outpace.SamplingParams().sampling), 30)
-    state, tree = drafter.open(request), TokenTree(text[-1])
+    drafter, text = drafter_by_text(target, draft, tokenizer), target.tokenizer.continuation(said)
+    state, tree = drafter.open(request_of(text)), TokenTree(text[-1])
     for _ in range(14):
         drafter.grow([state], [tree])
     assert set(tree.tokens[1:]) - set(shared_tokens(target.tokenizer, tokenizer)[:, 0].tolist())
@@ -247,38 +246,22 @@ def test_by_text_tokens_are_offered_that_only_the_target_has(folders: dict[str, 
         node = below
 
 
-def test_by_text_a_pair_needs_no_common_token_and_by_tokens_it_is_told_so(trained: tuple[Loaded, Loaded, str]) -> None:
-    target, draft, _ = trained
-    given = BuildContext(draft.model, target.model, Words("y"), Words("x"))
-    assert isinstance(translated.build(translated.Options(by="text"), given=given), translated.ByText)
-    with pytest.raises(UserError, match=r"it may by text \(--by text\)"):
-        translated.build(translated.Options(), given=given)
-    with pytest.raises(UserError, match="unknown by 'words', allowed are text, tokens"):
-        translated.Options(by="words")
-
-
-def test_by_text_the_end_of_an_answer_is_not_drafted(trained: tuple[Loaded, Loaded, str]) -> None:
-    target, draft, _ = trained
+def test_by_text_the_end_of_an_answer_is_not_drafted(trained: tuple[Loaded, Loaded]) -> None:
+    target, draft = trained
     (end,) = draft.tokenizer.special_ids
-    silent = Counted(draft.model.vocab_size, [[end] * 50])
-    given = BuildContext(silent, target.model, draft.tokenizer, target.tokenizer)
-    drafter = translated.build(translated.Options(by="text"), given=given)
-    request = Request((5, 6), find_rule("auto", outpace.SamplingParams().sampling), 30)
-    state, tree = drafter.open(request), TokenTree(6)
-    assert drafter.grow([state], [tree]) == [0]
+    drafter = drafter_by_text(target, Counted(draft.model.vocab_size, [[end] * 50]), draft.tokenizer)
+    assert drafter.grow([drafter.open(request_of((5, 6)))], [TokenTree(6)]) == [0]
 
 
-def test_a_character_that_is_not_whole_is_waited_for(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_incomplete_character_is_not_proposed(folders: dict[str, Path], tmp_path: Path) -> None:
     """The draft writes its bytes one by one; nothing is offered that is no text yet."""
     target = load_model(folders["target"], dtype="float32")
     tokenizer = train_tokenizer(tmp_path / "bytes", ["a"])
     cut = tokenizer.continuation("\u00e9" * 20)
     assert len(cut) == 40
-    given = BuildContext(Counted(max(tokenizer.words) + 1, [cut]), target.model, tokenizer, target.tokenizer)
-    drafter = translated.build(translated.Options(by="text"), given=given)
+    drafter = drafter_by_text(target, Counted(max(tokenizer.words) + 1, [cut]), tokenizer)
     text = target.tokenizer.continuation("\u00e9\u00e9")
-    request = Request(tuple(text), find_rule("auto", outpace.SamplingParams().sampling), 30)
-    state, tree = drafter.open(request), TokenTree(text[-1])
+    state, tree = drafter.open(request_of(text)), TokenTree(text[-1])
     drafter.grow([state], [tree])
     drafter.grow([state], [tree])
     path, node = [], 0
@@ -288,7 +271,7 @@ def test_a_character_that_is_not_whole_is_waited_for(folders: dict[str, Path], t
     assert target.tokenizer.decode(path) == "\u00e9\u00e9"
 
 
-def test_a_pause_gives_the_session_back_and_what_is_too_long_is_not_read(
+def test_a_pause_frees_the_session_and_a_text_that_is_too_long_is_not_read(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(folders, "finer", method="speculative") as llm:

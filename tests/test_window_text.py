@@ -84,21 +84,16 @@ def texts(name: str, count: int, longest: int) -> Iterable[tuple[list[int], int]
 @pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", DECODERS)
 def test_each_piece_is_that_of_whole_decoding(name: str, count: int) -> None:
+    """And they add up, where the text of damaged bytes is never revised."""
     decode = DECODERS[name][0]
     for ids, step in texts(name, count, 6 * WINDOW_MAX):
-        windowed, whole = WindowStream(decode), WholeText(decode)
+        windowed, whole, pieces = WindowStream(decode), WholeText(decode), []
         for at in range(0, len(ids), step):
-            assert windowed.push(ids[at : at + step]) == whole.push(ids[at : at + step]), ids[: at + step]
-        assert windowed.finish() == whole.finish(), ids
-
-
-@pytest.mark.parametrize("name", ["WordPiece", "Metaspace", "BPEDecoder", "CTC", "dropped bytes", "joined", "numbered"])
-def test_the_pieces_add_up(name: str) -> None:
-    decode = DECODERS[name][0]
-    for ids, step in texts(name, 60, 6 * WINDOW_MAX):
-        stream = WindowStream(decode)
-        pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
-        assert "".join(pieces) + stream.finish() == decode(ids), ids
+            pieces.append(windowed.push(ids[at : at + step]))
+            assert pieces[-1] == whole.push(ids[at : at + step]), ids[: at + step]
+        pieces.append(windowed.finish())
+        assert pieces[-1] == whole.finish(), ids
+        assert name in ("ByteLevel", "ByteFallback") or "".join(pieces) == decode(ids), ids
 
 
 def test_no_character_is_cut() -> None:
@@ -139,7 +134,7 @@ def test_decoded_ids_for_a_token_do_not_grow_with_the_text(name: str, count: int
 
 @pytest.mark.parametrize("silent", [9, 130])
 def test_decoded_ids_stay_few_while_there_is_no_text(silent: int) -> None:
-    """Tokens that are not shown (9 of nine words), bytes that are no character."""
+    """For special tokens (9 of WordPiece) and bytes of no character."""
     counted = Counted(DECODERS["WordPiece" if silent == 9 else "ByteLevel"][0])
     stream = WindowStream(counted)
     for _ in range(4000):

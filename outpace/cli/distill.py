@@ -63,10 +63,7 @@ class ShapeFlags:
 
     panel: ClassVar[str] = "Draft"
     layers: str = flag("3", "Layers of the draft: a number, or the indices of target layers, as in 0,14,29.")
-    hidden: int | None = flag(None, "Width of the draft; the default is the target's.")
-    init: str = flag(
-        "layers", "Start from the target's layers (layers), random weights (fresh) or a draft (folder, or shipped)."
-    )
+    init: str = flag("layers", "Start from the target's layers (layers) or a draft (folder, or shipped).")
     vocab: int = flag(0, "Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.")
 
 
@@ -240,7 +237,7 @@ def _options(
         device=device,
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
         tasks=tuple(evaluation.tasks or ()),
-        shape=shape_from_options(shape.layers, shape.hidden, shape.init, shape.vocab, target),
+        shape=shape_from_options(shape.layers, shape.init, shape.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
         train=train,
         evaluation=EvaluationOptions(evaluation.judged, seed=seed),

@@ -11,6 +11,7 @@ from outpace.core.errors import UserError, install_command
 from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Evaluation
 from outpace.distill.options import DRAFT, TRAINING
 from outpace.distill.train import CURVE
+from outpace.distill.training_state import read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.llama.config.llama_config import from_dict
@@ -128,13 +129,6 @@ def plot(found: Evaluation, curve: Sequence[Mapping[str, Any]], file: Path) -> N
         raise UserError(f"the plot cannot be written to {file} ({error.strerror})") from error
 
 
-def read_curve(file: Path) -> list[dict[str, Any]]:
-    """Read the points of a learning curve; none if there was no training."""
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
 def read_state(folder: Path) -> dict[str, Any]:
     """Read the record of a run; empty if there is none."""
     return read_json(folder / STATE) if (folder / STATE).exists() else {}
@@ -153,7 +147,7 @@ def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[s
     config = read_json(draft / "config.json")
     ours = config.get("outpace", {})
     facts = {"layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"])}
-    facts |= {"from the target's layers": str(ours.get("target_layers") or "none, fresh weights")}
+    facts |= {"from the target's layers": str(ours.get("target_layers"))}
     if state.get("draft"):
         facts["training continued from"] = state["draft"]
     if "draft_vocab_size" in ours:

@@ -17,7 +17,7 @@ from outpace.distill.export import VOCAB_FILE, chosen_vocab_ids, read_vocab_ids,
 from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
-from outpace.distill.report import PLOT, plot, read_curve, read_state, record, write_card
+from outpace.distill.report import PLOT, plot, read_state, record, write_card
 from outpace.distill.start import draft_config, new_student, target_config, trained_shapes
 from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
@@ -80,7 +80,7 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
     if shape.vocab > sizes.vocab_size:
         raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
     config = from_dict(draft_config(checkpoint.config, shape))
-    trained = trained_shapes(config, sizes)
+    trained = trained_shapes(config)
     chosen_vocab_ids(folder, shape.vocab)
     if shape.draft is not None:
         with Checkpoint.open(shape.draft) as draft:
@@ -156,7 +156,7 @@ def _new_student(options: DistillOptions, target: Path, samples: Sequence[Sample
             ids = frequent_tokens(samples, size, shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))
         folder.mkdir(parents=True, exist_ok=True)
         save_vocab_ids(folder / VOCAB_FILE, ids)
-    return new_student(target, shape, ids, options.train.seed, options.device)
+    return new_student(target, shape, ids, options.device)
 
 
 def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evaluation:
@@ -183,7 +183,7 @@ def save_evaluation(options: DistillOptions, found: Evaluation) -> None:
 def write_plot(options: DistillOptions, found: Evaluation) -> Path:
     """Write the plot; for the draft made by this run, also to its folder and model card. UserError if that fails."""
     file, draft = options.out / PLOT, options.out / DRAFT
-    plot(found, read_curve(options.out / TRAINING / CURVE), file)
+    plot(found, training_state.read_curve(options.out / TRAINING / CURVE), file)
     if found.draft == str(draft):
         shutil.copyfile(file, draft / PLOT)
         write_card(options.out, found, options.target)

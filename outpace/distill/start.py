@@ -1,4 +1,4 @@
-"""Initialises a draft: with layers of its target, a projection of them, fresh weights, or an earlier draft."""
+"""Initialises a draft with layers of its target, or with an earlier draft."""
 
 from __future__ import annotations
 
@@ -7,54 +7,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import UserError, check_whole
 from outpace.distill.export import VOCAB_FILE, read_vocab_ids
-from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
+from outpace.distill.student import FROZEN, Student
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, shipped_model
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.config.families import BY_LAYER
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
-from outpace.models.llama.config.rope import LongScaling
 
-INITS = ("layers", "fresh")
-SHIPPED = "shipped"
-HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+LAYERS, SHIPPED = "layers", "shipped"  # values of `init`
 WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layers, see docs/log.md
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The shape and initial weights of a draft.
+    """The shape and initial weights of a draft, which has the target's width.
 
-    `layers` is a count, or a list of the target's layers as in "0,14,29"; `hidden` None means the target's width. With
-    `draft`, training continues from that draft's weights, and `init` is how these were once initialised.
+    `layers` is a count, or a list of the target's layers as in "0,14,29". With `draft`, training continues from that
+    draft's weights.
     """
 
     layers: str = "3"
-    hidden: int | None = None
-    init: str = "layers"
     vocab: int = 0  # size of the draft's vocabulary; 0: all tokens
     draft: Path | None = None  # the folder of a draft for the same target, packed or whole
 
     def __post_init__(self) -> None:
-        if self.init not in INITS:
-            raise unknown("init", self.init, INITS)
         check_whole("vocab", self.vocab, 0)
-        if self.hidden is not None:
-            check_whole("hidden", self.hidden, 8)
 
     @classmethod
     def of_draft(cls, folder: Path) -> DraftShape:
         """Return the shape of the draft in `folder`, to continue its training; UserError if there is none."""
         if not (folder / "config.json").is_file():
-            raise UserError(
-                f"init is {str(folder)!r}, it must be {', '.join(INITS)}, {SHIPPED} or the folder of a draft"
-            )
+            raise UserError(f"init is {str(folder)!r}, it must be {LAYERS}, {SHIPPED} or the folder of a draft")
         with Checkpoint.open(folder) as checkpoint:
             sizes, ours = from_dict(checkpoint.config), checkpoint.config.get("outpace") or {}
         layers = ours.get("target_layers")
@@ -65,20 +53,20 @@ class DraftShape:
             if ids[-1] >= sizes.vocab_size:
                 raise UserError(f"{file} names token {int(ids[-1])}, the draft has {sizes.vocab_size} tokens")
             vocab = len(ids)
-        return cls(named, sizes.hidden_size, "layers" if layers else "fresh", vocab, folder)
+        return cls(named, vocab, folder)
 
 
-def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> DraftShape:
+def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
     """Return the shape for these options; `init` may also be a draft's folder, or `shipped`.
 
     `shipped` is the draft that comes with outpace for the target of this name. UserError if a shape is given together
     with a draft, which has its own.
     """
-    if init in INITS:
-        return DraftShape(layers, hidden, init, vocab)
+    if init == LAYERS:
+        return DraftShape(layers, vocab)
     shape = DraftShape.of_draft(Path(resolve_draft("init", init, target)))
-    if DraftShape(layers, hidden, vocab=vocab) != DraftShape():
-        raise UserError(f"the draft {init} has a shape of its own: leave out --layers, --hidden and --vocab")
+    if DraftShape(layers, vocab) != DraftShape():
+        raise UserError(f"the draft {init} has a shape of its own: leave out --layers and --vocab")
     return shape
 
 
@@ -125,16 +113,9 @@ def draft_config(config: dict[str, Any], shape: DraftShape) -> dict[str, Any]:
     made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
     made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read
     made |= _layer_fields(config, sizes, layers)
-    made["outpace"] = {"target_layers": layers if shape.init == "layers" else None, "draft_window": WINDOW}
+    made["outpace"] = {"target_layers": layers, "draft_window": WINDOW}
     if shape.vocab:
         made["outpace"]["draft_vocab_size"] = shape.vocab
-    if shape.hidden is not None:
-        if shape.hidden > sizes.hidden_size:
-            raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
-        if isinstance(sizes.rope_scaling, LongScaling) and shape.hidden != sizes.hidden_size:
-            own = f"the target's own {sizes.hidden_size}"
-            raise UserError(f"hidden is {shape.hidden}, drafts for a target with LongRoPE have {own}: leave it out")
-        made["hidden_size"] = shape.hidden
     return made
 
 
@@ -152,30 +133,25 @@ def _layer_fields(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequenc
     return fields
 
 
-def new_student(target: Path, shape: DraftShape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
-    """Return the untrained draft; with the target's width, its embeddings and output layer are the target's, frozen."""
+def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu") -> Student:
+    """Return the untrained draft, whose embeddings and output layer are the target's."""
     with open_folder(target) as checkpoint:
         sizes = target_config(checkpoint)
         config = from_dict(draft_config(checkpoint.config, shape))
         layers = pick_layers(shape, sizes.num_layers)
         tensors = {name: checkpoint.tensor(_target_name(name, layers)).float() for name in tensor_shapes(config)}
-    if config.hidden_size != sizes.hidden_size:
-        tensors = _project(tensors, config, sizes)
-    trained = trained_shapes(config, sizes)
     if shape.draft is not None:
+        trained = trained_shapes(config)
         with Checkpoint.open(shape.draft) as draft:
             draft.check_shapes(trained)
             tensors |= {name: draft.tensor(name).float() for name in trained}
-    elif shape.init == "fresh":
-        tensors |= _fresh_weights(config, tensors, seed)
     tensors = {name: value.to(device) for name, value in tensors.items()}
-    return Student(config, tensors, trained.keys(), None if ids is None else ids.to(device))
+    return Student(config, tensors, None if ids is None else ids.to(device))
 
 
-def trained_shapes(config: LlamaConfig, target: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the trained tensors' shapes: without embeddings and output layer if the draft has the target's width."""
-    frozen = (EMBEDDING, HEAD) if config.hidden_size == target.hidden_size else ()
-    return {name: shape for name, shape in tensor_shapes(config).items() if name not in frozen}
+def trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a draft's trained tensors."""
+    return {name: shape for name, shape in tensor_shapes(config).items() if name not in FROZEN}
 
 
 def _target_name(name: str, layers: Sequence[int]) -> str:
@@ -184,42 +160,3 @@ def _target_name(name: str, layers: Sequence[int]) -> str:
     if parts[1] == "layers":
         parts[2] = str(layers[int(parts[2])])
     return ".".join(parts)
-
-
-def _project(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConfig) -> dict[str, Tensor]:
-    """Project the target's tensors onto the principal directions of its embeddings, one per dimension of the draft.
-
-    In models that scale embeddings by the root of their width, the scale is compensated.
-    """
-    embedding = tensors[EMBEDDING]
-    _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # ascending eigenvalues
-    basis = vectors[:, -config.hidden_size :]  # [hidden, width]
-    made = dict(tensors)
-    for name, value in tensors.items():
-        if value.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS):
-            made[name] = (basis**2).T @ value  # mean gain of each direction
-        elif name.rpartition(".")[0].endswith(("o_proj", "down_proj")):
-            made[name] = basis.T @ value
-        elif value.dim() == 2 and value.shape[1] == len(basis):
-            made[name] = value @ basis
-    ratio = target.embedding_scale / config.embedding_scale
-    made[EMBEDDING] = made[EMBEDDING] * ratio
-    if config.tie_embeddings:
-        made[NORM] = (made[NORM] + config.norm_offset) / ratio - config.norm_offset
-    return made
-
-
-def _fresh_weights(config: LlamaConfig, tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return random weights for everything but embeddings, final norm and output layer."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, value in tensors.items():
-        if name in (EMBEDDING, HEAD, NORM):
-            continue
-        if value.dim() == 2:
-            is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-            spread = 0.02 / (2 * config.num_layers) ** 0.5 if is_output else 0.02
-            made[name] = torch.randn(value.shape, generator=generator) * spread
-        else:
-            made[name] = torch.full_like(value, 0.0 if name.endswith("bias") else 1.0 - config.norm_offset)
-    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from outpace.models.llama.config.rope import Rotation
 from outpace.models.llama.torch.rope_tables import frequencies_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+FROZEN = (EMBEDDING, HEAD)  # tensors that are not trained
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class PackedRows:
 class Student:
     """The weights of a draft in training; `ids` is its reduced vocabulary, None: all tokens."""
 
-    def __init__(
-        self, config: LlamaConfig, tensors: Mapping[str, Tensor], trained: Collection[str], ids: Tensor | None
-    ) -> None:
-        """Copy `tensors`, float32 by Hugging Face names; those in `trained` are trained."""
+    def __init__(self, config: LlamaConfig, tensors: Mapping[str, Tensor], ids: Tensor | None) -> None:
+        """Copy `tensors`, float32 by Hugging Face names."""
         self.config, self.ids = config, ids
-        self.tensors = {name: value.detach().clone().requires_grad_(name in trained) for name, value in tensors.items()}
-        self._rows: Tensor | None = None  # cached rows of a frozen output layer
+        self.tensors = {
+            name: value.detach().clone().requires_grad_(name not in FROZEN) for name, value in tensors.items()
+        }
+        head = self.tensors[EMBEDDING if config.tie_embeddings else HEAD]
+        self._head = head if ids is None else head[ids]  # [ids, hidden]
 
     @property
     def device(self) -> torch.device:
@@ -60,17 +62,7 @@ class Student:
         for layer in range(config.num_layers):
             table, mask = tables.get(config.rotation(layer)), masks[config.window(layer)]
             x = self._layer(f"model.layers.{layer}.", x, table, mask)
-        return F.linear(self._normed(x.flatten(0, 1)[batch.scored], NORM), self._head_rows()).float()
-
-    def _head_rows(self) -> Tensor:
-        """Return the output layer's rows of the draft's vocabulary: [ids, hidden]."""
-        if self._rows is not None:
-            return self._rows
-        weight = self.tensors[EMBEDDING if self.config.tie_embeddings else HEAD]
-        rows = weight if self.ids is None else weight[self.ids]
-        if not weight.requires_grad:
-            self._rows = rows
-        return rows
+        return F.linear(self._normed(x.flatten(0, 1)[batch.scored], NORM), self._head).float()
 
     def _layer(self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
         """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding."""

@@ -104,7 +104,9 @@ class Trainer:
         if found is None:
             return False
         self.state = TrainingState(**found)
-        training_state.cut_curve(self.folder / CURVE, self.state.step)
+        points = training_state.read_curve(self.folder / CURVE)
+        kept = [point for point in points if point["step"] <= found["step"]]  # the others are newer than the checkpoint
+        (self.folder / CURVE).write_text("".join(f"{json.dumps(point)}\n" for point in kept))
         return True
 
     def run(self, progress: Progress, save: Callable[[Student], None] = lambda student: None) -> None:
@@ -126,7 +128,7 @@ class Trainer:
             if now - saved >= options.save_every:
                 self.checkpoint(mean, progress, save)
                 saved = time.monotonic()
-        if not training_state.has_point(self.folder / CURVE, state.step):
+        if state.step not in [point["step"] for point in training_state.read_curve(self.folder / CURVE)]:
             self.checkpoint(mean, progress, save)
         else:  # a finished run was started again
             save(self.student)

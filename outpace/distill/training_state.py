@@ -75,14 +75,7 @@ def check(folder: Path, trained: Mapping[str, Sequence[int]]) -> dict[str, Any] 
     return progress
 
 
-def has_point(file: Path, step: int) -> bool:
-    """Whether the learning curve ends with the point of this step."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return bool(lines) and json.loads(lines[-1])["step"] == step
-
-
-def cut_curve(file: Path, step: int) -> None:
-    """Remove the points written after the checkpoint of this step."""
-    if file.exists():
-        lines = [line for line in file.read_text().splitlines() if line.strip() and json.loads(line)["step"] <= step]
-        file.write_text("".join(f"{line}\n" for line in lines))
+def read_curve(file: Path) -> list[dict[str, Any]]:
+    """Read the points of a learning curve; none if there was no training."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.strip()]
