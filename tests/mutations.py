@@ -92,12 +92,12 @@ def key_by_call_order(keyed: Original) -> Original:
 
 def hang_dead_on_root(insert: Original) -> Original:
     def mutated(self: Any, layer: Any) -> int:
-        root, known, moved = self._tree.ids[0], set(self._nodes), []
-        for candidate in layer.nodes:
-            parent = candidate.parent_id if candidate.parent_id in known else root
-            moved.append(candidate._replace(parent_id=parent))
-            known.add(candidate.node_id)
-        return insert(self, layer._replace(nodes=moved))
+        root, known, moved = self._tree.ids[0], {*self._tree.ids}, []
+        ids, parents, *others = layer.nodes
+        for node_id, parent in zip(ids, parents, strict=True):
+            moved.append(parent if parent in known else root)
+            known.add(node_id)
+        return insert(self, layer._replace(nodes=(ids, moved, *others)))
 
     return mutated
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doubles import QuickToy, decoder_of, make_drafter, make_request, write
+from doubles import Candidate, QuickToy, decoder_of, layer_of, make_drafter, make_request, write
 
-from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
+from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Await, Commit, Draft, Request, Verify
@@ -114,7 +114,7 @@ def test_an_error_after_the_pass_ends_only_its_request() -> None:
 @pytest.mark.parametrize(("layers", "depth", "has"), [(1, 0, True), (2, 0, False), (0, 2, True), (1, 3, False)])
 def test_a_cache_knows_its_layers_and_its_depth(layers: int, depth: int, has: bool) -> None:
     cache = CandidateCache(5)
-    cache.insert(CandidateLayer(0, [Candidate(1, 0, 7, -0.1, Role.PRIMARY), Candidate(2, 1, 8, -0.1, Role.PRIMARY)]))
+    cache.insert(layer_of(0, [Candidate(1, 0, 7, -0.1, Role.PRIMARY), Candidate(2, 1, 8, -0.1, Role.PRIMARY)]))
     assert cache.has_grown(layers, depth) is has
     cache.wait(layers, 0.0, depth)
     cache.give_up()

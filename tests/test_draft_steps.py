@@ -162,7 +162,7 @@ def test_steps_taken_ahead_outlive_a_correction() -> None:
             pair.grow([0])
         assert pair.forwards == [4, 1]
         node = max(range(len(pair.tree)), key=pair.tree.depth)
-        path = list(pair.tree.ancestry(node))[::-1]
+        path = pair.tree.path(node)
         pair.follow(0, path[:-1], pair.tree.tokens[node], is_alone)
         for _ in range(2):
             pair.grow([0])
@@ -188,7 +188,7 @@ def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
             number = rng.choice(some)
             tree = pair.trees[0][number]
             node = rng.randrange(len(tree))
-            path = list(tree.ancestry(node))[::-1]
+            path = tree.path(node)
             below = [tree.tokens[child] for child in tree.children(node)]
             token = rng.choice(below) if below and rng.random() < 0.7 else rng.randrange(model.vocab_size)
             pair.follow(number, path, token, rng.random() < 0.5)

@@ -101,7 +101,7 @@ def test_without_replacement_ends_with_the_support() -> None:
     added = draw_children(tree, 0, Q, request_of("without_replacement"), 4)
     assert added == 3
     assert sorted(tree.drawn[0].tokens) == [0, 1, 2]
-    assert tree.siblings[0] is Siblings.WITHOUT_REPLACEMENT
+    assert tree.siblings_of(0) == Siblings.WITHOUT_REPLACEMENT
 
 
 def test_each_draw_has_a_key_of_its_own() -> None:

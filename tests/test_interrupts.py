@@ -13,10 +13,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from doubles import Empty, QuickToy, make_drafter, make_request, within
+from doubles import Candidate, Empty, QuickToy, layer_of, make_drafter, make_request, within
 
 from outpace.api.shared_engine import FairLock
-from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, Correction
+from outpace.card.cache import CandidateCache, Correction
 from outpace.card.thread import ThreadWorker
 from outpace.core.tree import Role
 from outpace.core.types import Verdict
@@ -276,12 +276,12 @@ def test_an_interrupted_target_leaves_the_candidates_open(call: Callable[[Candid
     def once(interrupt: Interrupt) -> None:
         cache = CandidateCache(3)
         cache.insert(
-            CandidateLayer(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)])
+            layer_of(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)])
         )
         try:
             interrupt.run(lambda: call(cache))
         except KeyboardInterrupt:
-            within(SECONDS, lambda: cache.insert(CandidateLayer(cache.query(1).ids[0], [])))
+            within(SECONDS, lambda: cache.insert(layer_of(cache.query(1).ids[0], [])))
 
     assert everywhere(once) > 3
 

@@ -47,7 +47,7 @@ MODELS = {
     "runtimes": 5,
     "load": 6,
 }
-ALLOWED_IN_CORE = {"torch", "numpy", "triton"}  # triton comes with torch for CUDA
+ALLOWED_IN_CORE = {"torch", "numpy", "outpace_kernels", "triton"}  # triton comes with torch for CUDA
 HEAVY = ("torch", "transformers", "ray", "fastapi", "matplotlib", "huggingface_hub", "gguf")
 REGISTRIES = ("drafters", "decoders")  # one method per file; methods never import each other
 

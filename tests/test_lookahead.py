@@ -11,7 +11,7 @@ import pytest
 from doubles import QuickToy, decode, make_request, write
 
 from outpace.core.drafting import TargetFeedback
-from outpace.core.tree import Role, TokenTree, path_to
+from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._composite import SharedTree
 from outpace.drafters.lookahead import LookaheadDrafter, Options
@@ -35,7 +35,7 @@ def says(text: Sequence[int]) -> int:
 
 def judged(tree: TokenTree, text: Sequence[int], rows: int) -> TargetFeedback:
     """What the drafter is shown of the first nodes of a tree behind a text."""
-    found = [says([*text[:-1], *(tree.tokens[node] for node in path_to(tree, end))]) for end in range(rows)]
+    found = [says([*text[:-1], *(tree.tokens[node] for node in tree.path(end))]) for end in range(rows)]
     return TargetFeedback(tree.ids[:rows], tree.tokens[:rows], np.array(found)[:, None])
 
 
@@ -102,7 +102,7 @@ def test_phrases_of_the_pool_are_candidates_and_the_window_is_not() -> None:
         state.pool.learn(4, phrase)
     tree = TokenTree(4)
     assert drafter.grow([state], [tree]) == [len(tree) - 1]
-    candidates = [node for node in range(1, len(tree)) if tree.roles[node] is not Role.PROBE]
+    candidates = [node for node in range(1, len(tree)) if tree.roles[node] != Role.PROBE]
     assert [tree.tokens[node] for node in candidates] == [9, 9, 7, 8]
     assert len(tree) == 1 + 4 + 3
     assert drafter.grow([state], [tree]) == [0], "the window is there already"

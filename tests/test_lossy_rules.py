@@ -32,7 +32,7 @@ from turns import case, in_turn
 from outpace.core.distribution import TokenDistribution, one_hot
 from outpace.core.errors import UserError
 from outpace.core.stats import RoundStats
-from outpace.core.tree import Role, path_to
+from outpace.core.tree import Role
 from outpace.core.types import Verdict
 from outpace.rules._relaxed import Relaxed
 from outpace.rules.adaptive import importance
@@ -208,8 +208,8 @@ def test_the_longest_path_of_good_tokens_counts_and_may_end_late(seed: int) -> N
             return 100 + int(judged)
 
     for rows in range(1, len(tree) + 1):  # the other nodes are late
-        paths = [path_to(tree, node) for node in range(len(tree))]
-        paths = [path for path in paths if all(tree.roles[node] is not Role.PROBE for node in path)]
+        paths = [tree.path(node) for node in range(len(tree))]
+        paths = [path for path in paths if all(tree.roles[node] != Role.PROBE for node in path)]
         taken = [p for p in paths if all(a < rows and tree.tokens[b] in good[a] for a, b in itertools.pairwise(p))]
         longest = max(taken, key=len)
         own = 100 + longest[-1] if longest[-1] < rows else None

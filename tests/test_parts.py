@@ -8,10 +8,11 @@ import threading
 
 import numpy as np
 import pytest
+from doubles import Candidate, layer_of
 import torch
 from torch import Tensor
 
-from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
+from outpace.card.cache import CandidateCache
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import DraftDirectives
 from outpace.core.sampling import Sampling, log_probs
@@ -118,12 +119,12 @@ def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
     cache = CandidateCache(5)
     tree = cache.query(4)
     cache.correct(tree, Verdict([0], 7), 1)
-    cache.insert(CandidateLayer(0, []))  # nothing more below the root that is gone
+    cache.insert(layer_of(0, []))  # nothing more below the root that is gone
     assert cache.layers == 0
-    cache.insert(CandidateLayer(-1, []))
+    cache.insert(layer_of(-1, []))
     assert cache.layers > 0
-    assert cache.insert(CandidateLayer(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
-    assert cache.insert(CandidateLayer(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
+    assert cache.insert(layer_of(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
+    assert cache.insert(layer_of(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
     assert cache.counts["orphan"] == 1
 
 

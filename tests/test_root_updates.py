@@ -69,7 +69,7 @@ class UpdatedPair(Pair):
         if before is not None:
             self._roots -= 1
             return RootMove([before.root_id], [token], self._roots)
-        nodes = list(tree.ancestry(node))[::-1]
+        nodes = tree.path(node)
         child = tree.child(node, token)
         if child is None:
             self._roots -= 1

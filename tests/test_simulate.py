@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import turns
-from doubles import collect_warnings, decode, make_drafter, write
+from doubles import Candidate, collect_warnings, decode, layer_of, make_drafter, write
 from test_card_fuzz import TARGETS, random_clock, random_requests
 
-from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, VisibilityOptions
+from outpace.card.cache import CandidateCache, VisibilityOptions
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
@@ -259,7 +259,7 @@ def filled() -> CandidateCache:
     rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]
     rows += [(5, 1, -0.1, main), (6, 2, -1.5, main), (7, 2, -1.4, rest), (8, 3, -0.1, main)]
     cache.insert(
-        CandidateLayer(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows])
+        layer_of(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows])
     )
     return cache
 
@@ -290,7 +290,7 @@ def test_late_nodes_count_only_if_enabled(late: bool) -> None:
     cache.visibility = VisibilityOptions(late=late)
     tree = cache.query(2)
     cache.insert(
-        CandidateLayer(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)])
+        layer_of(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)])
     )
     assert cache.add_late_children(tree) == (2 if late else 0)
     kind, correction = cache.correct(tree, Verdict([0], 10), 2)

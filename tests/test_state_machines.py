@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import reference
 import torch
-from doubles import QuickToy, make_drafter, make_request, write
+from doubles import Candidate, QuickToy, layer_of, make_drafter, make_request, write
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,7 +26,7 @@ from passes import native_tiny, tiny
 from test_memory import GIB, SYSTEM, check
 from torch import Tensor
 
-from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, VisibilityOptions
+from outpace.card.cache import CandidateCache, VisibilityOptions
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX, Role, TokenTree
@@ -119,13 +119,13 @@ class CacheMachine(RuleBasedStateMachine):
             if candidate.node_id not in self.live:
                 self.dead.append(candidate.node_id)
         before = self.cache.layers, self.cache.counts["orphan"]
-        assert self.cache.insert(CandidateLayer(self.root, nodes)) == added
+        assert self.cache.insert(layer_of(self.root, nodes)) == added
         assert (self.cache.layers, self.cache.counts["orphan"]) == (before[0] + (added > 0), before[1] + orphans)
 
     @rule(is_stale=st.booleans())
     def offer_nothing(self, is_stale: bool) -> None:
         before = self.cache.counts["exhausted"]
-        assert self.cache.insert(CandidateLayer(self.root + 1000 * is_stale, ())) == 0
+        assert self.cache.insert(layer_of(self.root + 1000 * is_stale, ())) == 0
         assert self.cache.counts["exhausted"] == before + (not is_stale)
         self.cache.wait(10**6 if not is_stale else 0, 60.0)  # who waits is let go
 
@@ -186,7 +186,7 @@ class CacheMachine(RuleBasedStateMachine):
             written.append(verdict.next_token)
             found = self.child(path[-1], verdict.next_token)
             is_hit = found is not None and self.sees(found)
-            kind = self.live[found].role.value if found is not None and is_hit else "miss"
+            kind = self.live[found].role.label if found is not None and is_hit else "miss"
             self.misses += not is_hit
             root = found if found is not None and is_hit else -self.misses
         else:

@@ -244,6 +244,7 @@ NB_MODULE(_native, m) {
           "first_zero"_a, "out"_a);
 
     bind_rank(m);
+    bind_tree(m);
 
     nb::class_<Room>(m, "Room").def(nb::init<>());
 

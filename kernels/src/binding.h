@@ -38,4 +38,7 @@ void bind_forward(nb::class_<Model>& model);
 /// Binds `rank`.
 void bind_rank(nb::module_& m);
 
+/// Binds token trees.
+void bind_tree(nb::module_& m);
+
 }  // namespace outpace

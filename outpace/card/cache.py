@@ -17,29 +17,21 @@ from heapq import nlargest
 from math import exp
 from typing import NamedTuple
 
-from outpace.core.tree import Role, TokenTree, best_nodes, depths
+from outpace.core.tree import Role, TokenTree, best_nodes
 from outpace.core.types import Verdict
 
 _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
 
 
-class Candidate(NamedTuple):
-    """A node on its way into the cache. `log_prob`: log of the estimated probability that the target continues from the
-    parent to it. It is relative to the parent, because path scores change whenever the root moves."""
-
-    node_id: int
-    parent_id: int
-    token: int
-    log_prob: float
-    role: Role
-
-
 class CandidateLayer(NamedTuple):
     """A message from the drafter: the nodes that it added below `root_id` since its last layer, parents first. A layer
-    without nodes says that it adds no more below this root."""
+    without nodes says that it adds no more below this root.
+
+    `nodes`: ids, ids of the parents, tokens, roles, and the log of the estimated probability that the target continues
+    from the parent to the node. It is relative to the parent, because path scores change whenever the root moves."""
 
     root_id: int
-    nodes: Sequence[Candidate]
+    nodes: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[float]] = ((), (), (), (), ())
 
 
 class Correction(NamedTuple):
@@ -75,7 +67,6 @@ class CandidateCache:
 
     def __init__(self, root_token: int) -> None:
         self._tree = TokenTree(root_token)
-        self._nodes = {0: 0}  # node by id
         self._lock = threading.Lock()
         self._news = threading.Lock()  # released when something was inserted
         self.layers = 0  # inserted since the last correction
@@ -97,19 +88,10 @@ class CandidateCache:
     def insert(self, layer: CandidateLayer) -> int:
         """Insert the nodes of a layer whose parents are still there; return how many. Called by the drafter's side."""
         with self._lock:
-            added = 0
-            if not layer.nodes and layer.root_id == self._tree.ids[0]:
+            if not layer.nodes[0] and layer.root_id == self._tree.ids[0]:
                 self._give_up()
-            for candidate in layer.nodes:
-                parent = self._nodes.get(candidate.parent_id)
-                if parent is None:
-                    self.counts["orphan"] += 1
-                    continue
-                score = self._tree.scores[parent] + candidate.log_prob
-                node = self._tree.add(parent, candidate.token, score, candidate.role, node_id=candidate.node_id)
-                if node is not None:
-                    self._nodes[candidate.node_id] = node
-                    added += 1
+            added, orphans = self._tree.insert(layer.nodes)
+            self.counts["orphan"] += orphans
             self.layers += added > 0
             self._notify()
             return added
@@ -124,8 +106,9 @@ class CandidateCache:
         all, and of the `num_leaves` best without children (the root, if it has no children)."""
         with self._lock:
             tree = self._tree
-            best = nlargest(num_nodes, tree.scores[1:])
-            leaves = nlargest(num_leaves, [score for node, score in enumerate(tree.scores) if not tree.children(node)])
+            scores = [*tree.scores]
+            best = nlargest(num_nodes, scores[1:])
+            leaves = nlargest(num_leaves, [score for node, score in enumerate(scores) if not tree.has_children(node)])
         return list(map(exp, best)), list(map(exp, leaves))
 
     def query(self, budget: int) -> TokenTree:
@@ -143,13 +126,9 @@ class CandidateCache:
         """Add to a queried tree the children that its nodes got since the query; they were not verified. Return their
         number."""
         with self._lock:
-            places = {node_id: node for node, node_id in enumerate(tree.ids)}
             verified = len(tree)
-            for node in range(self._seen, len(self._tree)):
-                parent = places.get(self._tree.ids[self._tree.parents[node]])
-                if parent is not None and self._sees(node):
-                    mine = self._tree
-                    tree.add(parent, mine.tokens[node], mine.scores[node], mine.roles[node], node_id=mine.ids[node])
+            if self.visibility.late:
+                tree.adopt(self._tree, self._seen, self.visibility.secondary)
             return len(tree) - verified
 
     def correct(self, tree: TokenTree, verdict: Verdict, verified: int) -> tuple[str, Correction]:
@@ -161,14 +140,14 @@ class CandidateCache:
         path = [tree.ids[node] for node in verdict.path]
         tokens = [tree.tokens[node] for node in verdict.path[1:]]
         with self._lock:
-            root: int | None = self._nodes[path[-1]]
+            root = self._tree.find(path[-1])
             kind = "late"
             if verdict.next_token is not None:
                 tokens.append(verdict.next_token)
                 assert root is not None
                 root = self._tree.child(root, verdict.next_token)
                 root = None if root is None or not (self.visibility.keep_subtree and self._sees(root)) else root
-                kind = "miss" if root is None else self._tree.roles[root].value
+                kind = "miss" if root is None else Role(self._tree.roles[root]).label
             elif verdict.path[-1] >= verified:
                 path.pop()  # the late child becomes the root
                 root, kind = (root, kind) if self.visibility.keep_subtree else (None, "miss")
@@ -184,7 +163,7 @@ class CandidateCache:
         if self.layers < layers or not depth or self.is_given_up:
             return self.layers >= layers
         with self._lock:
-            return max(depths(self._tree.parents)) >= depth
+            return self._tree.deepest >= depth
 
     def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
         """Wait until `has_grown` holds, for at most this many seconds."""
@@ -201,8 +180,8 @@ class CandidateCache:
     def _sees(self, node: int) -> bool:
         """Whether the target may see a node. A node of B that has children was expanded, so it counts as one of C."""
         is_early = self.visibility.late or node < self._seen
-        is_primary = self._tree.roles[node] is not Role.SECONDARY
-        return is_early and (self.visibility.secondary or is_primary or bool(self._tree.children(node)))
+        is_primary = self._tree.roles[node] != Role.SECONDARY
+        return is_early and (self.visibility.secondary or is_primary or self._tree.has_children(node))
 
     def _notify(self) -> None:
         """Wake a waiter; called under the lock."""
@@ -221,7 +200,6 @@ class CandidateCache:
             self._tree = TokenTree(token, root_id=-self.epoch, next_id=self._tree.next_id)
         else:
             self._tree = self._tree.copy(self._tree.subtree(root))
-        self._nodes = {node_id: node for node, node_id in enumerate(self._tree.ids)}
 
 
 def _best_chain(tree: TokenTree, count: int) -> list[int]:

@@ -9,10 +9,10 @@ from queue import Empty, SimpleQueue
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-from outpace.card.cache import Candidate, CandidateLayer, Correction
+from outpace.card.cache import CandidateLayer, Correction
 from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives
 from outpace.core.errors import UserError
-from outpace.core.tree import TokenTree, depths
+from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 
 
@@ -75,7 +75,7 @@ class DraftedRequest:
     def is_done(self) -> bool:
         """Whether the directives say to stop growing."""
         layers, depth, *_ = self.directives
-        return (layers is not None and self.layers >= layers) or 0 < depth <= max(depths(self.tree.parents))
+        return (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
 
 
 def check_concurrent(drafter: Drafter) -> None:
@@ -153,12 +153,7 @@ class DraftLoop:
         """Return the nodes of a tree that were not published yet."""
         tree, start = drafted.tree, drafted.published
         drafted.published = len(tree)
-        nodes = []
-        for node in range(start, len(tree)):
-            parent = tree.parents[node]
-            log_prob = tree.scores[node] - tree.scores[parent]
-            nodes.append(Candidate(tree.ids[node], tree.ids[parent], tree.tokens[node], log_prob, tree.roles[node]))
-        return CandidateLayer(tree.ids[0], nodes)
+        return CandidateLayer(tree.ids[0], tree.delta(start))
 
     def _read_inbox(self) -> None:
         while not self.inbox.empty():  # only this thread takes messages out
@@ -193,7 +188,9 @@ class DraftLoop:
         """Re-root a tree: after a hit the subtree lives on; after a miss only the new root exists."""
         old = drafted.tree
         if correction.is_hit:
-            drafted.tree = old.copy(old.subtree(old.ids.index(correction.root_id)))
+            root = old.find(correction.root_id)
+            assert root is not None  # the cache knows only nodes that came from this tree
+            drafted.tree = old.copy(old.subtree(root))
         else:
             drafted.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
         self.drafter.observe(drafted.state, Observation(correction.path, correction.tokens, drafted.tree))

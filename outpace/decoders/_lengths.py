@@ -43,7 +43,7 @@ class Heuristic(Fixed):
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         if len(tree) > 1:
-            longer = not any(tree.roles[child] is not Role.PROBE for child in tree.children(path[-1]))
+            longer = not any(tree.roles[child] != Role.PROBE for child in tree.children(path[-1]))
             self.most = min(256, self.most + 2) if longer else max(1, self.most - 1)
 
 
@@ -85,7 +85,7 @@ class Expected(Fixed):
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
         best = max(new, key=tree.scores.__getitem__)
-        nodes = [node for node in tree.ancestry(best) if node]
+        nodes = [node for node in tree.path(best) if node]
         return 1.0 - math.prod(self._acceptance(chance_of(tree, node)) for node in nodes) > self._doubt
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ def _judged(tree: TokenTree, path: Sequence[int]) -> list[tuple[float, bool]]:
     """Return the chance of the likeliest child of each accepted node, and whether the child was accepted."""
     found = []
     for node, following in zip(path, [*path[1:], None], strict=True):
-        children = [child for child in tree.children(node) if tree.roles[child] is not Role.PROBE]
+        children = [child for child in tree.children(node) if tree.roles[child] != Role.PROBE]
         if children:
             best = max(children, key=tree.scores.__getitem__)
             found.append((chance_of(tree, best), best == following))

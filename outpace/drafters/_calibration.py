@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import repeat
-from operator import truediv
 from typing import Any
 
-from outpace.core.multi_step import MIN_COVERAGE, ScoreCalibration
+from outpace_kernels import left_open, log_chances, log_softmax_at
+
+from outpace.core.multi_step import ScoreCalibration
 from outpace.core.stats import BatchedUpdates
 from outpace.core.types import Observation, Request, TopK
 
@@ -80,17 +80,7 @@ class PickModel:
     def log_chances(self, values: Sequence[float], count: int | None = None) -> list[float]:
         """Return the log probabilities of the first `count` proposals. `values` (log q, or log q + g) are those of all
         proposals, best first."""
-        top, temperature, coverage = values[0], self._temperature, self._coverage.value
-        if self._has_shares:
-            coverage = max(MIN_COVERAGE, 1.0 - self._open.value * _left_open(values))
-        logs = []
-        for value in values:
-            logs.append((value - top) / temperature)
-        shift = math.log(coverage / sum(map(math.exp, logs)))
-        logs = logs[:count]
-        for number, value in enumerate(logs):
-            logs[number] = value + shift
-        return logs
+        return log_chances(*self.trust, values, len(values) if count is None else count)
 
     @property
     def trust(self) -> ScoreCalibration:
@@ -101,21 +91,12 @@ class PickModel:
         """The target picked proposal number `picked` of these values, or none of them (None)."""
         self._coverage.learn(picked is not None)
         if self._has_shares:
-            self._open.learn(picked is None, _left_open(values))
+            self._open.learn(picked is None, left_open(values))
         if picked is None:
             return
-        top = max(values)
-        below = [value - top for value in values]
-        for number, temperature in enumerate(_TEMPERATURES):  # faster than numpy for so few numbers
-            shares = sum(map(math.exp, map(truediv, below, repeat(temperature))))
-            gain = below[picked] / temperature - math.log(shares)
+        for number, gain in enumerate(log_softmax_at(values, picked, _TEMPERATURES)):
             self._likelihoods[number] = self._likelihoods[number] * _MEMORY + gain
         self._temperature = _TEMPERATURES[self._likelihoods.index(max(self._likelihoods))]
-
-
-def _left_open(values: Sequence[float]) -> float:
-    """Return the probability that these shares (log q) leave to all other tokens."""
-    return max(0.0, 1.0 - sum(map(math.exp, values)))
 
 
 def _learn(pick: _Pick) -> None:

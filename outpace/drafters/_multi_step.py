@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError
@@ -317,7 +316,7 @@ def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
     node."""
     state, tree, _ = job
     opened = []
-    for node in sorted(node for _, node in nsmallest(most, state.open)):
+    for node in state.frontier.peek(most):
         above = state.slots.get(tree.ids[tree.parents[node]]) if node else PREFIX
         if above is not None:
             found = OpenNode(tree.scores[node], tree.tokens[node], tree.depth(node), above)

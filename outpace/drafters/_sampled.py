@@ -101,7 +101,7 @@ def draw_children(
     left = q
     while len(tokens) < count:
         tokens.append(request.rule.random_source.draw(key.again(len(tokens)), left))
-        if kind is Siblings.WITHOUT_REPLACEMENT and len(tokens) < count:
+        if kind == Siblings.WITHOUT_REPLACEMENT and len(tokens) < count:
             left = left.without(tokens[-1])
             if not left.total > 0:
                 break

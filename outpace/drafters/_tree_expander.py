@@ -7,10 +7,11 @@ decides for itself which children the scores become.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
+
+from outpace_kernels import Frontier
 
 from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.logits import SparseLogits, token_scores
@@ -34,7 +35,7 @@ def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, cou
         child
         for node in chain
         for child in tree.children(node)
-        if child not in on_chain and tree.roles[child] is not Role.PROBE
+        if child not in on_chain and tree.roles[child] != Role.PROBE
     ]
     others.sort(key=lambda node: (-tree.scores[node], node))
     tips = [chain[-1]]  # including the last token: the bonus token after it is an outcome too
@@ -44,8 +45,8 @@ def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, cou
             tips.append(branch[-1])
     chosen: dict[int, None] = {}
     for tip in tips:
-        above = [node for node in tree.ancestry(tip) if tree.ids[node] not in expanded]
-        chosen |= dict.fromkeys(above[::-1]) if tree.ids[tip] not in expanded else {}
+        above = [node for node in tree.path(tip) if tree.ids[node] not in expanded]
+        chosen |= dict.fromkeys(above) if tree.ids[tip] not in expanded else {}
     return sorted(list(chosen)[:count])
 
 
@@ -53,7 +54,7 @@ def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
     """Return the node and at most `length` descendants, following the likeliest child."""
     chain = [node]
     while len(chain) <= length:
-        children = [child for child in tree.children(chain[-1]) if tree.roles[child] is not Role.PROBE]
+        children = [child for child in tree.children(chain[-1]) if tree.roles[child] != Role.PROBE]
         if not children:
             break
         chain.append(max(children, key=lambda child: (tree.scores[child], -child)))
@@ -68,8 +69,8 @@ _MAX_WINDOWS = 3  # a session may grow to this many times the window
 class ExpansionState(DraftState):
     """A request's state: its session, and which tree nodes were expanded.
 
-    `slots`: the pending node of the session that holds a tree node, by node id. `open`: nodes that may be expanded,
-    among the first `seen` of the tree, as a heap of (-path score, node). `start`: position in the text where the
+    `slots`: the pending node of the session that holds a tree node, by node id. `frontier`: nodes that
+    may be expanded. `start`: position in the text where the
     session begins.
 
     Between calls, either committed tokens are missing from the session and nothing is pending; or nothing but the root
@@ -78,8 +79,7 @@ class ExpansionState(DraftState):
 
     session: Any = None
     slots: dict[int, int] = field(default_factory=dict)
-    open: list[tuple[float, int]] = field(default_factory=list)
-    seen: int = 0
+    frontier: Frontier = field(default_factory=Frontier)
     start: int = 0
     directives: DraftDirectives = UNRESTRICTED
     ranked_by_model: bool = field(init=False)  # proposals are the highest scores, so the model can rank them itself
@@ -151,7 +151,8 @@ class TreeExpander:
 
     def pause(self, state: ExpansionState) -> None:
         """Release the session's memory; it is read again when the next nodes are expanded."""
-        state.slots, state.open, state.seen = {}, [], 0
+        state.slots = {}
+        state.frontier.reset()
         if self._on_base:
             state.session = None
         else:
@@ -204,14 +205,14 @@ class TreeExpander:
         """Apply directives from now on; the open nodes are determined again if they depend on them."""
         before, state.directives = state.directives, directives
         if directives.floor != before.floor or directives.outcomes or before.outcomes:
-            state.open, state.seen = [], 0
+            state.frontier.reset()
 
     def follow(self, state: ExpansionState, seen: Observation, extra: Sequence[int] = ()) -> None:
         """Commit the tokens that the target accepted, and keep what lives on in its new tree; drop everything pending
         in a borrowed session. `extra`: further pending nodes to keep, which are not in a tree yet; they are numbered
         after the others."""
         state.tokens += seen.tokens
-        state.open, state.seen = [], 0
+        state.frontier.reset()
         if self._on_base:
             state.slots = {}
             return
@@ -231,11 +232,10 @@ class TreeExpander:
                 live.append(slots[node])
         state.session.keep(path, [*live, *extra])
 
-    def _frontier(self, state: ExpansionState, tree: TokenTree, is_retry: bool = False) -> list[int]:
+    def _frontier(self, state: ExpansionState, tree: TokenTree) -> list[int]:
         """Return the unexpanded nodes worth a place in the next forward, parents first. A parent's score is at least
         its child's, so a node is chosen after or together with its parent."""
-        count = len(tree)
-        if count >= self._tree_nodes:
+        if len(tree) >= self._tree_nodes:
             return []
         room = state.room
         width = min(state.directives.width or self._width, self._width)
@@ -244,24 +244,12 @@ class TreeExpander:
             return [node for node in tips if tree.depth(node) <= room]
         floor = self._floor if state.directives.floor is None else _log(state.directives.floor)
         floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule needs q after every token
-        ids, scores, roles = tree.ids, tree.scores, tree.roles
-        for node in range(state.seen, count):
-            is_worthy = scores[node] >= floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
-            if is_worthy and (count <= room or tree.depth(node) <= room):
-                heappush(state.open, (-scores[node], node))
-        state.seen = count
-        most, best = min(width, len(state.open)), []
-        if self._on_base:
-            most = min(most, state.session.free)
-        for _ in range(most):
-            best.append(heappop(state.open)[1])
-        if not is_retry and not _have_parents(best, tree, state.slots):  # another drafter has raised scores since
-            state.open, state.seen = [], 0
-            return self._frontier(state, tree, is_retry=True)
-        if tree.max_nodes is not None:
-            bound = tree.bound()
-            best = [node for node in best if scores[node] >= bound]
-        return sorted(best)
+        most = min(width, state.session.free) if self._on_base else width
+        nodes = state.frontier.next(tree, state.slots, most, floor, room)
+        if nodes is None:  # another drafter has raised scores since
+            state.frontier.reset()
+            nodes = state.frontier.next(tree, state.slots, most, floor, room) or []
+        return nodes
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
         """Read one chunk for each request that lacks more while others wait; return the places of these requests."""
@@ -358,14 +346,6 @@ class ModelRunningDrafter(Drafter):
         state.session = state.base = None
 
 
-def _have_parents(nodes: Sequence[int], tree: TokenTree, expanded: Mapping[int, int]) -> bool:
-    """Whether each node's parent is among the nodes or already expanded."""
-    for node in nodes:
-        if node and (parent := tree.parents[node]) not in nodes and tree.ids[parent] not in expanded:
-            return False
-    return True
-
-
 def _log(chance: float) -> float:
     return math.log(chance) if chance else -math.inf
 
@@ -381,8 +361,4 @@ def rows_of(jobs: Sequence[ExpansionJob]) -> list[Row]:
 
 def tokens_below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
     """Return the tokens from below the root down to a node."""
-    tokens = []
-    while node:
-        tokens.append(tree.tokens[node])
-        node = tree.parents[node]
-    return tuple(tokens[::-1])
+    return tuple(tree.path_tokens(node))

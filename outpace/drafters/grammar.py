@@ -13,7 +13,7 @@ from heapq import nlargest
 
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, whole
-from outpace.core.tree import TokenTree, path_to
+from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Source
 from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of
 
@@ -72,7 +72,7 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
 
     def _forced(self, state: GrammarState, tree: TokenTree, node: int) -> list[int]:
         assert state.request.constraint is not None
-        path = [tree.tokens[above] for above in path_to(tree, node)[1:]]
+        path = [tree.tokens[above] for above in tree.path(node)[1:]]
         try:
             return state.request.constraint.forced(state.tokens, path)[: self._options.forced]
         except UserError:  # a failed constraint ends its request in the target pass

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter, sub
+from operator import sub
 from typing import Any
 
 from outpace.core.drafting import BuildContext, DraftDirectives
@@ -32,7 +32,6 @@ from outpace.rules.base import top_k_rows
 DRAWS = True
 COST = "a forward of the draft model for each layer"
 _CHILDREN = 2  # children per expanded node that a forward may always add
-_SCORE = itemgetter(0)
 
 
 @dataclass(frozen=True)
@@ -206,26 +205,15 @@ class ModelDrafter(ModelRunningDrafter):
         """Add the best children below the frontier: the best `width` of them all are primary (CARD's cache C), the
         others secondary (B). The best child of each node is added whatever its probability, so that the node does not
         look unexpanded."""
-        directives, width, least = state.directives, self._options.width, tree.min_score
+        directives, width = state.directives, self._options.width
         if directives.width:
             width = min(directives.width, width)
-        children: list[tuple[float, int, int]] = []  # (path score, node, token)
-        for node, (tokens, values) in zip(frontier, offers, strict=True):
-            if not tokens:
-                continue  # the constraint allows none of the draft's tokens
-            state.offers[tree.ids[node]] = (tokens, values)
-            score = tree.scores[node]
-            for number, log_prob in enumerate(state.pick_model.log_chances(values, width)):
-                if score + log_prob < least and number:
-                    break
-                children.append((score + log_prob, node, tokens[number]))
-        if len(frontier) > 1:
-            children.sort(key=_SCORE, reverse=True)
-        before = len(tree)
-        room = self._options.tree_nodes - before
-        most = max(_CHILDREN * width, int(room * directives.share))
-        tree.attach_children(children[: min(room, most)], width)
-        return len(tree) - before
+        for node, offer in zip(frontier, offers, strict=True):
+            if offer[0]:  # otherwise the constraint allows none of the draft's tokens
+                state.offers[tree.ids[node]] = offer
+        room = self._options.tree_nodes - len(tree)
+        most = min(room, max(_CHILDREN * width, int(room * directives.share)))
+        return tree.attach_offers(frontier, offers, *state.pick_model.trust, width, most)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

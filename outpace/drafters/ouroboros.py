@@ -154,7 +154,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
             tree.scores[child] = max(tree.scores[child], agreed)
             node = child
         state.end = tree.ids[node]
-        state.open, state.seen = [], 0  # scores have changed
+        state.frontier.reset()  # scores have changed
         return state.end != began
 
     def _reuse(self, state: OuroborosState, seen: Observation) -> None:

@@ -15,7 +15,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logits import Scores
 from outpace.core.logprobs import token_logprobs
 from outpace.core.stats import RoundStats
-from outpace.core.tree import Role, TokenTree, depths
+from outpace.core.tree import Role, TokenTree
 from outpace.core.types import (
     Adjustments,
     Commit,
@@ -309,10 +309,10 @@ class TokenSequence:
         accepted = min(length, emitted)  # a stop or the limit may have cut off some
         drafted = 0
         if len(tree) > 1:
-            deep, roles = depths(tree.parents), tree.roles
+            deep, roles = tree.depths, tree.roles
             judged = range(1, rows) if path[-1] < rows else (*range(1, rows), path[-1])  # a late node ends the path
             for node in judged:
-                if roles[node] is not Role.PROBE:
+                if roles[node] != Role.PROBE:
                     drafted, longest = drafted + 1, max(longest, deep[node])
                     history.drafted[sources[node] or UNKNOWN] += 1  # Counter.update is slower for few items
             for node in path[1 : accepted + 1]:

@@ -60,7 +60,7 @@ class AcceptanceModel:
         tree, path = judged
         promised, walked, sources, trusts = dict[str, float](), dict[str, int](), tree.sources, self._trust
         for node in range(1, len(sources)):
-            if sources[node] in trusts and tree.roles[node] is not Role.PROBE:  # a probe predicts nothing for a round
+            if sources[node] in trusts and tree.roles[node] != Role.PROBE:  # a probe predicts nothing for a round
                 promised[sources[node]] = promised.get(sources[node], 0.0) + exp(tree.scores[node])
         for node in path[1:]:
             walked[sources[node]] = walked.get(sources[node], 0) + 1

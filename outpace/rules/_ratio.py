@@ -16,7 +16,7 @@ from outpace.core.adjust import adjust_logits
 from outpace.core.distribution import UNFILTERED, DecisionKey, TokenDistribution, distribution_of, one_hot
 from outpace.core.logits import host_array
 from outpace.core.noise import ACCEPT, RESIDUAL
-from outpace.core.tree import Role, Siblings, TokenTree, path_to
+from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules.base import LogProbRule
 
@@ -75,9 +75,9 @@ class RatioRule(LogProbRule):
 
     def groups(self, tree: TokenTree, node: int, scores: NodeScores) -> Iterator[SiblingGroup]:
         """Yield the children of a node in the groups in which they are to be tried."""
-        children = [child for child in tree.children(node) if tree.roles[child] is not Role.PROBE]
-        kind = tree.siblings.get(node, Siblings.PICKED)
-        if kind is Siblings.PICKED:
+        children = [child for child in tree.children(node) if tree.roles[child] != Role.PROBE]
+        kind = tree.siblings_of(node)
+        if kind == Siblings.PICKED:
             for child in children:
                 token = tree.tokens[child]
                 yield SiblingGroup(one_hot(token), [DrawnToken(token, child, key_of(scores.row, tree.ids[child]))])
@@ -85,7 +85,7 @@ class RatioRule(LogProbRule):
             drawn = tree.drawn[node]
             if kind is not self.traits.siblings or (len(drawn.tokens) > 1 and not self.traits.several_draws):
                 name = type(self).__module__.rpartition(".")[2]
-                raise ValueError(f"{name} is not exact for {len(drawn.tokens)} {kind.value} children of node {node}")
+                raise ValueError(f"{name} is not exact for {len(drawn.tokens)} {kind.label} children of node {node}")
             yield SiblingGroup(drawn.q, _draws(tree, children, drawn.tokens, scores.row))
 
 
@@ -176,7 +176,7 @@ class BottomUp(RatioRule):
                 q = q.without(token)
         if not self.random_source.accepts(scores.key(ACCEPT), weight):
             return None
-        return Verdict(path_to(tree, node), self.random_source.draw(scores.key(RESIDUAL), p))
+        return Verdict(tree.path(node), self.random_source.draw(scores.key(RESIDUAL), p))
 
 
 def without_child(weight: float, p: TokenDistribution, q: TokenDistribution) -> tuple[float, TokenDistribution]:

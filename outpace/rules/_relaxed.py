@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.tree import Role, Siblings, TokenTree, path_to
+from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules._ratio import NodeScores
 from outpace.rules.base import LogProbRule
@@ -42,13 +42,13 @@ class Relaxed(LogProbRule):
         good: dict[int, Callable[[int], bool]] = {}
         for node in range(1, len(tree)):
             parent = tree.parents[node]
-            if parent not in depth or parent >= len(picks) or tree.roles[node] is Role.PROBE:
+            if parent not in depth or parent >= len(picks) or tree.roles[node] == Role.PROBE:
                 continue
             if parent not in good:
                 good[parent] = self.acceptable(picks[parent])
             if good[parent](tree.tokens[node]):
                 depth[node] = depth[parent] + 1
-        path = path_to(tree, max(depth, key=depth.__getitem__))
+        path = tree.path(max(depth, key=depth.__getitem__))
         own = [self._own(picks[node]) for node in path if node < len(picks)]
         relaxed = sum(tree.tokens[node] != token for node, token in zip(path[1:], own, strict=False))
         return Verdict(path, own[-1] if len(own) == len(path) else None, relaxed)

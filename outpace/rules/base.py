@@ -15,7 +15,7 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.logits import Scores, SparseLogits, host_rows, stable_top_k, tensor_of
 from outpace.core.sampling import Sampling, log_probs
-from outpace.core.tree import Siblings, TokenTree
+from outpace.core.tree import TokenTree
 from outpace.core.types import Pick, Request, Row, Rule, TopK, Verdict
 
 if TYPE_CHECKING:
@@ -38,24 +38,13 @@ class LogProbRule(Rule):
         return ranked(scores, [row.request.sampling for row in rows], count, ids=held.ids)
 
 
-def follow_picks(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] = int) -> Verdict:
+def follow_picks(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] | None = None) -> Verdict:
     """Walk from the root along the picks. This is exact for picked siblings only.
 
-    `read(picks[i])` is the token that the target writes after node i; nodes from len(picks) on have no pick. If the
+    `picks[i]`, or `read(picks[i])`, is the token that the target writes after node i; nodes from len(picks) on have no pick. If the
     path ends on one of these, the verdict has no next token.
     """
-    path = [0]
-    while path[-1] < len(picks):
-        node = path[-1]
-        siblings = tree.siblings.get(node, Siblings.PICKED)
-        if siblings is not Siblings.PICKED:
-            raise ValueError(f"this rule is exact for picked siblings only, node {node} has {siblings.value}")
-        token = read(picks[node])
-        child = tree.child(node, token)
-        if child is None:
-            return Verdict(path, token)
-        path.append(child)
-    return Verdict(path, None)
+    return Verdict(*tree.follow([*picks], read))
 
 
 def picks_best_scores(request: Request) -> bool:

@@ -1,0 +1,246 @@
+// Python bindings of token trees.
+#include <nanobind/make_iterator.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+
+#include "binding.h"
+#include "tree.h"
+
+namespace outpace {
+namespace {
+
+/// A column of a tree's nodes, which behaves like a Python list that only its tree can change.
+enum class Kind { tokens, parents, scores, roles, ids, sources, depths };
+
+/// Names of sources, shared by all trees; the first is that of an unknown source.
+std::vector<std::string>& source_names() {
+    static std::vector<std::string> names{""};
+    return names;
+}
+
+int16_t number_of(const std::string& name) {
+    auto& names = source_names();
+    const auto place = std::find(names.begin(), names.end(), name);
+    if (place != names.end()) return static_cast<int16_t>(place - names.begin());
+    if (names.size() >= 32767) throw std::invalid_argument("there are too many sources");
+    names.push_back(name);
+    return static_cast<int16_t>(names.size() - 1);
+}
+
+struct Column {
+    nb::object owner;  // keeps the tree alive
+    TokenTree* tree;
+    Kind kind;
+
+    nb::object at(Py_ssize_t node) const {
+        switch (kind) {
+            case Kind::tokens: return nb::steal(PyLong_FromLong(tree->tokens[node]));
+            case Kind::parents: return nb::steal(PyLong_FromLong(tree->parents[node]));
+            case Kind::scores: return nb::steal(PyFloat_FromDouble(tree->scores[node]));
+            case Kind::roles: return nb::steal(PyLong_FromLong(tree->roles[node]));
+            case Kind::ids: return nb::steal(PyLong_FromLongLong(tree->ids[node]));
+            case Kind::depths: return nb::steal(PyLong_FromLong(tree->depths[node]));
+            default: return nb::cast(source_names()[tree->sources[node]]);
+        }
+    }
+
+    Py_ssize_t checked(Py_ssize_t node) const {
+        if (node < 0) node += tree->size();
+        if (node < 0 || node >= tree->size()) throw nb::index_error("no such node");
+        return node;
+    }
+
+    nb::list list(Py_ssize_t first, Py_ssize_t step, Py_ssize_t count) const {
+        PyObject* found = PyList_New(count);
+        if (!found) throw nb::python_error();
+        for (Py_ssize_t n = 0; n < count; ++n) PyList_SET_ITEM(found, n, at(first + n * step).release().ptr());
+        return nb::steal<nb::list>(found);
+    }
+    nb::list list() const { return list(0, 1, tree->size()); }
+
+    nb::object get(nb::handle key) const {
+        if (PySlice_Check(key.ptr())) {
+            Py_ssize_t first, end, step;
+            if (PySlice_Unpack(key.ptr(), &first, &end, &step) < 0) throw nb::python_error();
+            return list(first, step, PySlice_AdjustIndices(tree->size(), &first, &end, step));
+        }
+        return at(checked(nb::cast<Py_ssize_t>(key)));
+    }
+};
+
+template <Kind kind>
+Column column(nb::handle self) {
+    return {nb::borrow(self), nb::inst_ptr<TokenTree>(self), kind};
+}
+
+using DeltaTuple = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int>, std::vector<int>,
+                              std::vector<double>>;
+
+DeltaTuple delta_of(const TokenTree& tree, int first) {
+    Delta one = tree.delta(first);
+    return {std::move(one.ids), std::move(one.parents), std::move(one.tokens), std::move(one.roles),
+            std::move(one.log_probs)};
+}
+
+std::pair<int, int> insert(TokenTree& tree, DeltaTuple given) {
+    auto& [ids, parents, tokens, roles, log_probs] = given;
+    if (parents.size() != ids.size() || tokens.size() != ids.size() || roles.size() != ids.size() ||
+        log_probs.size() != ids.size())
+        throw std::invalid_argument("every node needs an id, a parent, a token, a role and a log probability");
+    return tree.insert({std::move(ids), std::move(parents), std::move(tokens), std::move(roles), std::move(log_probs)});
+}
+
+int attach_offers(TokenTree& tree, const std::vector<int>& frontier,
+                  const std::vector<std::tuple<std::vector<int>, std::vector<double>>>& offers, double temperature,
+                  double coverage, std::optional<double> open, int width, int most) {
+    std::vector<Offers> found;
+    for (const auto& [tokens, values] : offers) found.push_back({tokens, values});
+    return tree.attach_offers(frontier, found, {temperature, coverage, open.value_or(-1.0)}, width, most);
+}
+
+/// Follows the tokens `read(pick)`, for the picks of walked nodes alone, or the picks themselves (None).
+std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree, const nb::list& picks,
+                                                           nb::handle read) {
+    return tree.follow(static_cast<int>(picks.size()), [&](int node) {
+        return nb::cast<int64_t>(read.is_none() ? nb::object(picks[node]) : read(picks[node]));
+    });
+}
+
+/// Takes in new nodes that are not expanded (`slots`: ids of those that are), score at least `floor` and are no deeper
+/// than `deepest`; then removes the best `count`. None if one of them has a parent that neither is expanded nor among
+/// them: a score was raised since.
+std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const nb::dict& slots, int count,
+                                           double floor, int deepest) {
+    const auto is_expanded = [&](int node) { return slots.contains(nb::int_(tree.ids[node])); };
+    frontier.extend(tree, [&](int node) {
+        return tree.scores[node] >= floor && tree.depths[node] <= deepest && !is_expanded(node);
+    });
+    std::vector<int> nodes = frontier.pop(count);
+    for (const int node : nodes) {
+        const int parent = tree.parents[node];
+        if (node && std::find(nodes.begin(), nodes.end(), parent) == nodes.end() && !is_expanded(parent))
+            return std::nullopt;
+    }
+    const double least = tree.bound({});
+    std::erase_if(nodes, [&](int node) { return tree.scores[node] < least; });
+    std::sort(nodes.begin(), nodes.end());
+    return nodes;
+}
+
+}  // namespace
+
+void bind_tree(nb::module_& m) {
+    nb::class_<Column>(m, "Column")
+        .def("__len__", [](const Column& one) { return one.tree->size(); })
+        .def("__getitem__", &Column::get)
+        .def("__setitem__",
+             [](const Column& one, Py_ssize_t node, double score) {
+                 if (one.kind != Kind::scores) throw nb::type_error("only path scores can be changed");
+                 one.tree->scores[one.checked(node)] = score;
+             })
+        .def("__iter__", [](const Column& one) { return nb::iter(one.list()); })
+        .def("__eq__",
+             [](const Column& one, nb::handle other) -> nb::object {
+                 const bool is_column = nb::isinstance<Column>(other);
+                 if (!is_column && !nb::isinstance<nb::list>(other)) return nb::borrow(Py_NotImplemented);
+                 const nb::object list = is_column ? nb::cast<const Column&>(other).list() : nb::borrow(other);
+                 return nb::bool_(one.list().equal(list));
+             })
+        .def("__repr__", [](const Column& one) { return nb::repr(one.list()); })
+        .def("__contains__", [](const Column& one, nb::handle value) { return nb::cast<bool>(one.list().attr("__contains__")(value)); })
+        .def("count", [](const Column& one, nb::handle value) { return one.list().attr("count")(value); })
+        .def("index", [](const Column& one, nb::handle value) { return one.list().attr("index")(value); });
+
+    nb::class_<TokenTree>(m, "TokenTree")
+        .def(nb::init<int, int64_t, int64_t>(), "token"_a, "root_id"_a = 0, "next_id"_a = 1)
+        .def("__len__", &TokenTree::size)
+        .def_prop_ro("tokens", &column<Kind::tokens>)
+        .def_prop_ro("parents", &column<Kind::parents>)
+        .def_prop_ro("scores", &column<Kind::scores>)
+        .def_prop_ro("roles", &column<Kind::roles>)
+        .def_prop_ro("ids", &column<Kind::ids>)
+        .def_prop_ro("sources", &column<Kind::sources>)
+        .def_prop_ro("depths", &column<Kind::depths>)
+        .def_rw("next_id", &TokenTree::next_id)
+        .def_rw("min_score", &TokenTree::min_score)
+        .def_prop_rw("max_nodes",
+                     [](const TokenTree& tree) {
+                         return tree.max_nodes < 0 ? std::nullopt : std::optional<int>(tree.max_nodes);
+                     },
+                     [](TokenTree& tree, std::optional<int> most) { tree.max_nodes = most.value_or(-1); },
+                     nb::for_setter(nb::arg("most").none()))
+        .def_prop_rw("current_source", [](const TokenTree& tree) { return source_names()[tree.current_source]; },
+                     [](TokenTree& tree, const std::string& name) { tree.current_source = number_of(name); })
+        .def_rw("_is_drawn", &TokenTree::is_drawn)
+        .def("add",
+             [](TokenTree& tree, int parent, int token, double score, int role, int siblings,
+                std::optional<int64_t> node_id) {
+                 const int node = tree.add(parent, token, score, role, siblings, node_id.value_or(tree.next_id));
+                 return node < 0 ? std::nullopt : std::optional<int>(node);
+             },
+             "parent"_a, "token"_a, "score"_a, "role"_a = 0, "siblings"_a = 1, "node_id"_a = nb::none())
+        .def("attach_children",
+             [](TokenTree& tree, const std::vector<std::tuple<double, int, int>>& children, int primary) {
+                 std::vector<Child> found;
+                 for (const auto& [score, parent, token] : children) found.push_back({score, parent, token});
+                 tree.attach_children(found, primary);
+             },
+             "children"_a, "primary"_a)
+        .def("attach_offers", &attach_offers, "frontier"_a, "offers"_a, "temperature"_a, "coverage"_a,
+             "open"_a.none(), "width"_a, "most"_a)
+        .def("chain", &TokenTree::chain, "parent"_a, "tokens"_a, "scores"_a)
+        .def("child",
+             [](const TokenTree& tree, int node, int token) {
+                 const int found = tree.child(node, token);
+                 return found < 0 ? std::nullopt : std::optional<int>(found);
+             },
+             "node"_a, "token"_a)
+        .def("children", &TokenTree::children, "node"_a)
+        .def("has_children", &TokenTree::has_children, "node"_a)
+        .def("leaves", &TokenTree::leaves)
+        .def("path", &TokenTree::path, "node"_a)
+        .def("path_tokens", &TokenTree::path_tokens, "node"_a)
+        .def("depth", &TokenTree::depth, "node"_a)
+        .def_prop_ro("deepest", &TokenTree::deepest)
+        .def("siblings_of", &TokenTree::siblings_of, "node"_a)
+        .def("find",
+             [](const TokenTree& tree, int64_t id) {
+                 const int found = tree.find(id);
+                 return found < 0 ? std::nullopt : std::optional<int>(found);
+             },
+             "node_id"_a)
+        .def("best", &TokenTree::best, "count"_a)
+        .def("subtree", &TokenTree::subtree, "node"_a)
+        .def("bound", &TokenTree::bound, "more"_a = std::vector<double>{})
+        .def_prop_ro("has_room", &TokenTree::has_room)
+        .def("follow", &follow, "picks"_a, "read"_a = nb::none())
+        .def("take", &TokenTree::take, "other"_a, "nodes"_a)
+        .def("adopt", &TokenTree::adopt, "other"_a, "first"_a, "is_secondary_visible"_a)
+        .def("delta", &delta_of, "first"_a)
+        .def("insert", &insert, "delta"_a);
+
+    nb::class_<Frontier>(m, "Frontier")
+        .def(nb::init<>())
+        .def("__len__", &Frontier::size)
+        .def("reset", &Frontier::reset)
+        .def("next", &next_nodes, "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
+        .def("peek", &Frontier::peek, "count"_a);
+
+    m.def("log_chances",
+          [](double temperature, double coverage, std::optional<double> open, const std::vector<double>& values,
+             int count) { return log_chances({temperature, coverage, open.value_or(-1.0)}, values, count); },
+          "temperature"_a, "coverage"_a, "open"_a.none(), "values"_a, "count"_a);
+    m.def("log_softmax_at", &log_softmax_at, "values"_a, "place"_a, "temperatures"_a);
+    m.def("left_open", &left_open, "values"_a);
+}
+
+}  // namespace outpace

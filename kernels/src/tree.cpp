@@ -1,0 +1,328 @@
+#include "tree.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <stdexcept>
+
+namespace outpace {
+namespace {
+
+constexpr double kMinCoverage = 0.05;  // least assumed probability that any proposal is picked
+const char* const kKinds[] = {"picked", "picked", "drawn", "without_replacement"};
+
+[[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
+
+}  // namespace
+
+TokenTree::TokenTree(int token, int64_t root_id, int64_t next) : next_id(next) {
+    append(kPrefix, token, 0.0, kPrimary, root_id);
+    next_id = next;
+}
+
+void TokenTree::append(int parent, int token, double score, int role, int64_t id) {
+    const int node = size();
+    tokens.push_back(token);
+    parents.push_back(parent);
+    depths.push_back(parent == kPrefix ? 0 : depths[parent] + 1);
+    scores.push_back(score);
+    roles.push_back(static_cast<uint8_t>(role));
+    is_sorted_ = is_sorted_ && (ids.empty() || ids.back() < id);
+    ids.push_back(id);
+    sources.push_back(parent == kPrefix ? 0 : current_source);
+    kinds_.push_back(kUnset);
+    first_child_.push_back(-1);
+    last_child_.push_back(-1);
+    next_sibling_.push_back(-1);
+    next_id = std::max(next_id, id + 1);
+    if (parent == kPrefix) return;
+    if (last_child_[parent] >= 0) next_sibling_[last_child_[parent]] = node;
+    else first_child_[parent] = node;
+    last_child_[parent] = node;
+}
+
+void TokenTree::check_parent(int parent) const {
+    if (parent < 0 || parent >= size())
+        refuse("parent " + std::to_string(parent) + " is not in a tree of " + std::to_string(size()) + " nodes");
+}
+
+void TokenTree::declare(int node, int kind) {
+    check_parent(node);
+    if (kinds_[node] != kUnset && kinds_[node] != kind)
+        refuse("children of node " + std::to_string(node) + " are " + kKinds[kinds_[node]] + ", not " + kKinds[kind]);
+    kinds_[node] = static_cast<uint8_t>(kind);
+}
+
+int TokenTree::add(int parent, int token, double score, int role, int kind, int64_t id) {
+    check_parent(parent);
+    if (std::isnan(score)) refuse("the path score of token " + std::to_string(token) + " is not a number");
+    declare(parent, kind);
+    if (kind == kPicked && child(parent, token) >= 0) return kPrefix;
+    append(parent, token, std::min(score, scores[parent]), role, id);
+    return size() - 1;
+}
+
+void TokenTree::attach_children(const std::vector<Child>& children, int primary) {
+    std::vector<std::pair<Child, int>> fresh;
+    for (const Child& one : children) {
+        check_parent(one.parent);
+        if (std::isnan(one.score)) refuse("the path score of token " + std::to_string(one.token) + " is not a number");
+        declare(one.parent, kPicked);
+        const int role = primary-- > 0 ? kPrimary : kSecondary;
+        if (child(one.parent, one.token) < 0)
+            fresh.push_back({{std::min(one.score, scores[one.parent]), one.parent, one.token}, role});
+    }
+    double least = -std::numeric_limits<double>::infinity();
+    if (max_nodes >= 0 && size() + static_cast<int>(fresh.size()) > max_nodes) {
+        std::vector<double> more;
+        for (const auto& [one, role] : fresh) more.push_back(one.score);
+        least = bound(more);
+    }
+    for (const auto& [one, role] : fresh)
+        if (one.score >= least) append(one.parent, one.token, one.score, role, next_id);
+}
+
+int TokenTree::attach_offers(const std::vector<int>& frontier, const std::vector<Offers>& offers,
+                             const Calibration& fit, int width, int most) {
+    if (frontier.size() != offers.size()) refuse("every node needs its proposals");
+    std::vector<Child> found;
+    for (std::size_t n = 0; n < frontier.size(); ++n) {
+        check_parent(frontier[n]);
+        if (offers[n].values.size() != offers[n].tokens.size()) refuse("every proposal needs a value");
+        if (offers[n].tokens.empty()) continue;
+        const std::vector<double> chances = log_chances(fit, offers[n].values, width);
+        for (std::size_t rank = 0; rank < chances.size(); ++rank) {
+            const double score = scores[frontier[n]] + chances[rank];
+            if (rank && score < min_score) break;
+            found.push_back({score, frontier[n], offers[n].tokens[rank]});
+        }
+    }
+    if (frontier.size() > 1)
+        std::stable_sort(found.begin(), found.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
+    if (static_cast<int>(found.size()) > most) found.resize(std::max(most, 0));
+    const int before = size();
+    attach_children(found, width);
+    return size() - before;
+}
+
+int TokenTree::chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores) {
+    if (new_tokens.size() != new_scores.size()) refuse("every token needs a path score");
+    const int first = size();
+    declare(parent, kPicked);
+    for (std::size_t n = 0; n < new_tokens.size(); ++n) {
+        const int above = n ? size() - 1 : parent;
+        if (n) kinds_[above] = kPicked;
+        append(above, new_tokens[n], new_scores[n], kPrimary, next_id);
+    }
+    return first;
+}
+
+int TokenTree::child(int node, int token) const {
+    for (int one = first_child_[node]; one >= 0; one = next_sibling_[one])
+        if (tokens[one] == token && roles[one] != kProbe) return one;
+    return kPrefix;
+}
+
+std::vector<int> TokenTree::children(int node) const {
+    std::vector<int> found;
+    for (int one = first_child_[node]; one >= 0; one = next_sibling_[one]) found.push_back(one);
+    return found;
+}
+
+std::vector<int> TokenTree::leaves() const {
+    std::vector<int> found;
+    for (int node = 1; node < size(); ++node)
+        if (first_child_[node] < 0 && roles[node] != kProbe) found.push_back(node);
+    return found;
+}
+
+std::vector<int> TokenTree::path(int node) const {
+    std::vector<int> nodes;
+    for (; node != kPrefix; node = parents[node]) nodes.push_back(node);
+    std::reverse(nodes.begin(), nodes.end());
+    return nodes;
+}
+
+std::vector<int> TokenTree::path_tokens(int node) const {
+    std::vector<int> found;
+    for (; node > 0; node = parents[node]) found.push_back(tokens[node]);
+    std::reverse(found.begin(), found.end());
+    return found;
+}
+
+int TokenTree::deepest() const { return *std::max_element(depths.begin(), depths.end()); }
+
+int TokenTree::find(int64_t id) const {
+    if (!is_sorted_) {
+        const auto place = std::find(ids.begin(), ids.end(), id);
+        return place == ids.end() ? kPrefix : static_cast<int>(place - ids.begin());
+    }
+    const auto place = std::lower_bound(ids.begin(), ids.end(), id);
+    return place == ids.end() || *place != id ? kPrefix : static_cast<int>(place - ids.begin());
+}
+
+bool TokenTree::is_chain() const {
+    for (int node = 0; node < size(); ++node)
+        if (parents[node] != node - 1) return false;
+    return true;
+}
+
+std::vector<int> TokenTree::best(int count) const {
+    std::vector<int> nodes(size());
+    std::iota(nodes.begin(), nodes.end(), 0);
+    if (count >= size()) return nodes;
+    count = std::max(count, 0);
+    if (!is_chain()) {
+        if (std::any_of(kinds_.begin(), kinds_.end(), [](uint8_t kind) { return kind > kPicked; }))
+            refuse("only trees of picked siblings may be pruned by score");
+        const auto is_better = [&](int a, int b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; };
+        std::nth_element(nodes.begin(), nodes.begin() + count, nodes.end(), is_better);
+        std::sort(nodes.begin(), nodes.begin() + count);
+    }
+    nodes.resize(count);
+    return nodes;
+}
+
+std::vector<int> TokenTree::subtree(int node) const {
+    check_parent(node);
+    std::vector<char> is_inside(size(), 0);
+    std::vector<int> found{node};
+    is_inside[node] = 1;
+    for (int other = node + 1; other < size(); ++other)
+        if (is_inside[parents[other]]) {
+            is_inside[other] = 1;
+            found.push_back(other);
+        }
+    return found;
+}
+
+double TokenTree::bound(const std::vector<double>& more) const {
+    if (max_nodes < 1 || is_drawn || size() + static_cast<int>(more.size()) <= max_nodes)
+        return -std::numeric_limits<double>::infinity();
+    std::vector<double> all(scores);
+    all.insert(all.end(), more.begin(), more.end());
+    std::nth_element(all.begin(), all.begin() + (max_nodes - 1), all.end(), std::greater<>());
+    return all[max_nodes - 1];
+}
+
+std::pair<std::vector<int>, std::optional<int64_t>> TokenTree::follow(
+    int count, const std::function<int64_t(int)>& pick) const {
+    std::vector<int> nodes{0};
+    while (nodes.back() < count) {
+        const int node = nodes.back();
+        if (kinds_[node] > kPicked)
+            refuse("this rule is exact for picked siblings only, node " + std::to_string(node) + " has " +
+                   kKinds[kinds_[node]]);
+        const int64_t token = pick(node);
+        const int below = child(node, static_cast<int>(token));
+        if (below < 0) return {std::move(nodes), token};
+        nodes.push_back(below);
+    }
+    return {std::move(nodes), std::nullopt};
+}
+
+void TokenTree::take(const TokenTree& other, const std::vector<int>& nodes) {
+    if (nodes.empty()) refuse("a tree needs a root");
+    std::vector<int> places(other.size(), -1);
+    TokenTree tree(other.tokens.at(nodes[0]), other.ids[nodes[0]], other.next_id);
+    places[nodes[0]] = 0;
+    const double base = other.scores[nodes[0]];
+    for (std::size_t n = 1; n < nodes.size(); ++n) {
+        const int node = nodes[n], above = other.parents.at(node) < 0 ? -1 : places[other.parents[node]];
+        if (above < 0) refuse("node " + std::to_string(node) + " has no parent among the nodes");
+        tree.current_source = other.sources[node];
+        tree.append(above, other.tokens[node], other.scores[node] - base, other.roles[node], other.ids[node]);
+        tree.kinds_[above] = other.kinds_[other.parents[node]];
+        places[node] = static_cast<int>(n);
+    }
+    tree.next_id = other.next_id;
+    tree.current_source = 0;
+    *this = std::move(tree);
+}
+
+void TokenTree::adopt(const TokenTree& other, int first, bool is_secondary_visible) {
+    for (int node = std::max(first, 1); node < other.size(); ++node) {
+        if (!is_secondary_visible && other.roles[node] == kSecondary && !other.has_children(node)) continue;
+        const int parent = find(other.ids[other.parents[node]]);
+        if (parent >= 0) add(parent, other.tokens[node], other.scores[node], other.roles[node], kPicked, other.ids[node]);
+    }
+}
+
+Delta TokenTree::delta(int first) const {
+    Delta found;
+    for (int node = std::max(first, 1); node < size(); ++node) {
+        const int parent = parents[node];
+        found.ids.push_back(ids[node]);
+        found.parents.push_back(ids[parent]);
+        found.tokens.push_back(tokens[node]);
+        found.roles.push_back(roles[node]);
+        found.log_probs.push_back(scores[node] - scores[parent]);
+    }
+    return found;
+}
+
+std::pair<int, int> TokenTree::insert(const Delta& delta) {
+    int added = 0, orphans = 0;
+    for (std::size_t n = 0; n < delta.ids.size(); ++n) {
+        const int parent = find(delta.parents[n]);
+        if (parent < 0) ++orphans;
+        else
+            added += add(parent, delta.tokens[n], scores[parent] + delta.log_probs[n], delta.roles[n], kPicked,
+                         delta.ids[n]) >= 0;
+    }
+    return {added, orphans};
+}
+
+std::vector<int> Frontier::pop(int count) {
+    std::vector<int> nodes;
+    while (count-- > 0 && !open_.empty()) {
+        std::pop_heap(open_.begin(), open_.end(), std::greater<>());
+        nodes.push_back(open_.back().second);
+        open_.pop_back();
+    }
+    return nodes;
+}
+
+std::vector<int> Frontier::peek(int count) const {
+    auto sorted = open_;
+    const auto end = sorted.begin() + std::min<std::size_t>(std::max(count, 0), sorted.size());
+    std::partial_sort(sorted.begin(), end, sorted.end());
+    std::vector<int> nodes;
+    for (auto one = sorted.begin(); one != end; ++one) nodes.push_back(one->second);
+    std::sort(nodes.begin(), nodes.end());
+    return nodes;
+}
+
+double left_open(const std::vector<double>& values) {
+    double sum = 0.0;
+    for (const double value : values) sum += std::exp(value);
+    return std::max(0.0, 1.0 - sum);
+}
+
+std::vector<double> log_softmax_at(const std::vector<double>& values, int place,
+                                   const std::vector<double>& temperatures) {
+    const double top = *std::max_element(values.begin(), values.end());
+    std::vector<double> found;
+    for (const double temperature : temperatures) {
+        double sum = 0.0;
+        for (const double value : values) sum += std::exp((value - top) / temperature);
+        found.push_back((values.at(place) - top) / temperature - std::log(sum));
+    }
+    return found;
+}
+
+std::vector<double> log_chances(const Calibration& fit, const std::vector<double>& values, int count) {
+    if (values.empty()) return {};
+    const double coverage =
+        fit.open < 0.0 ? fit.coverage : std::max(kMinCoverage, 1.0 - fit.open * left_open(values));
+    double sum = 0.0;
+    for (const double value : values) sum += std::exp((value - values[0]) / fit.temperature);
+    const double shift = std::log(coverage / sum);
+    std::vector<double> found;
+    for (int n = 0; n < std::min(count, static_cast<int>(values.size())); ++n)
+        found.push_back((values[n] - values[0]) / fit.temperature + shift);
+    return found;
+}
+
+}  // namespace outpace

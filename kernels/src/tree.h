@@ -1,0 +1,157 @@
+// A tree of candidate tokens: the operations of a round that would be slow in Python.
+#pragma once
+
+#include <cstdint>
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace outpace {
+
+constexpr int kPrefix = -1;  // the parent of the root
+
+enum Role : uint8_t { kPrimary, kSecondary, kProbe };
+/// How the children of one node were chosen.
+enum Siblings : uint8_t { kUnset, kPicked, kDrawn, kWithoutReplacement };
+
+/// How scores of proposals become acceptance probabilities (drafters/_calibration.py).
+struct Calibration {
+    double temperature;
+    double coverage;  // probability that any proposal is picked
+    double open;      // if not negative: coverage is 1 - open * what the proposals leave, and scores are log q
+};
+
+/// A draft model's proposals below one node, best first.
+struct Offers {
+    std::vector<int> tokens;
+    std::vector<double> values;
+};
+
+/// A child that may be added: path score, parent, token.
+struct Child {
+    double score;
+    int parent, token;
+};
+
+/// One node that was added, relative to its parent, as it travels to a copy of the tree.
+struct Delta {
+    std::vector<int64_t> ids, parents;
+    std::vector<int> tokens, roles;
+    std::vector<double> log_probs;
+};
+
+/// Nodes in order of insertion, parents before children. Path scores never exceed the parent's, so the best n nodes are
+/// closed under ancestors. Methods throw std::invalid_argument for what does not fit.
+class TokenTree {
+  public:
+    TokenTree(int token, int64_t root_id, int64_t next_id);
+
+    int size() const { return static_cast<int>(tokens.size()); }
+
+    /// Adds a child; returns its number, or kPrefix if a picked sibling has the same token.
+    int add(int parent, int token, double score, int role, int kind, int64_t id);
+    /// Adds picked children, best first: those below the bound are left out, the first `primary` are primary nodes.
+    void attach_children(const std::vector<Child>& children, int primary);
+    /// Adds the best proposals below each node of `frontier`; returns the number of new nodes. A node's best proposal
+    /// is added whatever its score, others if at least `min_score`. At most `most` children are added, best first.
+    int attach_offers(const std::vector<int>& frontier, const std::vector<Offers>& offers, const Calibration& fit,
+                      int width, int most);
+    /// Adds picked tokens, each below the one before; returns the first node.
+    int chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores);
+    /// Declares how the children of a node are chosen; throws if it is known to be otherwise.
+    void declare(int node, int kind);
+
+    int child(int node, int token) const;
+    std::vector<int> children(int node) const;
+    bool has_children(int node) const { return first_child_[node] >= 0; }
+    std::vector<int> leaves() const;
+    std::vector<int> path(int node) const;
+    std::vector<int> path_tokens(int node) const;
+    int depth(int node) const { return depths[node]; }
+    int deepest() const;
+    int siblings_of(int node) const { return kinds_[node] == kUnset ? static_cast<int>(kPicked) : kinds_[node]; }
+    /// Returns the node with this id, or kPrefix.
+    int find(int64_t id) const;
+    bool is_chain() const;
+    /// Returns the nodes with the best path scores, parents first. Throws unless all children are picked or it is a
+    /// chain.
+    std::vector<int> best(int count) const;
+    std::vector<int> subtree(int node) const;
+    double bound(const std::vector<double>& more) const;
+    bool has_room() const { return max_nodes < 0 || is_drawn || size() < max_nodes; }
+    /// Follows picks from the root; the first `count` nodes have one, `pick(node)`. Returns the path, and the pick after
+    /// its end unless it ends on a node without one.
+    std::pair<std::vector<int>, std::optional<int64_t>> follow(int count, const std::function<int64_t(int)>& pick) const;
+    /// Becomes a tree of these nodes of another tree, the first as root.
+    void take(const TokenTree& other, const std::vector<int>& nodes);
+    /// Adds the nodes of another tree from `first` on whose parents are here, with their ids. Unless
+    /// `is_secondary_visible`, secondary nodes that were not expanded are left out.
+    void adopt(const TokenTree& other, int first, bool is_secondary_visible);
+    /// Returns the nodes from `first` on.
+    Delta delta(int first) const;
+    /// Adds nodes by their parents' ids; returns how many were added and how many have no parent here.
+    std::pair<int, int> insert(const Delta& delta);
+
+    std::vector<int> tokens, parents, depths;
+    std::vector<double> scores;
+    std::vector<uint8_t> roles;
+    std::vector<int64_t> ids;
+    std::vector<int16_t> sources;
+    int64_t next_id;
+    int16_t current_source = 0;
+    int max_nodes = -1;  // negative: unknown
+    double min_score = -std::numeric_limits<double>::infinity();
+    bool is_drawn = false;  // some children were drawn
+
+  private:
+    void append(int parent, int token, double score, int role, int64_t id);
+    void check_parent(int parent) const;
+
+    std::vector<int> first_child_, last_child_, next_sibling_;
+    std::vector<uint8_t> kinds_;
+    bool is_sorted_ = true;  // ids ascend
+};
+
+/// The nodes of a tree that may be expanded, best first.
+class Frontier {
+  public:
+    /// Forgets all nodes: the tree or the limits have changed.
+    void reset() { open_.clear(); seen_ = 0; }
+    /// Takes in the nodes that were added since, for which `is_open` holds.
+    template <class IsOpen>
+    void extend(const TokenTree& tree, const IsOpen& is_open);
+    /// Removes and returns the best `count` nodes.
+    std::vector<int> pop(int count);
+    /// Returns the best `count` nodes in tree order.
+    std::vector<int> peek(int count) const;
+    int size() const { return static_cast<int>(open_.size()); }
+
+  private:
+    std::vector<std::pair<double, int>> open_;  // a heap of (-path score, node), the smallest on top
+    int seen_ = 0;
+};
+
+/// Returns the log probabilities of the first `count` proposals.
+std::vector<double> log_chances(const Calibration& fit, const std::vector<double>& values, int count);
+
+/// Returns, for each temperature, the log of the softmax of values / temperature at one place.
+std::vector<double> log_softmax_at(const std::vector<double>& values, int place,
+                                   const std::vector<double>& temperatures);
+
+/// Returns the probability that these log probabilities leave to all other tokens.
+double left_open(const std::vector<double>& values);
+
+template <class IsOpen>
+void Frontier::extend(const TokenTree& tree, const IsOpen& is_open) {
+    for (; seen_ < tree.size(); ++seen_)
+        if (tree.roles[seen_] != kProbe && is_open(seen_)) {
+            open_.emplace_back(-tree.scores[seen_], seen_);
+            std::push_heap(open_.begin(), open_.end(), std::greater<>());
+        }
+}
+
+}  // namespace outpace

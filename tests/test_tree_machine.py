@@ -1,0 +1,137 @@
+"""The native token tree against its slow twin, over random operations."""
+
+from __future__ import annotations
+
+import math
+
+import tree_twin
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from outpace_kernels import Frontier
+from tree_twin import TreeTwin
+
+from outpace.core.tree import Role, TokenTree
+
+TOKENS, SCORES = st.integers(0, 6), st.floats(-6.0, 0.5, width=32)
+COLUMNS = ("tokens", "parents", "scores", "roles", "ids", "sources")
+
+
+class TreeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree, self.twin = TokenTree(3), TreeTwin(3)
+        self.frontier, self.slots = Frontier(), dict[int, int]()
+
+    def both(self, name: str, *given: object) -> None:
+        assert getattr(self.tree, name)(*given) == getattr(self.twin, name)(*given)
+
+    @rule(node=st.integers(0, 99), token=TOKENS, score=SCORES, role=st.sampled_from(Role))
+    def add(self, node: int, token: int, score: float, role: Role) -> None:
+        self.both("add", node % len(self.twin), token, score, role)
+
+    @rule(given=st.lists(st.tuples(SCORES, st.integers(0, 99), TOKENS), max_size=8), primary=st.integers(0, 4))
+    def attach_children(self, given: list[tuple[float, int, int]], primary: int) -> None:
+        distinct = {(node % len(self.twin), token): score for score, node, token in given}
+        self.both("attach_children", [(score, *place) for place, score in distinct.items()], primary)
+
+    @rule(
+        nodes=st.lists(st.integers(0, 99), min_size=1, max_size=3),
+        values=st.lists(SCORES, min_size=1, max_size=5),
+        fit=st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.3, 0.9])),
+        width=st.integers(1, 5),
+        most=st.integers(0, 9),
+    )
+    def attach_offers(
+        self, nodes: list[int], values: list[float], fit: tuple[float, float], width: int, most: int
+    ) -> None:
+        frontier = sorted({node % len(self.twin) for node in nodes})
+        values = sorted(values, reverse=True)
+        offers = [([(node + rank) % 7 for rank in range(len(values))], values) for node in frontier]
+        self.tree.attach_offers(frontier, offers, *fit, None, width, most)
+        tree_twin.attach_offers(self.twin, frontier, offers, fit, width, most)
+
+    @rule(node=st.integers(0, 99), tokens=st.lists(TOKENS, min_size=1, max_size=4))
+    def chain(self, node: int, tokens: list[int]) -> None:
+        node %= len(self.twin)
+        if self.twin.child(node, tokens[0]) is None and not any(
+            self.twin.tokens[child] == tokens[0] for child in self.twin.children(node)
+        ):
+            above = self.twin.scores[node]
+            self.both("chain", node, tokens, [above - number for number in range(len(tokens))])
+
+    @rule(most=st.none() | st.integers(1, 20), least=st.sampled_from([-math.inf, -3.0]), source=st.sampled_from("ab"))
+    def limit(self, most: int | None, least: float, source: str) -> None:
+        for tree in (self.tree, self.twin):
+            tree.max_nodes, tree.min_score, tree.current_source = most, least, source
+
+    @precondition(lambda self: len(self.twin) > 1)
+    @rule(node=st.integers(0, 99))
+    def move_root(self, node: int) -> None:
+        nodes = self.twin.subtree(node % len(self.twin))
+        assert self.tree.subtree(nodes[0]) == nodes
+        most, least, source = self.twin.max_nodes, self.twin.min_score, self.twin.current_source
+        self.tree, self.twin = self.tree.copy(nodes), self.twin.copy(nodes)
+        self.limit(most, least, source)
+        self.frontier.reset()
+
+    @rule(count=st.integers(0, 30))
+    def keep_the_best(self, count: int) -> None:
+        assert self.tree.best(count) == tree_twin.best_nodes(self.twin, count)
+
+    @rule(picks=st.lists(TOKENS, max_size=12))
+    def follow(self, picks: list[int]) -> None:
+        picks = picks[: len(self.twin)]
+        assert self.tree.follow(picks) == tree_twin.follow(self.twin, picks)
+
+    @rule(count=st.integers(1, 4), deepest=st.integers(0, 5))
+    def expand(self, count: int, deepest: int) -> None:
+        self.frontier.reset()
+        bound, depths = self.twin.bound(), [self.twin.depth(node) for node in range(len(self.twin))]
+        closed, open_nodes = set(self.slots), []
+        for node, score in enumerate(self.twin.scores):
+            if score >= -5.0 and depths[node] <= deepest and self.twin.ids[node] not in closed:
+                open_nodes += [node] if self.twin.roles[node] != Role.PROBE else []
+        best = sorted(open_nodes, key=lambda node: (-self.twin.scores[node], node))[:count]
+        parents = {self.twin.parents[node] for node in best if node}
+        found = self.frontier.next(self.tree, self.slots, count, -5.0, deepest)
+        if all(parent in best or self.twin.ids[parent] in closed for parent in parents):
+            assert found == sorted(node for node in best if self.twin.scores[node] >= bound)
+            self.slots |= {self.twin.ids[node]: len(self.slots) for node in found or ()}
+        else:
+            assert found is None
+
+    @rule(first=st.integers(0, 30))
+    def copy_through_messages(self, first: int) -> None:
+        """What was added from `first` on, inserted into a tree of what was there before."""
+        before = self.tree.copy(range(min(max(first, 1), len(self.tree))))
+        known = len(before)
+        added, orphans = before.insert(self.tree.delta(known))
+        assert orphans == 0
+        kept = [number for number, role in enumerate(self.tree.roles) if role != Role.PROBE]
+        if len(kept) == len(self.tree):
+            assert added == len(self.tree) - known
+            assert [*before.ids] == [*self.tree.ids]
+            assert max(abs(a - b) for a, b in zip(before.scores, self.tree.scores, strict=True)) < 1e-9
+
+    @invariant()
+    def equal(self) -> None:
+        for name in COLUMNS:
+            mine, other = [*getattr(self.tree, name)], getattr(self.twin, name)
+            if name == "scores":
+                assert max(abs(a - b) for a, b in zip(mine, other, strict=True)) < 1e-12
+            else:
+                assert mine == other
+        assert (self.tree.next_id, len(self.tree)) == (self.twin.next_id, len(self.twin))
+        assert self.tree.leaves() == self.twin.leaves()
+        for node in range(len(self.twin)):
+            assert self.tree.children(node) == self.twin.children(node)
+            assert self.tree.depth(node) == self.twin.depth(node)
+            assert self.tree.path(node) == [*self.twin.ancestry(node)][::-1]
+            assert self.tree.find(self.tree.ids[node]) == node
+        assert abs(self.tree.bound() - self.twin.bound()) < 1e-12 or self.tree.bound() == self.twin.bound()
+        assert self.tree.has_room is self.twin.has_room
+
+
+TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestNativeTree = TreeMachine.TestCase
