@@ -275,9 +275,7 @@ def wait(cache: CandidateCache) -> None:
 def test_an_interrupted_target_leaves_the_candidates_open(call: Callable[[CandidateCache], None]) -> None:
     def once(interrupt: Interrupt) -> None:
         cache = CandidateCache(3)
-        cache.insert(
-            layer_of(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)])
-        )
+        cache.insert(layer_of(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)]))
         try:
             interrupt.run(lambda: call(cache))
         except KeyboardInterrupt:

@@ -258,9 +258,7 @@ def filled() -> CandidateCache:
     main, rest = Role.PRIMARY, Role.SECONDARY
     rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]
     rows += [(5, 1, -0.1, main), (6, 2, -1.5, main), (7, 2, -1.4, rest), (8, 3, -0.1, main)]
-    cache.insert(
-        layer_of(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows])
-    )
+    cache.insert(layer_of(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows]))
     return cache
 
 
@@ -289,9 +287,7 @@ def test_late_nodes_count_only_if_enabled(late: bool) -> None:
     cache = filled()
     cache.visibility = VisibilityOptions(late=late)
     tree = cache.query(2)
-    cache.insert(
-        layer_of(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)])
-    )
+    cache.insert(layer_of(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)]))
     assert cache.add_late_children(tree) == (2 if late else 0)
     kind, correction = cache.correct(tree, Verdict([0], 10), 2)
     assert (kind, correction.is_hit) == (("primary", True) if late else ("miss", False))

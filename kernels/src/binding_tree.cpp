@@ -115,7 +115,7 @@ std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree
     });
 }
 
-/// Takes in new nodes that are not expanded (`slots`: ids of those that are), score at least `floor` and are no deeper
+/// Takes in new nodes that are not expanded (`slots` has the ids of expanded ones), score at least `floor` and are no deeper
 /// than `deepest`; then removes the best `count`. None if one of them has a parent that neither is expanded nor among
 /// them: a score was raised since.
 std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const nb::dict& slots, int count,

@@ -12,12 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core import noise as host
+from outpace.core import noise_constants as constants
 from outpace.core.arrays import device_guard
 
 BLOCK = 1024
-_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in host.FACTORS)
-_ROOT, _LOG_2, _UNIT = tl.constexpr(host.SQRT_HALF_BITS), tl.constexpr(-host.LOG_2), tl.constexpr(host.UNIT)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in constants.FACTORS)
+_ROOT, _LOG_2, _UNIT = (
+    tl.constexpr(constants.SQRT_HALF_BITS),
+    tl.constexpr(-constants.LOG_2),
+    tl.constexpr(constants.UNIT),
+)
 
 
 @triton.jit

@@ -18,15 +18,11 @@ import numpy as np
 
 from outpace.core.arrays import to_device
 from outpace.core.lazy import torch
+from outpace.core.noise_constants import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
 from outpace.core.triton_support import unavailable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
-LOG_2 = 0.6931471805599453
-UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
-FACTORS = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E485565 - (1 << 32)  # of the hash's three rounds, with a sign
 
 # Purposes of a key. 0 is the noise that target and drafters share, keyed by position. The ratio rules key by node ids
 # instead, because using a key again in a later round would bias them.
