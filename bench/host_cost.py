@@ -78,6 +78,7 @@ class TableModel(Model):
 
 
 def request(number: int, tokens: int) -> Request:
+    """Return a greedy request with a prompt of its own."""
     return Request(tuple((97 * number + n) % VOCAB for n in range(8)), Greedy(), tokens)
 
 

@@ -8,8 +8,8 @@ import threading
 
 import numpy as np
 import pytest
-from doubles import Candidate, layer_of
 import torch
+from doubles import Candidate, layer_of
 from torch import Tensor
 
 from outpace.card.cache import CandidateCache

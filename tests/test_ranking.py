@@ -14,9 +14,9 @@ from turns import in_turn, one_of
 
 from outpace.core.logits import SparseLogits, largest_indices
 from outpace.core.logprobs import token_logprobs
+from outpace.core.noise import gumbel as gumbel_noise
 from outpace.core.noise import key_words, row_key, row_words
 from outpace.core.noise_constants import FACTORS, UNIT
-from outpace.core.noise import gumbel as gumbel_noise
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions, Request, Row, TopK
 from outpace.rules import base, greedy, gumbel, match

@@ -41,8 +41,8 @@ class LogProbRule(Rule):
 def follow_picks(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] | None = None) -> Verdict:
     """Walk from the root along the picks. This is exact for picked siblings only.
 
-    `picks[i]`, or `read(picks[i])`, is the token that the target writes after node i; nodes from len(picks) on have no pick. If the
-    path ends on one of these, the verdict has no next token.
+    `picks[i]`, or `read(picks[i])`, is the token that the target writes after node i; nodes from len(picks) on have no
+    pick. If the path ends on one of these, the verdict has no next token.
     """
     return Verdict(*tree.follow([*picks], read))
 
