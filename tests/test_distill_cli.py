@@ -84,7 +84,6 @@ def test_a_budget_is_a_time() -> None:
         ([], "say how much to distil"),
         (["--tokens", "0"], "tokens is 0"),
         (["--tokens", "9", "--stage", "tests"], "unknown stage 'tests'"),
-        (["--tokens", "9", "--divergence", "forward"], "unknown divergence 'forward'"),
         (["--tokens", "9", "--init", "random"], "init is 'random', it must be layers, shipped or the folder"),
         (["--tokens", "9", "--init", "shipped"], "no draft comes with outpace for"),
         (["--evaluate", "shipped"], "so evaluate cannot be shipped"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from distill_files import run_command, target_folder
 from distill_files import target as target
+from files import set_fields
 
 from outpace.core.errors import UserError
 from outpace.distill import magpie
@@ -32,18 +32,13 @@ def write(target: Path, number: int, folder: Path) -> list[str]:
     return read_prompts(file)
 
 
-def written(job: AnswerJob, ids: list[int]) -> WrittenAnswer:
-    shape = (len(ids), 1)
-    return WrittenAnswer(job, np.array(ids, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float16))
-
-
-class Says:
+class ScriptedWriter:
     """A writer with given answers, which records its jobs."""
 
     def __init__(self, texts: list[str], target: Path) -> None:
         self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[AnswerJob]()
 
-    def __call__(self, *arguments: Any) -> Says:
+    def __call__(self, *arguments: Any) -> ScriptedWriter:
         return self
 
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
@@ -51,7 +46,9 @@ class Says:
         for text, job in zip(self._texts, jobs, strict=False):
             self.jobs.append(job)
             is_cut = text.startswith("CUT")
-            yield written(job, [*self._tokenizer.continuation(text), *([] if is_cut else [end])])
+            ids = [*self._tokenizer.continuation(text), *([] if is_cut else [end])]
+            top = np.zeros((len(ids), 1))
+            yield WrittenAnswer(job, np.array(ids), top, top)
 
 
 def test_a_message_begins_where_a_users_does(target: Path) -> None:
@@ -63,25 +60,18 @@ def test_a_message_begins_where_a_users_does(target: Path) -> None:
 
 
 def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [
-        "hello world hello",
-        "hello",
-        "CUT hello world or well",
-        "hello world hello",
-        "well well or all he",
-        "d" * 20,
-    ]
-    says = Says(told, target)
-    monkeypatch.setattr(magpie, "make_writer", says)
+    told = ["hello world hello", "hello", "CUT hello world or well", "hello world hello", "well well or all he"]
+    writer = ScriptedWriter(told, target)
+    monkeypatch.setattr(magpie, "make_writer", writer)
     kept = [told[0], told[4]]
     assert write(target, 2, tmp_path) == kept
-    assert {job.temperature for job in says.jobs} == {magpie.TEMPERATURE}
+    assert {job.temperature for job in writer.jobs} == {magpie.TEMPERATURE}
 
     assert write(target, 2, tmp_path) == kept, "it has enough"
-    more = Says([told[0], "12 worlds or 12 hells"], target)
+    more = ScriptedWriter([told[0], "12 worlds or 12 hells"], target)
     monkeypatch.setattr(magpie, "make_writer", more)
     assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "old prompts are not written again"
-    assert not {job.number for job in more.jobs} & {job.number for job in says.jobs}
+    assert not {job.number for job in more.jobs} & {job.number for job in writer.jobs}
 
 
 def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
@@ -96,24 +86,15 @@ def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
     assert len(set(found[0])) == 3
 
 
-def test_a_target_that_ends_no_message_is_an_error(
+def test_a_target_without_messages_or_a_template_is_an_error(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(magpie, "_MAX_TRIES", 5)
-    monkeypatch.setattr(magpie, "make_writer", Says(["CUT hello world or well"] * 20, target))
+    monkeypatch.setattr(magpie, "make_writer", ScriptedWriter(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
-
-
-def test_a_target_without_a_chat_template_is_an_error(target: Path, tmp_path: Path) -> None:
     bare = target_folder(tmp_path / "bare")
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        file = bare / name
-        if file.is_file() and name.endswith(".json"):
-            kept = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
-            file.write_text(json.dumps(kept))
-        else:
-            file.unlink(missing_ok=True)
+    set_fields(bare, chat_template=None)
     with pytest.raises(UserError, match="no chat template"):
         write(bare, 2, tmp_path)
 
@@ -121,13 +102,13 @@ def test_a_target_without_a_chat_template_is_an_error(target: Path, tmp_path: Pa
 def test_prompts_begin_with_each_begin_in_rotation(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says = Says([" world or well he", " well or all or he"] * 2, target)
-    monkeypatch.setattr(magpie, "make_writer", says)
+    writer = ScriptedWriter([" world or well he", " well or all or he"] * 2, target)
+    monkeypatch.setattr(magpie, "make_writer", writer)
     given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
     found = read_prompts(magpie.write_prompts(target, 2, tmp_path, *given))
     assert found == ["hello world or well he", "lo well or all or he"]
     tokenizer = Tokenizer.from_folder(target)
-    heads = [tokenizer.decode(job.prompt) for job in says.jobs[:2]]
+    heads = [tokenizer.decode(job.prompt) for job in writer.jobs[:2]]
     assert heads[0].endswith("hello")
     assert heads[1].endswith("lo")
 
@@ -136,7 +117,7 @@ def test_two_processes_at_the_same_prompts(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
-    monkeypatch.setattr(magpie, "make_writer", Says(["hello world or well"] * 3, target))
+    monkeypatch.setattr(magpie, "make_writer", ScriptedWriter(["hello world or well"] * 3, target))
     command = ["--target", target, "--out", tmp_path, "--write-prompts", 1]
     with exclusive_lock(tmp_path / "prompts.jsonl"):
         assert run_command(*command) == 2

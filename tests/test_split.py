@@ -265,17 +265,12 @@ def test_a_follower_holds_what_the_leader_holds(folder: Path) -> None:
                 assert torch.equal(one[..., :held, :], two[..., :held, :])
 
 
-def test_a_forward_that_fails_on_both_sides_ends_nothing(folder: Path) -> None:
+def test_only_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = Followed(folder)
     with pytest.raises(IndexError):
         both.passes.plain([10**6])
     assert both.passes.plain([1, 2]).shape[0] == 2
-    assert both.end() is None
-
-
-def test_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "PATIENCE", 0.2)
-    both = Followed(folder)
     with pytest.raises(RuntimeError, match="failed alone"), both.lead.forward("plain", [1, 2]):
         raise ValueError("here alone")
     with pytest.raises(UserError, match="load it anew"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from distill_files import check_draft, make_draft, settings
-from files import TEMPLATE, folder_of, write_gguf
+from files import TEMPLATE, folder_of, set_fields, write_gguf
 from safetensors.torch import load_file, save_file
 
 from outpace.core.errors import UserError
@@ -102,36 +102,25 @@ def test_names_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
         assert all(torch.equal(checkpoint.tensor(named), value) for named, value in expected.items())
 
 
-def test_fields_outside_text_config_apply_too(tmp_path: Path) -> None:
-    """Ends of a text, which only the whole's config.json names."""
-    whole(tmp_path, "gemma3")
-    place = tmp_path / "model" / "config.json"
-    config = json.loads(place.read_text())
-    place.write_text(json.dumps(config | {"eos_token_id": [1, 106]}))
-    with Checkpoint.open(tmp_path / "model") as checkpoint:
-        assert checkpoint.config["eos_token_id"] == [1, 106]
-        assert checkpoint.config["architectures"] == ["Gemma3ForCausalLM"]
-    place.write_text(json.dumps(config | {"text_config": 7}))
-    with pytest.raises(UserError, match=r"text_config is 7, it must be an object"):
-        Checkpoint.open(tmp_path / "model")
-
-
-def test_sizes_that_the_hubs_file_leaves_out(tmp_path: Path) -> None:
-    """As that of Gemma 3 4B does, for they are transformers' own."""
+def test_fields_outside_text_config_apply_and_missing_sizes_are_those_of_transformers(tmp_path: Path) -> None:
+    """Such as the ends of an answer; Gemma 3 4B's config.json on the hub leaves out sizes."""
     whole(tmp_path, "gemma3")
     place = tmp_path / "model" / "config.json"
     config = json.loads(place.read_text())
     for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar"):
         del config["text_config"][name]
-    place.write_text(json.dumps(config))
+    place.write_text(json.dumps(config | {"eos_token_id": [1, 106]}))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert checkpoint.config["eos_token_id"] == [1, 106]
+        assert checkpoint.config["architectures"] == ["Gemma3ForCausalLM"]
         sizes = from_dict(checkpoint.config)
-        (tmp_path / "draft").mkdir()
-        (tmp_path / "draft" / "config.json").write_text(
-            json.dumps(draft_config(checkpoint.config, DraftShape("1", vocab=2)))
-        )
+        draft = draft_config(checkpoint.config, DraftShape("1", vocab=2))
     assert (sizes.vocab_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (262208, 8, 4, 256)
-    assert provenance({}, tmp_path / "draft", [])["tokens that it writes"] == "2 of 262,208"
+    (tmp_path / "config.json").write_text(json.dumps(draft))
+    assert provenance({}, tmp_path, [])["tokens that it writes"] == "2 of 262,208"
+    place.write_text(json.dumps(config | {"text_config": 7}))
+    with pytest.raises(UserError, match=r"text_config is 7, it must be an object"):
+        Checkpoint.open(tmp_path / "model")
 
 
 @pytest.mark.parametrize("runtime", ["auto", "transformers"])
@@ -148,6 +137,5 @@ def test_a_language_model_of_an_unknown_kind_is_refused(runtime: str, tmp_path: 
 def test_a_draft_is_trained_for_it(tmp_path: Path) -> None:
     whole(tmp_path, "gemma3")
     target = tmp_path / "model"
-    fields = json.loads((target / "tokenizer_config.json").read_text())
-    (target / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE}))
+    set_fields(target, chat_template=TEMPLATE)
     check_draft(target, make_draft(settings(target, tmp_path / "run", tokens=600)))

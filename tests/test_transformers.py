@@ -245,8 +245,7 @@ def test_a_tree_may_reach_past_the_context(name: str) -> None:
 
 
 def test_context_lengths_are_found_under_their_names() -> None:
-    llama = transformers.LlamaConfig(max_position_embeddings=99)
-    assert max_positions(llama) == 99
+    assert max_positions(transformers.LlamaConfig(max_position_embeddings=99)) == 99
     assert max_positions(transformers.GPT2Config(n_positions=77)) == 77
     assert max_positions(transformers.MptConfig(max_seq_len=55)) == 55
     assert max_positions(transformers.BloomConfig()) == 1 << 17

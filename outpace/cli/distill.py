@@ -77,9 +77,8 @@ class TrainingFlags:
     warmup: int = flag(40, "Steps over which the learning rate rises.")
     batch_rows: int | None = flag(None, "Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.")
     length: int = flag(512, "Tokens in a row.")
-    divergence: str = flag("forward_kl", "Divergence from the target: forward_kl, reverse_kl or total_variation.")
     token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
-    distribution_weight: float = flag(0.8, "Weight of the divergence in the loss.")
+    distribution_weight: float = flag(0.8, "Weight of the KL divergence in the loss.")
     save_every: float = flag(180.0, "Seconds between checkpoints.")
 
 
@@ -221,7 +220,7 @@ def _options(
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
         seed=seed,
-        loss=LossOptions(training.token_weight, training.distribution_weight, training.divergence),
+        loss=LossOptions(training.token_weight, training.distribution_weight),
         **common_fields(training, TrainOptions),
     )
     return DistillOptions(

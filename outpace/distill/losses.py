@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy on the target's token, and a divergence from the target's stored distribution."""
+"""The training loss: cross-entropy on the target's token, and the forward KL divergence from its distribution."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.core.errors import UserError, check_range, unknown
+from outpace.core.errors import UserError, check_range
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "total_variation")
 _TINY = 1e-8
 
 
@@ -22,15 +21,12 @@ class LossOptions:
 
     token_weight: float = 0.2
     distribution_weight: float = 0.8
-    divergence: str = "forward_kl"
 
     def __post_init__(self) -> None:
         check_range("token_weight", self.token_weight, 0.0, 100.0)
         check_range("distribution_weight", self.distribution_weight, 0.0, 100.0)
         if not self.token_weight + self.distribution_weight:
             raise UserError("token_weight and distribution_weight are both 0, one of them must be above it")
-        if self.divergence not in DIVERGENCES:
-            raise unknown("divergence", self.divergence, DIVERGENCES)
 
 
 @dataclass(frozen=True)
@@ -54,24 +50,18 @@ def loss(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor:
         chosen = log_q.gather(1, labels.tokens.clamp_min(0)[:, None]).squeeze(1)
         total = total - options.token_weight * (chosen * known).sum() / len(known)
     if options.distribution_weight:
-        total = total + options.distribution_weight * _divergence(log_q, labels, options.divergence).mean()
+        total = total + options.distribution_weight * _forward_kl(log_q, labels).mean()
     return total
 
 
-def _divergence(log_q: Tensor, labels: Labels, kind: str) -> Tensor:
-    """Return the divergence between p and q over the stored tokens and the bucket of all others: [scored]."""
+def _forward_kl(log_q: Tensor, labels: Labels) -> Tensor:
+    """Return the divergence of q from p over the stored tokens and the bucket of all others: [scored]."""
     known = labels.top >= 0
     rest = (1.0 - labels.top_p.sum(1)).clamp_min(0.0)  # treated as tokens of the draft's vocabulary
     p = labels.top_p * known
     mass = (p.sum(1) + rest).clamp_min(_TINY)[:, None]
     p = torch.cat([p, rest[:, None]], 1) / mass  # [scored, k + 1]
     log_kept = log_q.gather(1, labels.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
-    q_kept = log_kept.exp()
-    q_rest = (1.0 - q_kept.sum(1, keepdim=True)).clamp_min(_TINY)
-    if kind == "total_variation":
-        return 0.5 * (p - torch.cat([q_kept, q_rest], 1)).abs().sum(1)
+    q_rest = (1.0 - log_kept.exp().sum(1, keepdim=True)).clamp_min(_TINY)
     log_q_all = torch.cat([log_kept.masked_fill(~known, 0.0), q_rest.log()], 1)
-    log_p = p.clamp_min(_TINY).log()
-    if kind == "forward_kl":
-        return (p * (log_p - log_q_all)).sum(1)
-    return (torch.cat([q_kept, q_rest], 1) * (log_q_all - log_p)).sum(1)
+    return (p * (p.clamp_min(_TINY).log() - log_q_all)).sum(1)

@@ -42,9 +42,30 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
     model = load_target(target, options.device)
     max_prompt = max_prompt_length(writing, model.max_positions)
     writer = make_writer(model, tokenizer.stop_ids, writing, max_prompt)
-    budget = _Budget(store, options.tokens, seconds)
     jobs = _jobs(texts, options.temperatures, tokenizer, max_prompt, store.finished)
-    _fill(store, writer.answers(takewhile(lambda _: not budget.is_used_up(), jobs)), budget, progress)
+    started, before, written = time.monotonic(), store.tokens, 0
+
+    def has_more_to_write(job: AnswerJob) -> bool:
+        is_late = seconds is not None and time.monotonic() - started >= seconds
+        return not is_late and (options.tokens is None or before + written < options.tokens)
+
+    waiting: list[WrittenAnswer] = []
+    try:
+        for answer in writer.answers(takewhile(has_more_to_write, jobs)):
+            waiting.append(answer)
+            written += len(answer.tokens)
+            if len(waiting) == SHARD:
+                full, waiting = waiting, []
+                store.add(full)
+            passed = time.monotonic() - started
+            rate = written / passed if passed else 0.0
+            figures = {"tokens": before + written, "tokens_per_second": rate, "shards": len(store.shards)}
+            left = [seconds - passed] if seconds is not None else []
+            left += [(options.tokens - before - written) / rate] if options.tokens is not None and rate else []
+            progress(figures | ({"seconds_left": max(min(left), 0.0)} if left else {}))
+    finally:
+        if waiting:  # also after an interrupt
+            store.add(waiting)
     return store
 
 
@@ -67,44 +88,6 @@ def load_target(target: Path, device: str) -> Model:
             return model
     model = load_model(str(target), runtime="llama", device=device, exact=False).model
     return model
-
-
-class _Budget:
-    """Counts the written tokens and the time, and says when to stop."""
-
-    def __init__(self, store: TextFolder, tokens: int | None, seconds: float | None) -> None:
-        self._store, self._tokens, self._seconds, self._started = store, tokens, seconds, time.monotonic()
-        self.written = 0  # answer tokens of this run
-        self._before = store.tokens
-
-    def is_used_up(self) -> bool:
-        is_late = self._seconds is not None and time.monotonic() - self._started >= self._seconds
-        return is_late or (self._tokens is not None and self._before + self.written >= self._tokens)
-
-    def figures(self) -> dict[str, float]:
-        passed, tokens = time.monotonic() - self._started, self._before + self.written
-        rate = self.written / passed if passed else 0.0
-        figures = {"tokens": float(tokens), "tokens_per_second": rate, "shards": float(len(self._store.shards))}
-        left = [self._seconds - passed] if self._seconds is not None else []
-        if self._tokens is not None and rate:
-            left.append((self._tokens - tokens) / rate)
-        return figures | ({"seconds_left": max(min(left), 0.0)} if left else {})
-
-
-def _fill(store: TextFolder, answers: Iterator[WrittenAnswer], budget: _Budget, progress: Progress) -> None:
-    """Collect answers into shards; an interrupted run writes its finished answers to a shorter shard."""
-    waiting: list[WrittenAnswer] = []
-    try:
-        for answer in answers:
-            waiting.append(answer)
-            budget.written += len(answer.tokens)
-            if len(waiting) == SHARD:
-                full, waiting = waiting, []
-                store.add(full)
-            progress(budget.figures())
-    finally:
-        if waiting:
-            store.add(waiting)
 
 
 def _jobs(
