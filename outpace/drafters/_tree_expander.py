@@ -304,11 +304,11 @@ class TreeExpander:
         tokens = state.tokens[state.start + session.length : -1]
         missing = len(tokens)
         parents = list(range(PREFIX, missing - 1))
+        ids, above = [*tree.ids], tree.parents
         for slot, node in enumerate(frontier, session.pending):
-            above = slots[tree.ids[tree.parents[node]]] if node else PREFIX
-            parents.append(above + missing)
-            slots[tree.ids[node]] = slot
-            tokens.append(tree.tokens[node])
+            parents.append((slots[ids[above[node]]] if node else PREFIX) + missing)
+            slots[ids[node]] = slot
+        tokens += map(tree.tokens.__getitem__, frontier)
         best = self._proposed if state.ranked_by_model else 0
         return Part(session, self.clamp_ids(tokens), parents, range(missing, len(tokens)), best=best)
 

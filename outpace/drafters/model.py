@@ -208,9 +208,10 @@ class ModelDrafter(ModelRunningDrafter):
         directives, width = state.directives, self._options.width
         if directives.width:
             width = min(directives.width, width)
+        ids = tree.ids
         for node, offer in zip(frontier, offers, strict=True):
             if offer[0]:  # otherwise the constraint allows none of the draft's tokens
-                state.offers[tree.ids[node]] = offer
+                state.offers[ids[node]] = offer
         room = self._options.tree_nodes - len(tree)
         most = min(room, max(_CHILDREN * width, int(room * directives.share)))
         return tree.attach_offers(frontier, offers, *state.pick_model.trust, width, most)

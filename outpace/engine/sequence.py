@@ -304,12 +304,12 @@ class TokenSequence:
         """Add the statistics of the round from `start` to `now`, which verified the first `rows` nodes of the tree; a
         late node may have been accepted after them."""
         tree, verdict, hit = commit
-        path, sources, history = verdict.path, tree.sources, self.history
+        path, sources, history = verdict.path, [*tree.sources], self.history
         length = longest = len(path) - 1
         accepted = min(length, emitted)  # a stop or the limit may have cut off some
         drafted = 0
         if len(tree) > 1:
-            deep, roles = tree.depths, tree.roles
+            deep, roles = [*tree.depths], [*tree.roles]
             judged = range(1, rows) if path[-1] < rows else (*range(1, rows), path[-1])  # a late node ends the path
             for node in judged:
                 if roles[node] != Role.PROBE:
@@ -342,7 +342,7 @@ class TokenSequence:
 
 def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
     """Return the tokens that a verdict emits."""
-    tokens = [tree.tokens[node] for node in verdict.path[1:]] if len(verdict.path) > 1 else []
+    tokens = [*map(tree.tokens.__getitem__, verdict.path[1:])] if len(verdict.path) > 1 else []
     if verdict.next_token is not None:
         tokens.append(verdict.next_token)
     return tokens

@@ -39,12 +39,13 @@ class AcceptanceModel:
 
     def of(self, tree: TokenTree) -> list[float]:
         """Return the chance of each node."""
-        values, trusts, sources, parents, scores = self._values, self._trust, tree.sources, tree.parents, tree.scores
-        for node in range(len(values), len(scores)):
-            trust, parent = trusts.get(sources[node]), parents[node]
-            above, score = values[parent], scores[node]
-            own = exp(score) * trust.value if trust is not None else above * exp(score - scores[parent]) * _CONTINUES
-            values.append(own if own < above else above)
+        values, first = self._values, len(self._values)
+        if first < len(tree):
+            scores = [*tree.scores]
+            for source, parent, score in zip(tree.sources[first:], tree.parents[first:], scores[first:], strict=True):
+                trust, above = self._trust.get(source), values[parent]
+                own = above * exp(score - scores[parent]) * _CONTINUES if trust is None else exp(score) * trust.value
+                values.append(own if own < above else above)
         return values
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
@@ -58,10 +59,10 @@ class AcceptanceModel:
     def _learn_round(self, judged: tuple[TokenTree, Sequence[int]]) -> None:
         """Compare each source's accepted nodes with the sum of their predicted chances."""
         tree, path = judged
-        promised, walked, sources, trusts = dict[str, float](), dict[str, int](), tree.sources, self._trust
-        for node in range(1, len(sources)):
-            if sources[node] in trusts and tree.roles[node] != Role.PROBE:  # a probe predicts nothing for a round
-                promised[sources[node]] = promised.get(sources[node], 0.0) + exp(tree.scores[node])
+        promised, walked, sources, trusts = dict[str, float](), dict[str, int](), [*tree.sources], self._trust
+        for source, role, score in zip(sources[1:], tree.roles[1:], tree.scores[1:], strict=True):
+            if source in trusts and role != Role.PROBE:  # a probe predicts nothing for a round
+                promised[source] = promised.get(source, 0.0) + exp(score)
         for node in path[1:]:
             walked[sources[node]] = walked.get(sources[node], 0) + 1
         for source, chances in promised.items():
