@@ -16,10 +16,11 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
+from outpace.core.lazy import num_cores
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native.binding import WEIGHTS, NativeOptions, usable_cores
+from outpace.models.llama.native.binding import WEIGHTS, NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession
 from outpace.models.options import NATIVE_KV
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--dtype", nargs="+", choices=WEIGHTS, default=WEIGHTS[:1])
-    parser.add_argument("--threads", type=int, nargs="+", default=[*range(1, usable_cores() + 1)])
+    parser.add_argument("--threads", type=int, nargs="+", default=[*range(1, num_cores() + 1)])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--context", type=int, default=128)

@@ -29,11 +29,12 @@ from outpace.bench.peer import PeerSettings
 from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers.llama_cpp import open_llama
 from outpace.core.errors import UserError
+from outpace.core.lazy import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native.binding import NativeOptions, usable_cores
+from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.options import NATIVE_KV
 
@@ -109,7 +110,7 @@ def arguments() -> argparse.Namespace:
         choices=("Q8_0", "Q4_0", "Q4_1", "Q4_K"),
         help="weights in llama.cpp; Q4_K needs a file with them",
     )
-    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--context", type=int, default=200)

@@ -20,12 +20,12 @@ from turns import in_turn
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
+from outpace.core.lazy import num_cores
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
-from outpace.models.llama.native import binding
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions, UnsupportedShape
 from outpace.models.llama.native.runtime import NativeLlama
@@ -136,7 +136,7 @@ def test_a_reduced_output_layer_scores_hidden_states_too() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UnsupportedShape, match="head_dim is 258"):
         tiny(replace(TINY, head_dim=258))
-    for threads in (0, binding.usable_cores() + 1):
+    for threads in (0, num_cores() + 1):
         with pytest.raises(UserError, match=f"threads is {threads}"):
             NativeOptions(threads=threads)
     with pytest.raises(UserError, match="unknown kv_dtype"):

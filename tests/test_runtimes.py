@@ -16,6 +16,7 @@ import outpace
 from outpace.cli import doctor
 from outpace.cli.main import main
 from outpace.core.errors import UserError
+from outpace.core.lazy import num_cores
 from outpace.models import runtimes
 from outpace.models.base import UnsupportedModel
 from outpace.models.llama.native import binding
@@ -145,8 +146,8 @@ def test_native_keys_and_values_are_in_half_precision(folder: Path) -> None:
 def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(binding.usable_cores() + 3)
-        assert load_model(folder).model.options.threads == binding.usable_cores()
+        torch.set_num_threads(num_cores() + 3)
+        assert load_model(folder).model.options.threads == num_cores()
     finally:
         torch.set_num_threads(before)
 
@@ -162,12 +163,12 @@ def test_a_native_target_drafts_with_its_own_layers(folder: Path, options: dict[
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", str(binding.usable_cores() + 1)])
+@pytest.mark.parametrize("threads", ["0", "-1", str(num_cores() + 1)])
 def test_more_threads_than_cores_are_refused(folder: Path, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["generate", PROMPT, "--target", str(folder), "--threads", threads])
     assert end.value.code == 2
-    allowed = f"it must be between 1 and {binding.usable_cores()}"
+    allowed = f"it must be between 1 and {num_cores()}"
     assert f"error: threads is {threads}, {allowed}" in " ".join(capsys.readouterr().err.split())
 
 

@@ -19,6 +19,7 @@ from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, install_command
+from outpace.core.lazy import num_cores
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
 
@@ -83,7 +84,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
         "platform": platform.platform(terse=True),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cores": machine.num_cores(),
+        "cores": num_cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "devices": devices,
         "kernels": _kernels(),

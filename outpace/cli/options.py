@@ -121,8 +121,7 @@ class ModelFlags:
     def _check(self) -> None:
         """Raise UserError for mistakes that are known before a model is loaded."""
         from outpace.core import registry
-        from outpace.core.lazy import set_num_threads
-        from outpace.core.machine import num_cores
+        from outpace.core.lazy import num_cores, set_num_threads
 
         registry.find("decoders", self.method)
         if self.rule != "auto":

@@ -64,6 +64,11 @@ def cpu_ids() -> Collection[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
+def num_cores() -> int:
+    """Return the number of logical CPUs that this process may use."""
+    return len(cpu_ids())
+
+
 def _whole_cores(root: Path = Path("/sys")) -> int:
     """Return the number of physical cores that this process may use, as far as the system reports them."""
     numbers = cpu_ids()

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from outpace.core.lazy import cpu_ids, num_threads, torch
+from outpace.core.lazy import num_cores, num_threads, torch
 
 BUFFER = 2**26  # float32 values read to measure the bandwidth: 256 MiB, more than a processor caches
 READS = 5
@@ -32,11 +32,6 @@ def memory_bandwidth() -> float:
             read()
             best = min(best, time.perf_counter() - start)
     return buffer.nbytes / best
-
-
-def num_cores() -> int:
-    """Return the number of logical CPUs that this process may use."""
-    return len(cpu_ids())
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:

@@ -5,8 +5,7 @@ No paper: the baseline with which the text and the time of every other method ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from outpace.core.options import MethodOptions
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
@@ -19,11 +18,7 @@ class Autoregressive(Decoder):
     cost = "one pass for each token"
     drafting = None
 
-    @dataclass(frozen=True)
-    class Options:
-        """No options."""
-
-    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
+    def decode(self, context: RequestContext, options: MethodOptions) -> DecoderGenerator:
         tree = TokenTree(context.last_token)
         while True:
             picks = yield Verify(tree)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
+from outpace.core.options import MethodOptions
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, DecoderAction, Request
 from outpace.planning.sources import PlanningContext
@@ -62,7 +63,7 @@ class Decoder:
     drafting: ClassVar[str | None] = "sequential"
     rule: ClassVar[str | None] = None  # the rule where the user names none; None: it depends on the temperature
     nodes: ClassVar[int | None] = None  # default for the engine's option `nodes`
-    Options: ClassVar[type[Any]]
+    Options: ClassVar[type[Any]] = MethodOptions
 
     def decode(self, context: RequestContext, options: Any) -> DecoderGenerator:
         """Write one answer, round by round, until the engine closes the coroutine."""

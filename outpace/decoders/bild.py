@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outpace.core.errors import check_range, check_whole
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
@@ -28,16 +28,12 @@ class Bild(Decoder):
     nodes = 11  # the root, and ten tokens
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(MethodOptions):
         """`fallback`: the draft stops where the probability of its likeliest token is lower; `most`: the most tokens
         that it writes before the target checks them."""
 
-        fallback: float = 0.6
-        most: int = 10
-
-        def __post_init__(self) -> None:
-            check_range("fallback", self.fallback, 0.0, 1.0)
-            check_whole("most", self.most, 1, 256)
+        fallback: float = number(0.6, 0.0, 1.0)
+        most: int = whole(10, 1, 256)
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         rule = context.request.rule

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
-from outpace.core.errors import check_whole
+from outpace.core.options import MethodOptions, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
@@ -26,7 +26,7 @@ class Card(Decoder):
     drafting = "parallel"
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(MethodOptions):
         """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
 
         For ablations: `chain` true verifies one branch instead of the best tree; `secondary` false does not look in the
@@ -35,16 +35,12 @@ class Card(Decoder):
         which each side waits for the other, as in the authors' code; 0: the drafter never waits.
         """
 
-        just_in_time: int = 1
+        just_in_time: int = whole(1, 0, 16)
         chain: bool = False
         secondary: bool = True
         late: bool = True
         correction: bool = True
-        lockstep: int = 0
-
-        def __post_init__(self) -> None:
-            check_whole("just_in_time", self.just_in_time, 0, 16)
-            check_whole("lockstep", self.lockstep, 0, 256)
+        lockstep: int = whole(0, 0, 256)
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates = context.candidates

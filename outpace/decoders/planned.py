@@ -15,7 +15,7 @@ from math import exp, sqrt
 
 from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
-from outpace.core.errors import check_range, check_whole
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.types import Await, Source, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 from outpace.planning.cost_model import CostModel
@@ -36,7 +36,7 @@ class Planned(Decoder):
     drafting = "parallel"
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(MethodOptions):
         """`deepest`: the most layers to wait for in a round; `trials`: the share of time for trying again what did not
         pay.
 
@@ -44,15 +44,11 @@ class Planned(Decoder):
         always drafts in parallel.
         """
 
-        deepest: int = 16
-        trials: float = 0.01
+        deepest: int = whole(16, 0, 256)
+        trials: float = number(0.01, 0.0, 1.0)
         hits: bool = True
         rests: bool = True
         turns: bool = True
-
-        def __post_init__(self) -> None:
-            check_whole("deepest", self.deepest, 0, 256)
-            check_range("trials", self.trials, 0.0, 1.0)
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates, planner = context.candidates, WaitPlanner(context, options)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.errors import check_range, check_whole, unknown
+from outpace.core.errors import unknown
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
@@ -23,7 +24,7 @@ class Speculative(Decoder):
     cost = "drafting and a pass, one after the other"
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(MethodOptions):
         """`draft_length`: draft steps before the target verifies (gamma for a chain, the depth of a tree).
 
         `lengths`: fixed; heuristic: begins at `draft_length`, two more after a fully accepted draft, one less after
@@ -31,17 +32,15 @@ class Speculative(Decoder):
         then adapted; expected: stops early where the chance that any token is rejected exceeds `doubt`.
         """
 
-        draft_length: int = 4
+        draft_length: int = whole(4, 1, 256)
         lengths: str = "fixed"
-        confident: float = 0.4
-        doubt: float = 0.3
+        confident: float = number(0.4, 0.0, 1.0)
+        doubt: float = number(0.3, 0.0, 1.0)
 
         def __post_init__(self) -> None:
-            check_whole("draft_length", self.draft_length, 1, 256)
-            check_range("confident", self.confident, 0.0, 1.0)
-            check_range("doubt", self.doubt, 0.0, 1.0)
             if self.lengths not in LENGTHS:
                 raise unknown("lengths", self.lengths, LENGTHS)
+            super().__post_init__()
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         rule, lengths = context.request.rule, _lengths(options)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
-from outpace.core.errors import check_whole
+from outpace.core.options import MethodOptions, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
@@ -26,13 +26,10 @@ class Ssd(Decoder):
     drafting = "parallel"
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(MethodOptions):
         """`draft_length`: tokens in a chain; the drafter's `width` is the number of outcomes that are drafted for."""
 
-        draft_length: int = 4
-
-        def __post_init__(self) -> None:
-            check_whole("draft_length", self.draft_length, 1, 256)
+        draft_length: int = whole(4, 1, 256)
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates, length = context.candidates, options.draft_length

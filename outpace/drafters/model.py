@@ -16,9 +16,10 @@ from operator import sub
 from typing import Any
 
 from outpace.core.drafting import BuildContext, DraftDirectives
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.multi_step import MAX_STEPS
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Row, TopK
 from outpace.drafters._calibration import PickModel, PickModels
@@ -35,7 +36,7 @@ _CHILDREN = 2  # children per expanded node that a forward may always add
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: maximum size of the tree;
     `floor`: nodes that the target reaches with a lower probability are not expanded; `draft_window`: number of trailing
     tokens of the text that the draft reads when drafting begins; 0: all; the default is in its config.json; `draws`:
@@ -43,22 +44,16 @@ class Options:
     the draft takes in one graph without the host; the default is as many as rounds take, up to 8, on a GPU, otherwise
     1."""
 
-    width: int = 4
-    tree_nodes: int = 256
-    floor: float = 0.005
-    draft_window: int | None = None
+    width: int = whole(4, 1, 512)
+    tree_nodes: int = whole(256, 2, 16384)
+    floor: float = number(0.005, 0.0, 1.0)
+    draft_window: int | None = whole(None, 0)
     draws: str = "2,1"
-    steps: int | None = None
+    steps: int | None = whole(None, 1, MAX_STEPS)
 
     def __post_init__(self) -> None:
-        check_whole("width", self.width, 1, 512)
-        check_whole("tree_nodes", self.tree_nodes, 2, 16384)
-        check_range("floor", self.floor, 0.0, 1.0)
-        if self.draft_window is not None:
-            check_whole("draft_window", self.draft_window, 0)
-        if self.steps is not None:
-            check_whole("steps", self.steps, 1, MAX_STEPS)
         DrawCounts.read(self.draws)
+        super().__post_init__()
 
 
 @dataclass

@@ -18,8 +18,9 @@ import numpy as np
 
 from outpace.core.arrays import to_device
 from outpace.core.drafting import BuildContext
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import UserError, unknown
 from outpace.core.logits import SparseLogits, host_rows, tensor_of
+from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import AcceptanceRate, PickModels
@@ -41,18 +42,18 @@ WAYS = ("tokens", "text")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """`by`: tokens: proposes the tokens that both tokenizers share, at any temperature; text: proposes the draft's
     text, tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place
     of the chain, which continues after the likeliest."""
 
     by: str = "tokens"
-    width: int = 4
+    width: int = whole(4, 1, 64)
 
     def __post_init__(self) -> None:
-        check_whole("width", self.width, 1, 64)
         if self.by not in WAYS:
             raise unknown("by", self.by, WAYS)
+        super().__post_init__()
 
 
 @dataclass

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Request, Verify
@@ -60,11 +60,7 @@ class WarmUp(Decoder):
 
     name = "warmup"
 
-    @dataclass(frozen=True)
-    class Options:
-        """No options."""
-
-    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
+    def decode(self, context: RequestContext, options: MethodOptions) -> DecoderGenerator:
         tree, has_read = TokenTree(context.last_token), False
         for rows in cycle(_ROWS):
             rows = min(rows, context.budget)

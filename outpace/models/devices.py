@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
+from outpace.core.lazy import num_cores, torch
 from outpace.core.machine import available_bytes
 from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.native.binding import load_kernels, read_formats, usable_cores
+from outpace.models.llama.native.binding import load_kernels, read_formats
 from outpace.models.llama.weight_sources import source_of
 from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, NATIVE_KV, OFF, LoadOptions, has_bfloat16
 
@@ -155,7 +155,7 @@ def _weight_bytes(
         sizes[name] = float_bytes(shapes, 4 if name == "float32" else 2)
         return name, sizes
     kept = native_bytes(shapes, stored, formats, True)
-    small = native_bytes(shapes, stored, formats, True, in_four=True, threads=min(usable_cores(), config.num_layers))
+    small = native_bytes(shapes, stored, formats, True, in_four=True, threads=min(num_cores(), config.num_layers))
     if options.dtype == INT4:
         return INT4, {INT4: small}
     if small < min(kept, sizes[INT8]):

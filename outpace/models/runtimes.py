@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError, install_command, unknown
-from outpace.core.lazy import num_threads
+from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
 from outpace.models.llama.weight_sources import inflated, inflation_label, inflation_notice
@@ -144,7 +144,7 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Load by the package outpace-kernels on a CPU. `dtype` float16 means int8 weights with float16 keys and values."""
-    from outpace.models.llama.native.binding import NativeOptions, load_kernels, read_formats, usable_cores
+    from outpace.models.llama.native.binding import NativeOptions, load_kernels, read_formats
     from outpace.models.llama.native.runtime import NativeLlama
 
     if options.has_graphs:
@@ -155,7 +155,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     if options.dtype not in (AUTO, INT8, INT4, FILE, "float16"):
         held = "in int8, in int4 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
-    count = min(num_threads(), usable_cores())  # the environment may ask for more
+    count = min(num_threads(), num_cores())  # the environment may ask for more
     weights = options.dtype if options.dtype in (AUTO, INT4, FILE) else INT8
     if options.is_draft and weights == AUTO:
         weights, options = INT4, replace(options, dtype=INT4)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 
-from outpace.core.errors import check_range, check_whole
+from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
@@ -27,15 +27,11 @@ _UNKNOWN = 2  # most layers before the time of a draft step and the price are kn
 
 
 @dataclass(frozen=True)
-class PlannerOptions:
+class PlannerOptions(MethodOptions):
     """`deepest`: the most draft layers in a round; `trials`: the share of time for trying again what did not pay."""
 
-    deepest: int = 16
-    trials: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_whole("deepest", self.deepest, 1, 256)
-        check_range("trials", self.trials, 0.0, 1.0)
+    deepest: int = whole(16, 1, 256)
+    trials: float = number(0.01, 0.0, 1.0)
 
 
 class Planner:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core import machine
-from outpace.core.lazy import lazy_sha256, num_threads
+from outpace.core.lazy import lazy_sha256, num_cores, num_threads
 from outpace.core.types import Drafter
 from outpace.models.files.cache_folder import cache_folder, new_file
 from outpace.models.load import Loaded
@@ -38,7 +38,7 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
         "target": _model(target),
         "draft": _model(draft) if draft else None,
         "processor": machine.processor(),
-        "cores": machine.num_cores(),
+        "cores": num_cores(),
         "threads": num_threads(),
         **others,
     }

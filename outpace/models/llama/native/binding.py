@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.lazy import cpu_ids
+from outpace.core.lazy import num_cores
 from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.options import AUTO, FILE, INT4, INT8
@@ -40,16 +40,11 @@ class NativeOptions:
 
     def __post_init__(self) -> None:
         if self.threads is not None:
-            check_whole("threads", self.threads, 1, usable_cores())
+            check_whole("threads", self.threads, 1, num_cores())
         if self.kv_dtype not in ENTRY_BYTES:
             raise unknown("kv_dtype", self.kv_dtype, ENTRY_BYTES)
         if self.weights not in WEIGHTS:
             raise unknown("weights", self.weights, WEIGHTS)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(cpu_ids())
 
 
 def read_formats(kernels: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.errors import unknown
-from outpace.core.lazy import torch
+from outpace.core.lazy import num_cores, torch
 from outpace.core.logits import SparseLogits, TargetOutput, TopK
 from outpace.models.base import Capability, Model, Part, Session, apply_keep, check_forest, shown_numbers
 from outpace.models.llama.config.families import GELU
@@ -27,7 +27,6 @@ from outpace.models.llama.native.binding import (
     check_supported,
     load_kernels,
     read_formats,
-    usable_cores,
 )
 from outpace.models.llama.native.rope_tables import NativeRopeTable
 from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
@@ -166,7 +165,7 @@ class NativeLlama(Model):
             config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
         )
         self._mlp_width = padded_mlp_width(self.kernels, config)
-        self._threads = options.threads or usable_cores()
+        self._threads = options.threads or num_cores()
         self._models = {self._threads: self._with_threads(self._threads)}
         self._share = threading.local()  # .threads: number of threads for the passes of a thread that leaves cores idle
         self._skipped: np.ndarray | None = None  # bool [layers, (attention, MLP)]
@@ -192,7 +191,7 @@ class NativeLlama(Model):
         )
 
     def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
-        threads = max(1, min(self._threads, most or self._threads, usable_cores() - leave if leave else self._threads))
+        threads = max(1, min(self._threads, most or self._threads, num_cores() - leave if leave else self._threads))
         if threads not in self._models:
             self._models[threads] = self._with_threads(threads)
         self._share.threads = threads
@@ -243,7 +242,7 @@ class NativeLlama(Model):
         """
         kernels = load_kernels()
         check_supported(kernels, config)
-        threads = options.threads or usable_cores()
+        threads = options.threads or num_cores()
         packing = Packing(kernels, threads)
         fetch = Fetch(split_fused(config, tensor), read_formats(kernels), options.weights)
         with ThreadPoolExecutor(threads) as pool:
