@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 from mutation_checks import Original
@@ -69,8 +70,7 @@ def of_one_source(learn: Original) -> Original:
     """Every node counts for the first source, whatever drafter added it."""
 
     def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> Any:
-        tree.sources = ["ngram"] * len(tree)
-        return learn(self, tree, path)
+        return learn(self, SimpleNamespace(sources=["ngram"] * len(tree), roles=tree.roles, scores=tree.scores), path)
 
     return mutated
 

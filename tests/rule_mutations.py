@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enumerating import Shape
@@ -42,14 +42,20 @@ def mutation(
 
 def keyed_by_position(draw_layer: Original) -> Original:
     def mutated(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any) -> int:
-        ids = list(tree.ids)
-        for node, row in zip(frontier, rows, strict=True):
-            tree.ids[node] = row.position
-        added = int(draw_layer(tree, frontier, logits, rows, draws))
-        tree.ids[: len(ids)] = ids
-        return added
+        ids = dict(zip(frontier, (row.position for row in rows), strict=True))
+        return int(draw_layer(Renumbered(tree, ids), frontier, logits, rows, draws))
 
     return mutated
+
+
+class Renumbered:
+    """A tree whose nodes have other ids."""
+
+    def __init__(self, tree: TokenTree, ids: Mapping[int, int]) -> None:
+        self._tree, self.ids = tree, ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
 
 
 def one_key_for_all_draws(again: Original) -> Original:
