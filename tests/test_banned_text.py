@@ -66,12 +66,6 @@ def test_any_ban_in_any_vocabulary_equals_the_slow_twins(seed: int) -> None:
     assert sometimes > 300
 
 
-def test_an_id_that_pads_the_embedding_has_no_text_and_a_ban_is_built_once() -> None:
-    texts = TokenTexts([b"a", b"b"])
-    assert forbidden(texts.ban(("ab",)), [0, 7, 8]) == {1}
-    assert texts.ban(("ab",)) is texts.ban(("ab",))
-
-
 def test_a_row_is_judged_by_its_own_answer_and_not_by_the_prompt() -> None:
     texts = TokenTexts([b"a", b"b", b"c"])
     request = make_request((0,), adjustments=Adjustments(banned=texts.ban(("ab",))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -187,15 +186,6 @@ def test_peers_are_found_by_their_files() -> None:
         contenders.parse_peers("transformers,transformers")
 
 
-def test_quartiles_lie_between_the_nearest_values() -> None:
-    values = np.random.default_rng(0).normal(size=39).tolist()
-    low, high = sorted(values)[9:11], sorted(values)[28:30]
-    assert figures.quartiles(values) == pytest.approx((sum(low) / 2, sorted(values)[19], sum(high) / 2))
-    assert figures.quartiles([4.0, 1.0]) == (1.75, 2.5, 3.25)
-    assert figures.quartiles([3.0]) == (3.0, 3.0, 3.0)
-    assert figures.quartiles([]) is None
-
-
 def test_speeds_are_pooled_and_have_quartiles() -> None:
     plain = [record("autoregressive", name, rate=10) for name in "ab"]
     ours = [record("card", "a", rate=40), record("card", "b", rate=10)]
@@ -230,13 +220,6 @@ def test_a_prompt_counts_once_whatever_its_number_of_repetitions() -> None:
     assert row.prompts == 1
 
 
-def test_tasks_have_a_row_each_and_one_for_all() -> None:
-    cells = list(itertools.product(("x", "y", "all"), ("autoregressive", "card")))
-    found = figures.table_rows([record(label, "a", task) for task, label in cells[:4]])
-    assert [(row.task, row.label) for row in found] == cells
-    assert [row.prompts for row in found] == [1, 1, 1, 1, 2, 2]
-
-
 def test_accepted_tokens_are_summed_over_answers() -> None:
     one = record("card", "a", counts=(1, 3, 2), arrivals=(0.1, 0.2, 0.3), drafted=4, accepted=3)
     one = replace(one, positions=((2, 2), (2, 1)), hits=3, misses=1, tokens=(1,) * 6)
@@ -247,12 +230,6 @@ def test_accepted_tokens_are_summed_over_answers() -> None:
     assert row.hit_rate == pytest.approx(3 / 8)
     assert row.acceptance_by_position == pytest.approx((0.5, 0.5))
     assert row.reached_by_position == (4, 2)
-
-
-def test_a_peer_may_report_no_drafts() -> None:
-    row = figures.table_rows([record("p", is_peer=True), record("p", "b", is_peer=True, drafted=2, accepted=1)])[0]
-    assert (row.peer, row.method) == ("p", None)
-    assert (row.acceptance_by_position, row.hit_rate, row.drafted, row.draft_acceptance) == ((), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -426,14 +403,6 @@ def test_theory_predicts_from_the_measured_acceptance() -> None:
     assert row.predicted_speedup == pytest.approx(row.predicted_length / (0.05 / 0.1 + 0.2 / 0.1))
     base = figures.table_rows([plain])[0]
     assert (base.predicted_length, base.predicted_speedup) == (None, None)
-
-
-def test_the_prediction_for_one_draft_length_is_the_measured_length() -> None:
-    """If every round drafts the same number of tokens and all count, the products telescope."""
-    one = drafting("speculative", positions=((4, 3), (3, 1)), lengths=(0, 0, 4), counts=(1, 3, 2, 2, 1))
-    found = figures._predictions([one], [])
-    assert found["predicted_length"] == pytest.approx(1 + 3 / 4 + 1 / 4) == sum((3, 2, 2, 1)) / 4
-    assert found["predicted_speedup"] is None
 
 
 def test_the_quality_of_texts_is_summed_over_answers() -> None:

@@ -37,16 +37,6 @@ def test_options_that_leave_nothing_to_measure_are_refused(
     assert says in capsys.readouterr().err
 
 
-def test_an_answer_whose_last_round_begins_before_the_turn_is_refused() -> None:
-    answer = never_a_loss.Answer.__new__(never_a_loss.Answer)
-    answer.seconds, answer.written = [1.0, 1.0, 1.0], [1, 5, 9]
-    times = never_a_loss.Times()
-    times.add(answer, 5)
-    assert (times.seconds, times.tokens) == ([1.0], [4])
-    with pytest.raises(SystemExit, match="before token 6: choose an earlier --turn"):
-        times.add(answer, 6)
-
-
 def test_the_installed_package_is_started_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "outpace.py").write_text("raise SystemExit('of the current folder')")

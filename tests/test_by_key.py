@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from doubles import QuickToy, decode, make_request, write
 
-from outpace.core import cache_salt
-from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Drafter
 from outpace.drafters import cacheback, lookahead, ouroboros, recycle, suffix
@@ -50,14 +48,3 @@ def test_answers_are_learnt_within_a_salt(name: str, tmp_path: Path) -> None:
     mine, yours, nobodys, again = passes
     assert mine == yours == nobodys
     assert again < mine
-
-
-def test_the_tables_of_the_latest_salts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_salt, "MOST", 2)
-    tables: PerSalt[list[str]] = PerSalt(list)
-    for key in ("a", "b", None, "a", "c"):
-        tables.of(key).append(str(key))
-    assert tables.of("a") == ["a", "a"]
-    assert tables.of("c") == ["c"]
-    assert tables.of(None) == tables.shared == ["None"]
-    assert tables.of("b") == [], "it was unused longest"

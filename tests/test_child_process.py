@@ -73,14 +73,6 @@ def test_a_process_that_does_not_end_or_is_stopped_is_killed() -> None:
     assert child_process.stop(child) == -signal.SIGKILL
 
 
-def test_unread_input_is_no_error() -> None:
-    child = child_process.start("pass")
-    child.wait()
-    assert child.stdin is not None
-    child.stdin.write(b"nobody reads this")
-    assert child_process.stop(child) == 0
-
-
 def test_an_interrupt_while_waiting_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     child = child_process.start(STUBBORN)
     wait = child.wait

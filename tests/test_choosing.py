@@ -15,11 +15,8 @@ from test_tuning import FEW
 
 from outpace.api.llm import LLM
 from outpace.bench.tune import tune
-from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation
-from outpace.drafters import model
 from outpace.drafters._composite import DraftSelector, SharedTree, expected_speed
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
@@ -108,12 +105,6 @@ def test_of_two_equal_drafts_the_cheaper_one_drafts() -> None:
     assert [expected_speed(0.7, 0.05) > expected_speed(0.8, 0.4), expected_speed(0.0, 0.3)] == [True, 1.0]
 
 
-@pytest.mark.parametrize(("chance", "cost"), [(0.0, 0.1), (1.0, 0.1), (0.3, 0.4), (0.3, 0.1), (0.8, 0.1), (0.95, 0.02)])
-def test_the_expected_speed_assumes_the_best_length(chance: float, cost: float) -> None:
-    best = max(sum(chance**n for n in range(length + 1)) / (1 + length * cost) for length in range(9))
-    assert expected_speed(chance, cost) == pytest.approx(best)
-
-
 def test_idle_drafts_read_seldom() -> None:
     idle = Counting(16, 2, 99)
     found = run(make_request(PROMPT, max_tokens=400), choosing(TARGET, idle))
@@ -148,20 +139,6 @@ def test_the_state_is_saved() -> None:
     again.load_state_dict(drafter.state_dict())
     assert again.open(make_request(PROMPT)).chosen == 1
     assert choosing(GARBAGE, TARGET).open(make_request(PROMPT)).chosen == 0
-
-
-def test_directives_reach_each_draft_and_an_empty_observation_changes_nothing() -> None:
-    drafter = choosing(GARBAGE, TARGET)
-    state, directives = drafter.open(make_request(PROMPT)), DraftDirectives(outcomes=2)
-    drafter.set_directives(state, directives)
-    assert [part.directives for part in state.parts] == [directives, directives]
-    drafter.observe(state, Observation((), (), TokenTree(5, 9, 10)))
-    assert state.chosen == 0
-
-
-def test_a_selector_is_built_only_for_several_drafts() -> None:
-    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET)), ModelDrafter)
-    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET, others=(GARBAGE,))), DraftSelector)
 
 
 @pytest.fixture(scope="module")

@@ -166,17 +166,6 @@ def test_a_drafter_on_the_targets_session_leaves_its_text_alone(width: int) -> N
     assert accepted[()] > accepted[(1, 2)] or width > 1
 
 
-def test_without_and_project_agree_with_a_slow_twin() -> None:
-    less = LAYERED.skip_sublayers((1,), (0, 2))
-    x = torch.zeros(16, dtype=torch.float64)
-    for layer, table in enumerate(LAYERED._tables):
-        x = x + table[PROMPT[-1 - layer]] if layer != 1 else x
-        x = x + 0.5 * torch.tanh(x) if layer == 1 else x
-    assert torch.equal(less._row(PROMPT), x)
-    assert torch.equal(LAYERED.project(LAYERED._stream(PROMPT)[-1][None]).values[0], LAYERED._row(PROMPT))
-    assert less.skip_sublayers((), (1,))._row(PROMPT).equal(LAYERED.skip_sublayers((1,), (0, 1, 2))._row(PROMPT))
-
-
 class Spied(Toy):
     """A toy that notes how it is called."""
 
@@ -206,12 +195,6 @@ def test_the_target_is_called_plainly_if_no_part_needs_more(method: str) -> None
         assert type(forest) is list
         for part in forest:
             assert part == Part(*part[:5], best=part.best)
-
-
-def test_prompt_chunks_of_a_drafter_that_needs_no_prompt_are_plain_passes() -> None:
-    target = Spied()
-    decode_by(target, Witness(Needs(layers=(1,)), ()), [make_request(PROMPT, max_tokens=2)])
-    assert [name for name, _, _ in target.calls] == ["score"] * 3 + ["score_hidden"] * 2
 
 
 class Blind(Toy):

@@ -33,10 +33,6 @@ def record_steps(costs: CostModel, *seconds: float, requests: int = 1) -> None:
         costs.record_step(DRAFT, requests)
 
 
-def test_nothing_is_known_at_first() -> None:
-    assert CostModel().pass_seconds(4) == CostModel().draft_seconds(DRAFT) == CostModel().tokens_per_second(1) == 0.0
-
-
 def test_outliers_do_not_move_the_median() -> None:
     assert costs_of((1, 6.0), (1, 60.0), (1, 6.2), (1, 5.9), (1, 6.1), samples=1).pass_seconds(1) == 6.1
     slow = costs_of((1, 6.0))
@@ -68,10 +64,6 @@ def test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not() ->
         costs.record_round(1, 4, 1, 7.0, 0.0)
     assert costs.pass_seconds(8) < 9.0, "the machine was busy then"
     assert costs.pass_seconds(1) == 6.0
-
-
-def test_unknown_row_counts_are_assumed_to_be_cheap_so_that_they_are_tried() -> None:
-    assert 6.0 < costs_of((1, 6.0)).pass_seconds(8) < 8.2
 
 
 def test_a_prefill_shows_what_many_rows_cost() -> None:
@@ -132,19 +124,6 @@ def test_a_growth_in_which_another_request_reads_is_no_step() -> None:
             costs.note_catch_up(DRAFT)
         record_steps(costs, seconds)
     assert costs.draft_seconds(DRAFT) == 0.8
-
-
-def test_the_yield_of_a_layer_is_known_by_the_number_of_requests() -> None:
-    """With more requests a row costs more: the yield of a layer there says little about its yield with one."""
-    costs = CostModel()
-    for _ in range(30):
-        costs.layer_yield(DRAFT, 0, 1).learn(0.8)
-    assert costs.layer_yield(DRAFT, 0, 4).value == pytest.approx(0.8, abs=0.05), "at first what is known"
-    for _ in range(30):
-        costs.layer_yield(DRAFT, 0, 4).learn(0.1)
-    assert costs.layer_yield(DRAFT, 0, 4).value == pytest.approx(0.1, abs=0.05)
-    assert costs.layer_yield(DRAFT, 0, 1).value == pytest.approx(0.8, abs=0.05)
-    assert costs.state_dict()["growth"]["model"][0] == pytest.approx(0.8, abs=0.05)
 
 
 def test_a_mean_forgets() -> None:

@@ -108,10 +108,3 @@ def test_a_run_from_text_to_draft(kind: str, tmp_path: Path) -> None:
         scaling = LLAMA3 if kind == "llama3" else {"rope_type": "linear", "factor": 2.0}
         target = target_folder(tmp_path / "target", rope_scaling=scaling)
     check_draft(target, make_draft(settings(target, tmp_path / "run", tokens=1500)))
-
-
-def test_a_draft_of_a_config_with_an_empty_list_of_layers(tmp_path: Path) -> None:
-    """It says what its target says, which is nothing."""
-    folder = target_folder(tmp_path / "target", no_rope_layers=[])
-    with Checkpoint.open(folder) as checkpoint:
-        assert from_dict(draft_config(checkpoint.config, DraftShape("1"))).num_layers == 1

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from distill_files import target as target
 
 from outpace.core.errors import UserError
 from outpace.distill.export import save_vocab_ids, write_draft
 from outpace.distill.start import DraftShape, draft_config, new_student, pick_layers, shape_from_options
-from outpace.distill.student import EMBEDDING, _attention
+from outpace.distill.student import EMBEDDING
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.packed import pack
 from outpace.models.files.pairs import SHIPPED_FOLDER
@@ -61,13 +59,3 @@ def test_training_continues_from_a_draft_whole_or_packed(target: Path, tmp_path:
 def test_the_shipped_draft_can_be_trained_further() -> None:
     shape = shape_from_options("3", "shipped", 0, "SmolLM2-135M-Instruct")
     assert shape == DraftShape("0,14,29", 10240, SHIPPED_FOLDER / "smollm2-135m-instruct")
-
-
-def test_attention_on_a_cpu_is_that_of_torch() -> None:
-    query, key, value = (torch.randn(2, 3, 24, 8, requires_grad=True) for _ in range(3))
-    mask = torch.zeros(2, 1, 24, 24).masked_fill_(~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf)
-    both = []
-    for way in (partial(_attention, scale=8**-0.5), F.scaled_dot_product_attention):
-        found = way(query, key, value, mask)
-        both.append((found, *torch.autograd.grad(found.square().sum(), (query, key, value))))
-    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*both, strict=True))

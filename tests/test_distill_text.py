@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from outpace.distill import prompts
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.options import TEMPERATURES
 from outpace.distill.prompts import is_held_out
-from outpace.distill.shards import MANIFEST, TextFolder, read_shard, read_shards
+from outpace.distill.shards import TextFolder, read_shard, read_shards
 from outpace.distill.text import write_text
-from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer
+from outpace.distill.writer import WriterOptions
 from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -38,26 +37,6 @@ def write(target: Path, tmp_path: Path) -> Callable[..., TextFolder]:
         )
 
     return run
-
-
-def test_shards_hold_what_was_written(tmp_path: Path) -> None:
-    answers = []
-    for number in range(3):
-        count = 3 + number
-        ids, log_p = np.zeros((count, 4), np.int32), np.zeros((count, 4), np.float16)
-        job = AnswerJob(number, tuple(range(5, 9 + number)), 0.0)
-        answers.append(WrittenAnswer(job, np.arange(count, dtype=np.int32), ids, log_p))
-    TextFolder(tmp_path, {"target": "tiny", "top": 4}).add(answers)
-    (shard,) = read_shards(tmp_path)
-    for n, answer in enumerate(answers):
-        text = shard.tokens[shard.starts[n] : shard.starts[n + 1]].tolist()
-        assert text == [*answer.job.prompt, *answer.tokens.tolist()]
-    assert shard.jobs.tolist() == [0, 1, 2]
-    manifest = json.loads((tmp_path / MANIFEST).read_text())
-    assert manifest["tokens"] == 12
-    assert [entry["answers"] for entry in manifest["shards"]] == [3]
-    with pytest.raises(UserError, match="holds text with target 'tiny', not 'other'"):
-        TextFolder(tmp_path, {"target": "other", "top": 4})
 
 
 def test_a_run_continues_with_the_remaining_prompts(write: Callable[..., TextFolder]) -> None:
@@ -79,15 +58,6 @@ def test_every_prompt_is_answered_at_every_temperature(write: Callable[..., Text
             found.setdefault(text, []).append(float(shard.temperatures[n]))
     for temperatures in found.values():
         assert np.allclose(np.unique(temperatures), TEMPERATURES)
-
-
-def test_a_temperature_named_twice_has_twice_the_share(write: Callable[..., TextFolder]) -> None:
-    folder = write(6, 600, temperatures=(0.0, 0.0, 0.7)).folder
-    found = np.concatenate([shard.temperatures for shard in read_shards(folder)])
-    assert 0.5 < float((found == 0).mean()) < 0.85
-    assert np.allclose(np.unique(found), [0.0, 0.7])
-    with pytest.raises(UserError, match="temperatures is empty"):
-        write(6, 600, temperatures=())
 
 
 def test_a_torn_shard_is_dropped_and_reported(write: Callable[..., TextFolder]) -> None:

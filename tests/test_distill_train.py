@@ -39,7 +39,7 @@ from outpace.distill.losses import Labels, LossOptions, loss
 from outpace.distill.run import distill, save_evaluation, write_plot
 from outpace.distill.start import DraftShape, new_student
 from outpace.distill.student import Student
-from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
+from outpace.distill.train import Trainer, TrainOptions
 from outpace.distill.training_state import read_curve
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
@@ -226,15 +226,6 @@ def test_the_loss_by_hand() -> None:
         labels = Labels(torch.tensor([token]), torch.tensor([[2, -1]]), torch.tensor([[p_known, p_unknown]]))
         found = loss(torch.tensor([logits]), labels, LossOptions(0.25, 2.0))
         assert float(found) == pytest.approx(0.25 * cross_entropy + expected, abs=1e-5)
-
-
-def test_the_learning_rate_rises_holds_and_falls() -> None:
-    options = TrainOptions(learning_rate=1.0, warmup=4, cooldown=0.25)
-    rates = [learning_rate(options, TrainingState(step=step, seen=step * 10, total=1000)) for step in range(101)]
-    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert rates[75] == pytest.approx(1.0)
-    assert rates[88] == pytest.approx(0.5, abs=0.05)
-    assert rates[100] == pytest.approx(0.02)
 
 
 def test_predicted_speedups_by_hand() -> None:

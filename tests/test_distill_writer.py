@@ -14,10 +14,9 @@ from outpace.core.errors import UserError
 from outpace.distill import text
 from outpace.distill.start import target_config
 from outpace.distill.text import load_target
-from outpace.distill.writer import AnswerJob, EngineWriter, GraphLoopWriter, WriterOptions, WrittenAnswer, make_writer
+from outpace.distill.writer import AnswerJob, EngineWriter, GraphLoopWriter, WriterOptions, WrittenAnswer
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.llama.cuda import writing_loop
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.llama.torch.runtime import Llama
@@ -52,21 +51,6 @@ def test_a_loop_on_the_device_writes_the_engines_answers(rows: int) -> None:
         assert np.array_equal(answer.tokens, found[number].tokens)
         assert np.array_equal(answer.top_ids, found[number].top_ids)
         assert np.allclose(answer.top_log_p, found[number].top_log_p, atol=5e-3)
-
-
-@pytest.mark.parametrize("width", [5, 128, 1000])
-def test_the_most_likely_tokens_are_found_in_parts(width: int) -> None:
-    scores = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
-    values, places = writing_loop._top_k(scores, 5)
-    expected = scores.topk(5)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(places, expected.indices)
-
-
-def test_a_loop_is_for_captured_passes_of_a_gpu() -> None:
-    eager = GraphLlama.from_tensors(reference.TINY, TENSORS.__getitem__, is_eager=True, exact=False)
-    for model in (TARGET, eager):
-        assert isinstance(make_writer(model, STOP, WriterOptions(), 9), EngineWriter)
 
 
 def log_p(answer: WrittenAnswer) -> torch.Tensor:

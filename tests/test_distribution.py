@@ -17,7 +17,6 @@ from outpace.core.distribution import TokenDistribution, distribution_of, one_ho
 from outpace.core.sampling import Sampling, log_probs
 from outpace.core.types import Row
 from outpace.rules.match import Match
-from outpace.rules.spectr import any_of, least_rho
 
 TIED = (2, 3, 4, 8)  # rows of `shapes` in which equal scores stay or go together
 EDGES = (0.0, 2.0**-53, 0.3, 0.5, 0.999999, 1.0 - 2.0**-53)
@@ -135,36 +134,6 @@ def test_match_draws_the_same_as_the_sum_over_all_tokens(vocab: int, sampling: S
         request = make_request((1,), rule, 1, sampling=sampling, seed=seed)
         rows = [Row(request, [1] * (seed + number)) for number in range(len(scores))]
         assert [rule.pick(judged) for judged in rule.reduce(scores, rows)] == rule.run(scores, rows)
-
-
-def test_match_uses_float64_next_to_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers so near to the end of a token's part that sums in float32 may put them on either side."""
-    scores, rule, asked = shapes(1024, 3)[:1], Match(), list[int]()
-    cumulative = torch.exp(log_probs(scores, [Sampling(1.0)]).double())[0].cumsum(0)
-    monkeypatch.setattr(Match, "run", lambda *_: asked.append(1) or [-1])
-    row = Row(make_request((1,), rule, 1, temperature=1.0), [1])
-    for token in (10, 500, 900):
-        for step, is_near in ((3e-6, True), (-3e-6, True), (4e-4, False)):
-            number = float(cumulative[token]) + step if is_near else float(cumulative[token]) - step
-            monkeypatch.setattr(Match, "draw", lambda *_, u=number: u)
-            before = len(asked)
-            rule.pick(rule.reduce(scores, [row])[0])
-            assert not is_near or len(asked) > before
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_rho_solves_its_equation(count: int) -> None:
-    for seed in range(60):
-        p, q = (random_chances(seed + shift, 40).wide(40) for shift in (0, 99))
-        rho = least_rho(p, q, count)
-
-        def excess(rho: float, p: np.ndarray = p, q: np.ndarray = q) -> float:
-            beta = float(np.minimum(p / rho, q).sum())
-            return any_of(beta, count) - rho * beta
-
-        assert 1.0 <= rho <= count
-        assert excess(rho) <= 1e-12
-        assert rho == 1.0 or count == 1 or excess(rho * (1 - 1e-9)) > -1e-9 or excess(1.0) <= 0
 
 
 def test_float32_rows_keep_p_to_its_own_precision() -> None:

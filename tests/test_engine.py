@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Request, Row, Verify
+from outpace.core.types import Request, Row, Verify
 from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
@@ -173,26 +173,6 @@ def test_the_end_of_the_context_ends_every_text_at_the_same_place() -> None:
         submit(engine, request(prompt=tuple(range(32)), max_tokens=1))
 
 
-def test_the_budget_follows_the_load() -> None:
-    with Engine(TARGET, options=EngineOptions(nodes=8, rows=12)) as engine:
-        runs = submit(engine, request(), request(), request())
-        engine.step()
-        engine.step()
-        assert [run.context.budget for run in runs] == [4, 4, 4]
-
-
-def test_a_request_that_cannot_be_opened_ends_alone() -> None:
-    target = Toy(16, 3, 0)
-    opened = target.open
-    with Engine(target) as engine:
-        target.open = lambda capacity, room: opened(capacity, room) if capacity < 100 else [][1]
-        good, bad = submit(engine, request(), request(max_tokens=200))
-        assert finish(engine, good, bad)[0] == plain(request())
-        assert bad.finish_reason == "error"
-        assert isinstance(bad.error, IndexError)
-        assert not engine.running
-
-
 def test_an_interrupt_between_two_requests_ends_both() -> None:
     class Interrupted(Greedy):
         def walk(self, tree: Any, picks: Any) -> Any:
@@ -257,26 +237,6 @@ print("left")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr
-
-
-def test_a_round_begins_when_the_one_before_was_timed_and_the_load_is_known() -> None:
-    seen: list[tuple[int, int, int]] = []
-
-    def decode(context: Any, options: Any) -> Any:
-        while True:
-            seen.append((context.costs.num_rounds, context.requests, context.tokens_left))
-            tree = TokenTree(context.last_token)
-            picks = yield Verify(tree)
-            yield Commit(tree, context.request.rule.walk(tree, picks))
-
-    with Engine(TARGET, options=EngineOptions(chunk=64)) as engine:
-        engine.submit(request(5, 3), decoder_of(decode), None)
-        engine.step()
-        engine.step()
-        (other,) = submit(engine, request(5, 3))
-        engine.step()
-        assert other.context.requests == 2
-    assert seen[:2] == [(0, 1, 3), (1, 2, 2)]
 
 
 UNREAD = st.lists(st.builds(Unread, st.integers(1, 400), st.integers(0, 20_000)), max_size=12)

@@ -51,14 +51,6 @@ class ScriptedWriter:
             yield WrittenAnswer(job, np.array(ids), top, top)
 
 
-def test_a_message_begins_where_a_users_does(target: Path) -> None:
-    tokenizer = Tokenizer.from_folder(target)
-    head = magpie.user_beginning(tokenizer)
-    whole = tokenizer.chat([{"role": "user", "content": "hello world"}])
-    assert head == whole[: len(head)]
-    assert tokenizer.decode(whole[len(head) :], skip_special=False).lstrip().startswith("hello world")
-
-
 def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["hello world hello", "hello", "CUT hello world or well", "hello world hello", "well well or all he"]
     writer = ScriptedWriter(told, target)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +22,6 @@ from outpace.core.errors import UserError
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import Auto, Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.kv_memory import free_bytes
 from outpace.engine.sequence import StopCheck, TokenSequence
 from outpace.models.base import Model, Part, chain
 from outpace.models.load import Loaded, load_draft, load_model
@@ -135,23 +132,6 @@ def test_a_shared_system_prompt_is_taken_over_or_copied() -> None:
         assert [kept.session is left.session for kept in engine.memory._kept] == [True, False]
         assert target.new_rows() == 1
         assert all(kept.tokens[:90] == list(SYSTEM) for kept in engine.memory._kept)
-
-
-def test_a_running_request_is_copied_from_while_it_runs() -> None:
-    target = Counting()
-    first = make_request(SYSTEM, max_tokens=40)
-    second = make_request((*SYSTEM, *write(target, first)), max_tokens=9)
-    with Engine(target) as engine:
-        runs = submit(engine, first)
-        for _ in range(21):
-            engine.step()
-        target.new_rows()
-        assert len(runs[0].tokens) == 20
-        runs += submit(engine, second)
-        engine.step()
-        assert runs[1].prefilled == len(second.prompt) - 1
-        assert target.new_rows() == 1 + 40 - 20  # the other's root, and what was not there yet
-        assert finish(engine, runs) == [write(target, first), write(target, second)]
 
 
 def test_requests_with_one_prefix_wait_for_the_first_to_read_it() -> None:
@@ -299,24 +279,6 @@ def test_keys_and_values_of_a_broken_round_are_not_reused(error: BaseException) 
         answer(engine, request)
 
 
-def test_without_reuse_nothing_is_kept() -> None:
-    target = Counting()
-    request = make_request(SYSTEM, max_tokens=4)
-    with Engine(target, options=EngineOptions(reuse=False)) as engine:
-        answer(engine, request, request)
-        assert not engine.memory._kept
-    assert target.rows == 2 * (89 + 4)
-
-
-def test_free_memory_is_a_number_of_bytes() -> None:
-    free = free_bytes("cpu")
-    assert 1 << 20 < free < 1 << 50
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        total = int(next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")).split()[1])
-        assert free <= 1024 * total
-
-
 @pytest.mark.parametrize("budget", [None, 2300])
 def test_slots_of_a_long_prompt_grow_as_it_is_read_and_count_from_the_start(budget: int | None) -> None:
     target = Counting()
@@ -359,21 +321,6 @@ def prompts(count: int, length: int = 12) -> list[tuple[int, ...]]:
 
 def few_slots(target: Counting, count: int, **more: Any) -> EngineOptions:
     return EngineOptions(**{"nodes": 6, "rows": 60, "chunk": 16, "kv_memory": slots(count, target), **more})
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.long)])
-def test_many_requests_of_4096_tokens_in_the_memory_of_one(count: int) -> None:
-    """200 of them could take 820,000 slots together; they have 5,000, and what they write needs 38,000."""
-    target = Counting()
-    runs, texts = [], []
-    with Engine(target, options=few_slots(target, 5000, batch=64)) as engine:
-        for number, prompt in enumerate(prompts(count)):
-            request, length = make_request(prompt, "gumbel", 4096, temperature=1.0, seed=number), 60 + 37 * number % 240
-            runs.append(engine.submit(request, Autoregressive, None, ends_after(length)))
-            texts.append(write(target, replace(request, max_tokens=length)))
-        assert finish(engine, runs, 50_000) == texts
-    assert sum(run.history.pauses for run in runs) > 5
-    assert all(run.finish_reason == "stop" for run in runs)
 
 
 METHODS = [(Autoregressive, "empty"), (Speculative, "model"), (Speculative, "both"), (Auto, "model"), (Card, "model")]

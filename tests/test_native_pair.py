@@ -62,55 +62,11 @@ def test_best_tokens_are_those_of_the_scores(count: int, known: int | None) -> N
     assert [tokens[0] for tokens, _ in held.best] == values.argmax(-1).tolist()
 
 
-def test_best_tokens_are_given_only_if_every_part_asks_for_as_many() -> None:
-    model = native_tiny()
-    assert not model.score_held(parts_of(model, 0)).best
-    assert not model.score_held([*parts_of(model, 1), *parts_of(model, 2)]).best
-    assert len(model.score_held([*parts_of(model, 2), *parts_of(model, 2)]).best) == 8
-
-
 def test_a_row_without_order_has_no_best_token() -> None:
     """Nor a pick that differs from the definition: the caller then reads the logits."""
     rows = np.full((4, 70), -3.0, np.float32)
     rows[0, 5], rows[1], rows[2, 6], rows[3, [64, 69]] = np.nan, -np.inf, np.inf, 2.0
     assert kernels.rank(rows, 1, [1.0] * 4, [], None, False) == [([], []), ([], []), ([], []), ([64], [2.0])]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sees": b"\1\1"}, "sees has the wrong shape"),
-        ({"sees": b"\0"}, "a node does not see itself"),
-        ({"positions": [0, 1]}, "positions has the wrong shape"),
-        ({"positions": [3]}, "a position is out of range"),
-        ({"positions": [-1]}, "a position is out of range"),
-        ({"tokens": [97]}, "token 97 is out of range"),
-        ({"wanted": [1]}, "a wanted row is out of range"),
-        ({"wanted": []}, "scores has the wrong shape"),
-        ({"held": 98}, "names has the wrong shape"),
-        ({"names": np.arange(4)}, "names has the wrong shape"),
-        ({"turns": np.zeros((3, 5, 2), np.float32)}, "turns has the wrong shape"),
-    ],
-    ids=str,
-)
-def test_arguments_of_the_wrong_shape_are_refused(change: dict[str, Any], says: str) -> None:
-    model = native_tiny()
-    session = model.open(8, 8)
-    session.reserve(8)
-    asked: dict[str, Any] = {
-        "tokens": [1],
-        "positions": [0],
-        "turns": np.zeros((3, model.config.head_dim // 2, 2), np.float32),
-        "wanted": [0],
-        "scores": np.zeros((1, 97), np.float32),
-        "count": 1,
-        "held": 97,
-        "names": None,
-    }
-    model.model_for_thread().score([(session.store, 0, 0, 1, b"\1")], **asked)
-    spans = [(session.store, 0, 0, 1, change.pop("sees", b"\1"))]
-    with pytest.raises(ValueError, match=says):
-        model.model_for_thread().score(spans, **(asked | change))
 
 
 SAMPLED = {"temperature": 0.8, "rule": "gumbel"}

@@ -17,7 +17,6 @@ from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import TokenTree, depths
 from outpace.decoders.base import RequestContext
 from outpace.decoders.planned import Planned, WaitPlanner
-from outpace.drafters._tree_expander import outcome_frontier
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
 from outpace.simulate import costs
@@ -140,23 +139,6 @@ def test_the_drafter_continues_after_a_correction_and_by_other_directives() -> N
     loop.inbox.put(Correct(0, correction))
     assert correction.is_hit
     assert deepest() == 4, "one was left below the new root, and four are ordered"
-
-
-def test_chains_for_outcomes() -> None:
-    """The best chain first, then chains below what else may come of it, likeliest first."""
-    tree = TokenTree(0)
-    assert outcome_frontier(tree, (), 2, 4) == [0]
-    best, other = tree.add(0, 1, -0.1), tree.add(0, 2, -1.0)
-    assert outcome_frontier(tree, {0}, 2, 4) == [best, other]
-    assert outcome_frontier(tree, {0}, 2, 1) == [best]
-    second = tree.add(best, 3, -0.2)
-    assert outcome_frontier(tree, {0, 1}, 2, 4) == [other, second], "what follows the last token is an outcome too"
-    after = tree.add(second, 4, -0.3)
-    assert outcome_frontier(tree, {0, 1, 3}, 2, 4) == [other, after]
-    assert outcome_frontier(tree, {0, 1, 3}, 2, 1) == [after]
-    assert outcome_frontier(tree, {0}, 3, 9) == [best, other, second, after], "what another planted above goes with it"
-    tip = tree.add(tree.add(after, 5, -0.4), 6, -0.5)
-    assert tip not in outcome_frontier(tree, {0, 1, 3, 4, 5}, 2, 4), "a chain of two tokens is whole"
 
 
 @cache

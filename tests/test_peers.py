@@ -121,30 +121,12 @@ def test_accepted_drafts_are_counted(name: str, settings: PeerSettings, folders:
     assert rates(useless.positions)[0] < 0.5
 
 
-@pytest.mark.parametrize("name", ["transformers_lookup", "llama_cpp_lookup"])
-def test_repetitions_are_looked_up(name: str, settings: PeerSettings) -> None:
-    with open_peer(name, settings) as peer:
-        answer = peer.answer(PROMPT * 4, TOKENS)
-    check(answer, TOKENS)
-    assert answer.drafted > 0
-    assert answer.positions
-
-
 def test_llama_cpp_writes_what_float32_writes(settings: PeerSettings, plain: tuple[int, ...]) -> None:
     pytest.importorskip("llama_cpp")
     with closing(LlamaCpp("exact", settings, "F32")) as peer:
         answer = peer.answer(PROMPT, TOKENS)
     check(answer, TOKENS)
     assert answer.tokens == plain  # its keys and values are float16, which these models bear
-
-
-def test_llama_cpp_writes_the_same_with_drafts_as_without(settings: PeerSettings) -> None:
-    texts = set()
-    for name in ("llama_cpp", "llama_cpp_lookup", "llama_cpp_draft"):
-        with open_peer(name, settings) as peer:
-            texts.add(peer.answer(PROMPT, TOKENS).tokens)
-            assert peer.precision == "Q8_0"
-    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("name", contenders.peer_names())
@@ -154,14 +136,6 @@ def test_a_missing_package_is_named_with_its_install_command(
     monkeypatch.setattr(_rounds, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=rf"peer {name} is not installed: run `pip install "):
         contenders.find_peer(name).build(settings)
-
-
-@pytest.mark.parametrize("name", contenders.peer_names())
-def test_the_docstring_of_a_peer_cites_its_source(name: str) -> None:
-    lines = (contenders.find_peer(name).__doc__ or "").splitlines()
-    assert lines[0].endswith(".")
-    assert not lines[1]
-    assert any(word in lines[2] for word in ("arXiv", "http", "20"))
 
 
 @pytest.mark.parametrize("name", WITH_DRAFT)

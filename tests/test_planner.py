@@ -17,7 +17,6 @@ from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import Auto
 from outpace.decoders.base import RequestContext
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean
 from outpace.planning.planner import Planner
 from outpace.planning.sources import BatchRows
 
@@ -168,15 +167,6 @@ def test_exploration_does_not_slow_the_first_answer_down(right: int) -> None:
     assert world.run(100) > 1.05
 
 
-def test_a_draft_that_turns_bad_is_dropped() -> None:
-    world = World(0.9, lambda place: place < 256)
-    world.run(256)
-    before, asked = world.seconds, world.asked
-    world.run(768)
-    assert 512 * PASS / (world.seconds - before) > 0.97
-    assert world.asked - asked < 80
-
-
 def test_a_draft_that_recovers_is_used_again_in_the_next_answer() -> None:
     world = World(0.9, lambda place: place >= 400)
     world.run(400)
@@ -221,20 +211,6 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
     assert found[0] == pytest.approx(found[1]) if not row else found[0] > 1.5 * found[1] > 0
 
 
-@pytest.mark.parametrize(("trust", "is_asked"), [(0.5, True), (0.2, False)])
-def test_a_model_that_did_badly_in_a_short_text_is_tried_in_the_next(trust: float, is_asked: bool) -> None:
-    """Even if rows are expensive; but not one whose tokens were never accepted."""
-    costs = costs_of(*((rows, PASS * (1 + 0.15 * (rows - 1))) for rows in (1, 2, 4, 8)), samples=3)
-    costs.expect(DRAFT, 0.1)
-    costs.trust(DRAFT.name).learn(0.0, 2.0 / trust - 2.0)
-    for layer in range(4):
-        costs.layer_yield(DRAFT, layer).learn(0.0, 100.0)
-    planner = planner_of(costs, DRAFT, budget=32)
-    planner.begin()
-    assert costs.initial_trust(DRAFT.name).value == pytest.approx(trust, abs=0.02)
-    assert planner.pays(tree_of(DRAFT), planner.models[0]) is is_asked
-
-
 def test_bad_copies_do_not_lower_the_trust_in_a_good_model() -> None:
     alone, with_copies = World(0.9, always), World(0.9, always)
     with_copies.free_promise = 0.9
@@ -265,12 +241,6 @@ def test_each_text_finds_out_what_its_draft_is_worth() -> None:
     assert sum(1 / ratio for ratio, _ in lost) / 10 < 1 / 0.97
     assert lost[1][1] > lost[-1][1] == 1
     assert answer(costs, 0.8)[0] > 1.3
-
-
-def test_an_unpredictable_text_after_predictable_ones_loses_little() -> None:
-    costs = CostModel()
-    for right in (0.8, 0.8, 0.8, 0.0, 0.8, 0.0):
-        assert answer(costs, right)[0] > (1.3 if right else 0.96)
 
 
 def test_trust_and_costs_are_kept_by_source() -> None:
@@ -387,19 +357,6 @@ def test_a_crowded_batch_remembers_for_the_next_request_that_trials_failed() -> 
     """One request alone does not: the draft may predict the next text well."""
     assert steps_of_a_bad_model(4, 60) < 20
     assert steps_of_a_bad_model(1, 60) > 60
-
-
-def test_a_large_batch_drafts_until_the_cost_of_a_row_is_known() -> None:
-    """Only plain rounds of eight were timed, which does not show that they are crowded."""
-    costs = costs_of((8, 6.0), samples=40, requests=8)
-    planner = planner_of(costs, COPIES, requests=8)
-    planner.begin()
-    assert not planner.is_plain
-    for _ in range(3):
-        costs.record_round(8, 12, 8, 12.0, 0.0)
-    planner.lookups[0].gain = DecayedMean(-0.1, 1.0)
-    planner.begin()
-    assert planner.is_plain
 
 
 def test_rules_that_judge_draws_are_refused() -> None:

@@ -139,30 +139,10 @@ def test_every_verified_token_of_the_prediction_is_counted(method: str, worker: 
     assert figures.predicted_rejected > 0
 
 
-def test_counts_of_a_prediction_with_one_wrong_token() -> None:
-    """The tokens before it are accepted, those after it are rejected and then drafted again."""
-    text = answer(12)
-    guess = [*text[:5], (text[5] + 1) % 16, *text[6:]]
-    request = make_request(PROMPT, max_tokens=12, prediction=tuple(guess))
-    outcome = decode([request], "speculative", drafter(), target=TARGET, engine=WIDE)
-    first, second = outcome.steps[0][:2]
-    assert (first.predicted, first.predicted_accepted, first.emitted) == (12, 5, 6)
-    assert (second.predicted, second.predicted_accepted) >= (6, 5)
-
-
 def test_a_wrong_prediction_is_given_up() -> None:
     figures = run([15, 15, 15, 14], count=60).figures
     assert figures.predicted_rejected == figures.predicted - figures.predicted_accepted
     assert figures.predicted < 40
-
-
-def test_nodes_are_counted_by_their_tokens() -> None:
-    tree, alignment = TokenTree(1), Alignment([5, 6, 7])
-    node = tree.add(0, 5, -0.1)
-    assert node is not None
-    tree.add(0, 9, -0.2)
-    tree.add(node, 6, -0.3)
-    assert alignment.nodes(tree) == {1, 3}
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import turns
-from doubles import Candidate, collect_warnings, decode, layer_of, make_drafter, write
+from doubles import collect_warnings, decode, make_drafter, write
 from test_card_fuzz import TARGETS, random_clock, random_requests
 
-from outpace.card.cache import CandidateCache, VisibilityOptions
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
-from outpace.core.tree import Role
-from outpace.core.types import Verdict
 from outpace.engine.engine import EngineOptions
-from outpace.models.base import PREFIX, Part, chain
-from outpace.simulate import costs, models
+from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace, limit_trace
-from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, setups
 from outpace.simulate.trace import Trace, synthetic_trace
@@ -72,30 +66,11 @@ def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> N
     assert planned.speedup > 0.93 * fixed.speedup > 1.5
 
 
-def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = ReplayTarget._rows
-
-    def wrong(self: ReplayTarget, nodes: Any) -> torch.Tensor:
-        return rows(self, nodes).roll(int(any(node.position == 7 for node in nodes)), 1)
-
-    monkeypatch.setattr(ReplayTarget, "_rows", wrong)
-    with pytest.raises(RuntimeError, match="another text"):
-        run(MIXED, SETUPS[PLAIN], 5)
-
-
 @pytest.mark.parametrize("ratio", [0.5, 3.5, 7.0])
 def test_plain_decoding_takes_a_pass_per_token(ratio: float) -> None:
     outcome = run(MIXED, SETUPS[PLAIN], ratio)
     assert outcome.seconds == 120 * ratio
     assert (outcome.target_idle, outcome.draft_idle) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize("length", [1, 3, 7])
-def test_a_perfect_sequential_draft(length: int) -> None:
-    """gamma draft steps and a pass give (gamma + 1) tokens."""
-    outcome = run(PERFECT, sequential(length), 5.0, length=length)
-    assert outcome.seconds == 240 / (length + 1) * (length + 5.0)
-    assert outcome.target_idle == pytest.approx(length / (length + 5.0))
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
@@ -128,11 +103,6 @@ def test_a_parallel_garbage_draft_costs_nothing(options: dict[str, Any], ratio: 
     outcome = run(GARBAGE, Setup("card", "", "card", 16, options | {"just_in_time": 0}), ratio)
     assert outcome.seconds == 60 * ratio
     assert outcome.figures.accepted == 0
-
-
-def test_waiting_for_a_garbage_draft_costs_at_most_two_forwards() -> None:
-    outcome = run(GARBAGE, card(just_in_time=1), 4.0)
-    assert 60 * (4.0 + 1) <= outcome.seconds <= 60 * (4.0 + 2)
 
 
 def test_one_device_is_shared() -> None:
@@ -175,32 +145,6 @@ def test_n_grams_copy_what_the_draft_does_not_know(method: str) -> None:
     again = replace(GARBAGE, answers=(replace(answer, tokens=(*answer.tokens[:6],) * 10),))
     alone, both = (run(again, SETUPS[name], 4.0) for name in (method, f"{method}-ngram"))
     assert both.seconds < 0.5 * alone.seconds
-
-
-def test_rows_on_the_path_and_off_it() -> None:
-    indexed = index_trace(MIXED)
-    answer, draft = indexed.answers[1], ReplayDraft(indexed, lambda rows: 1.0)
-    prefix, (right, after) = answer.text[: answer.start + 3], answer.text[answer.start + 3 : answer.start + 5]
-    session, wrong = draft.open(100, 50), (right + 1) % indexed.first_id
-    draft.score([chain(session, prefix)])
-    session.keep(range(len(prefix)))
-    rows = draft.score([Part(session, (right, wrong, after, after, after), (PREFIX, PREFIX, 0, 1, 1), range(5))])
-    marks = session.marks[session.length : session.length + 5]
-    assert [mark == ON_PATH for mark in marks] == [True, False, True, False, False]
-    for row, place in ((0, 4), (2, 5)):
-        assert int(rows[row].argmax()) == answer.draft_tokens[place][0]
-    assert torch.equal(rows[3], rows[4])  # the same path has the same row
-    assert all(int(row.isfinite().sum()) == answer.draft_tokens.shape[1] for row in rows)
-    assert (draft.seconds(), draft.seconds()) == (1.0, 0.0)
-
-
-def test_indexed_tokens_are_equal_where_the_tokens_are() -> None:
-    indexed = index_trace(MIXED, ranks=4)
-    for answer, numbered in zip(MIXED.answers, indexed.answers, strict=True):
-        same = np.array(answer.tokens)[:, None] == answer.draft_tokens[:, :4]
-        assert np.array_equal(same, np.array(numbered.tokens)[:, None] == numbered.draft_tokens)
-        assert len(numbered.tokens) == len(answer.tokens)
-        assert max(numbered.text) < indexed.vocab_size
 
 
 def test_a_synthetic_trace_has_the_acceptance_rate() -> None:
@@ -252,47 +196,6 @@ def test_names_of_methods() -> None:
         select_setups(SIZES, ["cart"])
 
 
-def filled() -> CandidateCache:
-    """Return a cache with 1 and 2 (primary), 3 and 4 (B) below the root; 1 has the child 5, 2 has 6 and 7, 3 has 8."""
-    cache = CandidateCache(0)
-    main, rest = Role.PRIMARY, Role.SECONDARY
-    rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]
-    rows += [(5, 1, -0.1, main), (6, 2, -1.5, main), (7, 2, -1.4, rest), (8, 3, -0.1, main)]
-    cache.insert(layer_of(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows]))
-    return cache
-
-
-def test_a_chain_follows_the_best_children() -> None:
-    cache = filled()
-    cache.visibility = VisibilityOptions(chain=True)
-    assert cache.query(8).tokens == [0, 2, 7]
-    assert cache.query(2).tokens == [0, 2]
-    cache.visibility = VisibilityOptions(chain=True, secondary=False)
-    assert cache.query(8).tokens == [0, 2, 6]
-    assert CandidateCache(5).query(4).tokens == [5]
-
-
-@pytest.mark.parametrize(("secondary", "kinds"), [(True, {3: "secondary", 4: "secondary"}), (False, {4: "miss"})])
-def test_without_b_only_promoted_nodes_of_b_count(secondary: bool, kinds: dict[int, str]) -> None:
-    for token, kind in ({1: "primary", 9: "miss"} | kinds).items():
-        cache = filled()
-        cache.visibility = VisibilityOptions(secondary=secondary)
-        tree = cache.query(99)
-        assert set(tree.tokens) == ({0, 1, 2, 3, 5, 6, 8} | ({4, 7} if secondary else set()))
-        assert cache.correct(cache.query(1), Verdict([0], token), 1)[0] == kind
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_late_nodes_count_only_if_enabled(late: bool) -> None:
-    cache = filled()
-    cache.visibility = VisibilityOptions(late=late)
-    tree = cache.query(2)
-    cache.insert(layer_of(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)]))
-    assert cache.add_late_children(tree) == (2 if late else 0)
-    kind, correction = cache.correct(tree, Verdict([0], 10), 2)
-    assert (kind, correction.is_hit) == (("primary", True) if late else ("miss", False))
-
-
 @pytest.mark.parametrize("seeds", [10, pytest.param(40, marks=pytest.mark.long)])
 def test_switches_never_change_the_text(seeds: int) -> None:
     """Try random switches under random interleavings, on toy targets that have rows off the path too."""
@@ -313,14 +216,3 @@ def test_switches_never_change_the_text(seeds: int) -> None:
         )
         assert found.texts == [write(target, request) for request in requests], f"interleaving {seed}"
         assert not messages
-
-
-def test_a_mark_depends_on_the_whole_path() -> None:
-    answer = index_trace(MIXED).answers[0]
-    position = answer.start + 2
-    wrong = [token for token in range(20) if token != answer.text[position]]
-    marks = [models._mark(answer, position, ON_PATH, token) for token in wrong]
-    marks += [models._mark(answer, position + 1, ON_PATH, token) for token in range(20, 40)]
-    marks += [models._mark(answer, position + 1, mark, 5) for mark in marks]
-    assert ON_PATH not in marks
-    assert len(set(marks)) == len(marks)

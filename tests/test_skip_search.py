@@ -43,20 +43,6 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("agreed", "length", "rounds"),
-    [
-        ([True] * 8, 3, 2),  # 3 + 1 twice
-        ([False] * 5, 4, 5),
-        ([True, False, True, True, True, False], 2, 3),  # 1 + 1, 2 + 1, then the rest
-        ([], 3, 0),
-        ([True], 1, 1),
-    ],
-)
-def test_rounds_of_a_draft_length(agreed: list[bool], length: int, rounds: int) -> None:
-    assert skip_search._rounds(agreed, length) == rounds
-
-
 def test_the_predicted_speedup_is_tokens_over_the_cost_of_their_rounds() -> None:
     half = Sublayers((1, 2), (1, 2, 3, 4))  # a step of the draft: 1 - 2 x .05 - 4 x .1
     assert FLAT.draft(half) == pytest.approx(0.5)
@@ -82,27 +68,6 @@ def test_the_search_skips_sublayers_without_effect(target: Loaded, monkeypatch: 
     assert found.speed >= predict_speedup([[True] * 39] * 2, Sublayers((4,), (1,)), found.times)[0]
     again = search(target, TEXTS, options, silent)
     assert (again.sublayers, again.speed) == (found.sublayers, found.speed), "one seed, one set"
-
-
-def test_agreement_covers_all_tokens_of_an_answer_but_the_first(target: Loaded) -> None:
-    """Answers longer than a window are cut into several."""
-    answers = skip_search._answers(target, [[1, 2, 3], [4, 5]], SearchOptions(max_tokens=70), silent)
-    for answer in answers:
-        agreed = skip_search._agreed(target.model, answer)
-        assert agreed == [True] * (len(answer.text) - len(answer.request.prompt) - 1)
-        less = skip_search._agreed(target.model.skip_sublayers((1, 2), (2, 3)), answer)
-        assert len(less) == len(agreed)
-        assert not all(less)
-
-
-def test_passes_are_timed_by_rows_and_by_skipped_sublayers(target: Loaded) -> None:
-    answer = skip_search._answers(target, [[1, 2, 3]], SearchOptions(max_tokens=9), silent)[0]
-    before = answer.session.read(answer.session.length)
-    times = skip_search._time_sublayers(target.model, answer.session)
-    assert len(times.rows) == skip_search.MAX_DRAFT_LENGTH + 1
-    assert all(seconds > 0 for seconds in times.rows)
-    assert (answer.session.read(answer.session.length) == before).all()
-    assert answer.session.pending == 0
 
 
 def test_the_command_prints_the_options_that_it_found(

@@ -20,7 +20,6 @@ from outpace.core.errors import UserError
 from outpace.drafters import cacheback, retrieval
 from outpace.models.files import token_tables
 from outpace.models.load import load_model
-from outpace.models.text.tokenizer import Tokenizer
 
 TOKENS = [1, 2, 3, 4, 5, 1, 2, 3]
 
@@ -206,10 +205,3 @@ def test_an_invalid_line_is_named(line: str, tmp_path: Path) -> None:
         stream.write(line + "\n")
     with pytest.raises(UserError, match="line 4"):
         table_files.texts_of([file])
-
-
-def test_a_fingerprint_depends_on_the_vocabulary(tiny: Path) -> None:
-    mine, again = Tokenizer.from_folder(tiny), Tokenizer.from_folder(tiny)
-    assert mine.fingerprint == again.fingerprint
-    again.__dict__["words"] = {**again.words, max(again.words): "changed"}
-    assert mine.fingerprint != again.fingerprint

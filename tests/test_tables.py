@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from doubles import QuickToy, decode, make_request, write
 
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
@@ -16,8 +15,6 @@ from outpace.core.types import Observation, Request
 from outpace.drafters import cacheback, retrieval
 from outpace.drafters._phrases import PhraseTable
 from outpace.rules.greedy import Greedy
-
-TARGET = QuickToy(16, 3, 0)
 
 
 def request(prompt: Sequence[int]) -> Request:
@@ -48,23 +45,6 @@ def test_the_datastore_finds_the_longest_matches(seed: int) -> None:
         assert flat[place - length : place] == text[len(text) - length :]
         behind = flat[place : place + 5]
         assert store.after(place, 5) == (behind[: behind.index(-1)] if -1 in behind else behind)
-
-
-def test_the_datastore_is_searched_in_few_steps() -> None:
-    """Two reads of the order for each halving and each place, however large the corpus is."""
-    chance = random.Random(0)
-    store = retrieval.Datastore(retrieval.make([[chance.randrange(9) for _ in range(50_000)]], 16, retrieval.Options()))
-    reads = 0
-    before = store._before
-
-    def counted(rank: int, count: int) -> list[int]:
-        nonlocal reads
-        reads += 1
-        return before(rank, count)
-
-    store._before = counted  # type: ignore[method-assign]
-    list(store.matches([1, 2, 3, 4, 5, 6, 7, 8], 16, 2, 16))
-    assert reads <= 17 + 2 + 16
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -117,14 +97,6 @@ def test_the_frozen_table_equals_counting(seed: int) -> None:
     for token in kept:
         mine = sorted((count for window, count in counts.items() if window[0] == token), reverse=True)[:5]
         assert [counts[(token, *phrase)] for phrase in frozen.followers(token)] == mine
-
-
-def test_a_frozen_table_helps_from_the_first_round() -> None:
-    asked = make_request((3, 1, 4), max_tokens=30)
-    arrays = cacheback.make([[3, 1, 4, *write(TARGET, asked)]], 16, cacheback.Options())
-    cold, warm = (cacheback.CachebackDrafter(cacheback.Options(), table) for table in (None, cacheback.Frozen(arrays)))
-    rounds = [len(decode([asked], "speculative", drafter, target=TARGET).steps[0]) for drafter in (cold, warm)]
-    assert rounds[1] < rounds[0]
 
 
 @pytest.mark.parametrize("module", [cacheback, retrieval])

@@ -63,12 +63,6 @@ def test_filters_are_refused() -> None:
         RecordOptions(sampling=Sampling(0.8, top_k=3))
 
 
-def test_acceptance_counts_the_first_ranks(trace: Trace) -> None:
-    places = [(a.tokens[n], a.draft_tokens[n].tolist()) for a in trace.answers for n in range(len(a.tokens))]
-    for rank in (1, 3):
-        assert trace.acceptance(rank) == pytest.approx(sum(token in row[:rank] for token, row in places) / len(places))
-
-
 def test_a_file_returns_what_was_saved(trace: Trace, tmp_path: Path) -> None:
     trace = replace(trace, temperature=0.8)
     trace.save(tmp_path / "a.trace")

@@ -54,12 +54,6 @@ def assert_paths(model: TransformersModel, got: Tensor, prefix: Sequence[int], p
         assert_close(got[node], fresh(model, [*prefix, *path]))
 
 
-def test_a_tree_scores_as_its_paths_do(model: TransformersModel) -> None:
-    prompt, tokens = text(model, 23), text(model, 14, 2)
-    part = Part(prefilled(model, prompt), tokens, random_parents(14, 1), range(14))
-    assert_paths(model, model.score([part]), prompt, part)
-
-
 def test_a_tree_grown_in_pieces_scores_as_its_paths_do(model: TransformersModel) -> None:
     prompt, tokens, parents = text(model, 12), text(model, 12, 4), random_parents(12, 3)
     session = prefilled(model, prompt)
@@ -183,13 +177,6 @@ def test_trees_go_with_either_attention_and_in_half_precision(name: str, dtype: 
     model = adapt(module)
     assert model.supports_trees, model.notice
     assert model.score([chain(model.open(9, 9), [5, 6], [1])]).dtype == dtype
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3n_text", "gpt_neo"])
-def test_the_windows_of_these_cases_matter(name: str) -> None:
-    tokens = text(load(name), 23)
-    wide = tiny.build(name, **({"window_size": 99} if name == "gpt_neo" else {"sliding_window": 99}))
-    assert (fresh(adapt(wide), tokens) - fresh(load(name), tokens)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(

@@ -96,17 +96,6 @@ def test_each_piece_is_that_of_whole_decoding(name: str, count: int) -> None:
         assert name in ("ByteLevel", "ByteFallback") or "".join(pieces) == decode(ids), ids
 
 
-def test_no_character_is_cut() -> None:
-    text = "日本 é😀 " * 40
-    for decode in (dropped_bytes, DECODERS["ByteLevel"][0]):
-        order = list(byte_alphabet().values())
-        stream, shown = WindowStream(decode), ""
-        for byte in text.encode():
-            shown += stream.push([byte if decode is dropped_bytes else order.index(byte)])
-            assert text.startswith(shown)
-        assert shown + stream.finish() == text
-
-
 class Counted:
     """A decoder that counts the ids which it is given."""
 
@@ -130,13 +119,3 @@ def test_decoded_ids_for_a_token_do_not_grow_with_the_text(name: str, count: int
     before = counted.ids
     stream.finish()
     assert counted.ids - before <= 2 * count
-
-
-@pytest.mark.parametrize("silent", [9, 130])
-def test_decoded_ids_stay_few_while_there_is_no_text(silent: int) -> None:
-    """For special tokens (9 of WordPiece) and bytes of no character."""
-    counted = Counted(DECODERS["WordPiece" if silent == 9 else "ByteLevel"][0])
-    stream = WindowStream(counted)
-    for _ in range(4000):
-        stream.push([silent])
-    assert counted.ids <= (WINDOW_MAX + WINDOW_KEPT) * 4000
