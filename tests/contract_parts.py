@@ -91,7 +91,7 @@ class Head(Drafter):
         state.tokens += seen.tokens
         assert seen.seen is not None
         assert seen.seen.hidden is not None
-        state.last = seen.seen.hidden[0, list(seen.seen.ids).index(seen.path[-1])]
+        state.last = seen.seen.hidden[0, list(seen.seen.ids).index(seen.node_ids[-1])]
 
     def grow(self, states: Sequence[HeadState], trees: Sequence[TokenTree]) -> list[int]:
         return [self._grow_one(state, tree) for state, tree in zip(states, trees, strict=True)]

@@ -82,8 +82,8 @@ class CountedEmpty(Empty):
 
     def observe(self, state: DraftState, seen: Observation) -> None:
         self.observed += 1
-        assert len(seen.path) == len(seen.tokens), "a path that is walked, one token behind each node"
-        assert len(set(seen.path)) == len(seen.path)
+        assert len(seen.node_ids) == len(seen.tokens), "a path that is walked, one token behind each node"
+        assert len(set(seen.node_ids)) == len(seen.node_ids)
         assert seen.tree.tokens == [seen.tokens[-1]]
         super().observe(state, seen)
 

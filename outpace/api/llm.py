@@ -23,7 +23,7 @@ from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
 from outpace.decoders.base import Decoder
-from outpace.engine.build import PLANNED, BuildOptions, build_engine, check_prediction, find_rule
+from outpace.engine.build import AUTO, BuildOptions, build_engine, check_prediction, find_rule
 from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
@@ -132,7 +132,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._shared = SharedEngine(self.engine)
         drafters = self.engine.drafting.drafters.values()
         is_known = self._profile is not None and self._profile.load(self.engine.costs, drafters)
-        if self.method == PLANNED and not is_known:
+        if self.method == AUTO and not is_known:
             warm_up(self.engine, self.tokenizer.encode("The") or [0])  # any word
 
     def __repr__(self) -> str:

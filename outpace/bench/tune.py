@@ -14,7 +14,7 @@ from outpace.bench.contenders import PLAIN
 from outpace.bench.run import rotated
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Drafter
-from outpace.engine.build import PLANNED, default_drafter
+from outpace.engine.build import AUTO, default_drafter
 from outpace.models.load import Loaded, Progress
 from outpace.planning.cost_model import CostModel
 from outpace.planning.profile import Profile, subject
@@ -66,13 +66,13 @@ class TuneResult:
 
 def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> TuneResult:
     """Measure all methods, choose one, and write the profile that method "auto" starts with."""
-    drafter = default_drafter(PLANNED, draft is not None)
+    drafter = default_drafter(AUTO, draft is not None)
     singles = [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
     setups: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
-        PLANNED: (draft, {"method": PLANNED}),
+        AUTO: (draft, {"method": AUTO}),
         "card": (draft, {"method": "card", "drafter": drafter}),
         PLAIN: (None, {"method": PLAIN}),
-        **{f"{SINGLE}{one.name}": (one, {"method": PLANNED}) for one in singles},
+        **{f"{SINGLE}{one.name}": (one, {"method": AUTO}) for one in singles},
     }
     prompts = [target.tokenizer.encode_prompt(text) for text in options.prompts]
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
             name: stack.enter_context(LLM(target, own, profile=False, reuse=False, **values))
             for name, (own, values) in setups.items()
         }
-        costs = llms[PLANNED].engine.costs
+        costs = llms[AUTO].engine.costs
         for place, rows in enumerate(options.rows):  # times of trees of up to `rows` nodes
             method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": PLAIN}
             with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
@@ -88,8 +88,8 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
                 costs.load_state_dict(costs.state_dict() | {"rounds": llm.engine.costs.state_dict()["rounds"]})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
-        chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[PLANNED] else PLANNED
-        path = Profile(subject(target, draft)).save(*_learnt(llms[PLANNED]), tuned=chosen)
+        chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[AUTO] else AUTO
+        path = Profile(subject(target, draft)).save(*_learnt(llms[AUTO]), tuned=chosen)
         for one in singles:
             Profile(subject(target, one)).save(*_learnt(llms[f"{SINGLE}{one.name}"]))
         learned = costs.state_dict()

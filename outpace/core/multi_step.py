@@ -20,12 +20,12 @@ _MORE_OPEN = 4
 MAX_UPDATE_TOKENS = 4  # tokens of a root update
 
 
-def max_open_nodes(width: int, steps: int, is_told: bool) -> int:
+def max_open_nodes(width: int, steps: int, may_move: bool) -> int:
     """Return how many of the nodes that are open before the steps can be of use.
 
     As many as are expanded; more if the root may move during the steps, which may then have to leave the best nodes.
     """
-    return width * (steps - 1) * (_MORE_OPEN if is_told else 1)
+    return width * (steps - 1) * (_MORE_OPEN if may_move else 1)
 
 
 class OpenNode(NamedTuple):

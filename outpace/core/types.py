@@ -269,11 +269,11 @@ DecoderAction = Draft | Verify | Await | Commit
 class Observation(NamedTuple):
     """What the target did since the drafter's last observation.
 
-    `tokens[i]` was committed after the node with id `path[i]`; `tree` now has the last of them as its root. `seen` is
-    the target's output at the verified nodes, as far as the drafter's `needs` request it.
+    `tokens[i]` was committed after the node with id `node_ids[i]`; `tree` now has the last of them as its root. `seen`
+    is the target's output at the verified nodes, as far as the drafter's `needs` request it.
     """
 
-    path: Sequence[int]
+    node_ids: Sequence[int]
     tokens: Sequence[int]
     tree: TokenTree
     seen: TargetFeedback | None = None
@@ -283,13 +283,13 @@ class PendingObservations:
     """Collects the rounds that a drafter has not observed yet; it observes them together before it drafts again."""
 
     def __init__(self) -> None:
-        self._path: list[int] = []
+        self._node_ids: list[int] = []
         self._tokens: list[int] = []
         self._last: Observation | None = None
 
     def add(self, seen: Observation) -> None:
         """Append one round."""
-        self._path += seen.path
+        self._node_ids += seen.node_ids
         self._tokens += seen.tokens
         self._last = seen
 
@@ -297,8 +297,8 @@ class PendingObservations:
         """Return all collected rounds as one observation and forget them; None if there are none."""
         if self._last is None:
             return None
-        joined = self._last._replace(path=self._path, tokens=self._tokens)
-        self._path, self._tokens, self._last = [], [], None
+        joined = self._last._replace(node_ids=self._node_ids, tokens=self._tokens)
+        self._node_ids, self._tokens, self._last = [], [], None
         return joined
 
 

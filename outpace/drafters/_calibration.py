@@ -118,7 +118,7 @@ class PickModels:
     def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
         """Learn from the proposals below each accepted node (by id) and the tokens that the target wrote there."""
         pick_model, picks = self.of(request), list[_Pick]()
-        for node, written in zip(seen.path, seen.tokens, strict=False):
+        for node, written in zip(seen.node_ids, seen.tokens, strict=False):
             if node in offers:
                 tokens, values = offers[node]
                 picks.append((pick_model, values, tokens.index(written) if written in tokens else None))

@@ -182,7 +182,7 @@ class LookupDrafter(Drafter, Generic[State]):
     def learn(self, state: State, seen: Observation) -> None:
         """Update the rates by which of the proposals below the accepted nodes came true."""
         rates, own = self._rates, state.rates
-        for node, written in zip(seen.path, seen.tokens, strict=False):
+        for node, written in zip(seen.node_ids, seen.tokens, strict=False):
             for token, kind in state.proposed.get(node, _NOTHING).items():
                 if kind not in own:
                     own[kind] = AcceptanceRate(rates[kind].value, _OWN)

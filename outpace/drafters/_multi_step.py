@@ -112,13 +112,13 @@ class MultiStepCache:
         """Follow the accepted path and assign session slots to accepted nodes that were expanded in advance. Return
         whether the next root and everything above it is expanded; if not, nothing expanded below it can be used."""
         above = PREFIX
-        for node_id, token in zip([*seen.path, seen.tree.ids[0]], [-1, *seen.tokens], strict=False):
+        for node_id, token in zip([*seen.node_ids, seen.tree.ids[0]], [-1, *seen.tokens], strict=False):
             found = self.known.get(node_id, self.children.get((above, token), PREFIX))
             if found != PREFIX:
                 self.known[node_id] = found
             if node_id == seen.tree.ids[0]:
                 is_expanded = found != PREFIX or node_id in slots
-                return is_expanded and all(node in slots for node in seen.path)
+                return is_expanded and all(node in slots for node in seen.node_ids)
             if found != PREFIX:
                 slots.setdefault(node_id, self.expanded[found].slot)
             above = _below(slots[node_id]) if found == PREFIX and node_id in slots else found

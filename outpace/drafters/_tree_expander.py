@@ -69,9 +69,8 @@ _MAX_WINDOWS = 3  # a session may grow to this many times the window
 class ExpansionState(DraftState):
     """A request's state: its session, and which tree nodes were expanded.
 
-    `slots`: the pending node of the session that holds a tree node, by node id. `frontier`: nodes that
-    may be expanded. `start`: position in the text where the
-    session begins.
+    `slots`: the pending node of the session that holds a tree node, by node id. `frontier`: nodes that may be
+    expanded. `start`: position in the text where the session begins.
 
     Between calls, either committed tokens are missing from the session and nothing is pending; or nothing but the root
     is missing, and the pending nodes are exactly those of `slots`.
@@ -217,7 +216,7 @@ class TreeExpander:
             state.slots = {}
             return
         slots, path = state.slots, []
-        for node in seen.path:
+        for node in seen.node_ids:
             if node not in slots:
                 break
             path.append(slots[node])

@@ -80,7 +80,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
             self._probe(state, tree)
 
     def observe(self, state: LookaheadState, seen: Observation) -> None:
-        walked = zip(seen.path, seen.tokens, strict=False)
+        walked = zip(seen.node_ids, seen.tokens, strict=False)
         given = sum(written in state.proposed.get(node, ()) for node, written in walked)
         super().observe(state, seen)
         if seen.seen is not None and seen.seen.top is not None:

@@ -164,7 +164,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         if tree is None or seen.seen is None or seen.seen.top is None:
             return
         said = dict(zip(seen.seen.ids, seen.seen.top[:, 0].tolist(), strict=True))
-        walked = set(seen.path)
+        walked = set(seen.node_ids)
         for node, name in enumerate(tree.ids):
             if name in said and name not in walked:
                 phrase, below = [said[name]], tree.child(node, said[name])

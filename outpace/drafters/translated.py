@@ -317,7 +317,7 @@ class ByText(TranslatedDrafter):
         return len(tree) - before
 
     def learn(self, state: ByTextState, seen: Observation) -> None:
-        for node, written in zip(seen.path, seen.tokens, strict=False):
+        for node, written in zip(seen.node_ids, seen.tokens, strict=False):
             if node in state.proposed:
                 self._rate.learn(written in state.proposed[node])
         state.proposed = {}

@@ -22,8 +22,8 @@ from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
-PLANNED = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
-PLANNED_NODES = 32  # default limit of a planned tree
+AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
+AUTO_NODES = 32  # default limit of a planned tree
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class BuildOptions:
             drafter = drafter or default_drafter(method, draft is not None)
         rule = default_rule(decoder, self.rule)
         check_rule(rule, decoder, drafter)
-        nodes = PLANNED_NODES if method == PLANNED else decoder.nodes or EngineOptions.nodes
+        nodes = AUTO_NODES if method == AUTO else decoder.nodes or EngineOptions.nodes
         return replace(
             self,
             method=method,
@@ -121,13 +121,13 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
     if tuned:
         return tuned
     has_own_device = draft is not None and _device(draft) is not None and _device(draft) != _device(target)
-    return "card" if has_own_device else PLANNED
+    return "card" if has_own_device else AUTO
 
 
 def _takes(method: str, rule: str) -> bool:
     """Whether this is a sequential method without a planner that works with the rule."""
     decoder = registry.find("decoders", method)
-    return method != PLANNED and decoder.drafting == "sequential" and _misfit(rule, decoder, "model") is None
+    return method != AUTO and decoder.drafting == "sequential" and _misfit(rule, decoder, "model") is None
 
 
 def _device(loaded: Loaded) -> str | None:
@@ -139,8 +139,8 @@ def _device(loaded: Loaded) -> str | None:
 def default_drafter(method: str, has_draft: bool) -> str:
     """Return the default drafter: the draft model if there is one; for a planner also the lookup drafters."""
     if not has_draft:
-        return LOOKUP_DRAFTERS if method == PLANNED else "ngram"
-    return f"model+{LOOKUP_DRAFTERS}" if method == PLANNED else "model"
+        return LOOKUP_DRAFTERS if method == AUTO else "ngram"
+    return f"model+{LOOKUP_DRAFTERS}" if method == AUTO else "model"
 
 
 def check_prediction(drafter: str | None) -> None:
