@@ -161,12 +161,9 @@ LAYERS = 8  # tree layers per round
 RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", Greedy(), GREEDY), ("sampled", Gumbel(), Sampling(0.8)))
 
 
-def drafter_of(model: Any, steps: int, is_concurrent: bool = False) -> Any:
-    """Build the drafter `model` with `steps` draft steps per graph, concurrent with a target or not."""
-    drafter = model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=BuildContext(draft=model))
-    if is_concurrent:
-        drafter.begin_concurrent()
-    return drafter
+def drafter_of(model: Any, steps: int) -> Any:
+    """Build the drafter `model` with `steps` draft steps per graph."""
+    return model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=BuildContext(draft=model))
 
 
 def trees(drafter: Any, request: Request) -> TokenTree:
@@ -183,8 +180,8 @@ def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
     for name, rule, sampling in RULES:
         request = Request(prompt, rule, 256, sampling)
         alone, single = 0.0, trees(drafter_of(model, 1), request)
-        for steps, is_concurrent in ((1, False), (2, False), (4, False), (8, False), (4, True), (8, True)):
-            drafter = drafter_of(model, steps, is_concurrent)
+        for steps in (1, 2, 4, 8):
+            drafter = drafter_of(model, steps)
             tree = trees(drafter, request)
             state = drafter.open(request)
 
@@ -200,7 +197,6 @@ def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
             yield {
                 "rule": name,
                 "steps": steps,
-                "concurrent": is_concurrent,
                 "ms_a_step": 1e3 * seconds,
                 "times_single": alone / seconds,
                 "same_tree": same,

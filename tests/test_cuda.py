@@ -16,13 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu_checks
 import test_draft_steps
-import test_root_updates
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files.reading import read_json
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_model
 
@@ -100,30 +99,6 @@ def test_several_steps_in_one_graph_grow_the_tree_of_single_ones(rule: str, step
     for _ in range(8):
         pair.grow([0])
     assert pair.forwards[1] == 8 // steps
-
-
-@pytest.mark.parametrize("kind", test_root_updates.KINDS)
-def test_later_steps_draft_below_the_new_root(kind: str) -> None:
-    """The graph itself fetches what the host wrote into pinned memory."""
-    pair = test_root_updates.grown_pair("gumbel", exact_on_cuda())
-    move = test_root_updates.move_of_kind(pair, kind)
-    pair.due = {test_root_updates.BEFORE: [(0, move)]}
-    assert test_root_updates.useful_steps(pair, move) >= test_root_updates.KINDS[kind]
-
-
-def test_steps_follow_updates_that_are_sent_while_they_run() -> None:
-    """The graph waits in its first forward for longer than the host takes to write."""
-    model, forward = exact_on_cuda(), SteppingLlama._step_forward
-
-    def waiting(*given: Any) -> Any:
-        torch.cuda._sleep(400_000_000)
-        return forward(model, *given)
-
-    model._step_forward = waiting
-    pair = test_root_updates.grown_pair("gumbel", model)
-    move = test_root_updates.move_of_kind(pair, "below a node")
-    pair.due = {test_root_updates.AFTER: [(0, move)]}
-    assert test_root_updates.useful_steps(pair, move) >= test_root_updates.KINDS["below a node"]
 
 
 def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:

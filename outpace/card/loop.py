@@ -3,7 +3,6 @@ layers."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from traceback import clear_frames
@@ -115,13 +114,7 @@ class DraftLoop:
         return [(key, self._delta(self._requests[key])) for key in keys]
 
     def post(self, message: Message) -> None:
-        """Put a message into the inbox; any thread but the drafter's may call this. The drafter also receives a
-        correction at once, because drafters with multi-step CUDA graphs can apply it while a forward runs."""
-        drafted = self._requests.get(message.key)
-        if drafted is not None and isinstance(message, Correct):
-            path, tokens, root_id, _ = message.correction
-            with suppress(Exception):  # the inbox has it too, and a fault is raised there, in the drafter's own thread
-                self.drafter.on_root_moved(drafted.state, path, tokens, root_id)
+        """Put a message into the inbox; any thread but the drafter's may call this."""
         self.inbox.put(message)
 
     @property

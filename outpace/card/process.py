@@ -92,7 +92,6 @@ class ChildLoop:
             set_num_threads(start.threads)
             build: Callable[[], Drafter] = pickle.loads(start.recipe)
             loop = DraftLoop(build())
-            loop.drafter.begin_concurrent()
             self._loop = loop
             self._send_message(Ready())
             self._draft(loop)

@@ -28,7 +28,6 @@ class ThreadWorker(DraftWorker):
         the thread has its own stream, so that neither it nor the target waits for the other's work."""
         super().__init__()
         self._loop = DraftLoop(drafter)
-        self._loop.drafter.begin_concurrent()
         self._threads = threads
         self._device = device
         self._stopping = self._resting = False

@@ -5,8 +5,7 @@ A step expands the best unexpanded nodes of each tree, at most `width`, as `draf
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,16 +15,11 @@ if TYPE_CHECKING:
 MAX_STEPS = 8
 MIN_COVERAGE = 0.05  # least assumed probability that any proposal is picked, if the scores are probabilities
 MAX_DEPTH = 128  # of a node below the root
-_MORE_OPEN = 4
-MAX_UPDATE_TOKENS = 4  # tokens of a root update
 
 
-def max_open_nodes(width: int, steps: int, may_move: bool) -> int:
-    """Return how many of the nodes that are open before the steps can be of use.
-
-    As many as are expanded; more if the root may move during the steps, which may then have to leave the best nodes.
-    """
-    return width * (steps - 1) * (_MORE_OPEN if may_move else 1)
+def max_open_nodes(width: int, steps: int) -> int:
+    """Return how many of the nodes that are open before the steps can be of use: as many as are expanded."""
+    return width * (steps - 1)
 
 
 class OpenNode(NamedTuple):
@@ -51,48 +45,6 @@ class ScoreCalibration(NamedTuple):
     open: float | None
 
 
-class RootUpdate(NamedTuple):
-    """Where the root moved: below the pending node `slot` of path score `score` the target wrote `tokens`.
-
-    There are at most MAX_UPDATE_TOKENS of them, and the last one is the root; without tokens the root is that node.
-    """
-
-    slot: int
-    score: float
-    tokens: Sequence[int]
-
-
-class RootUpdateChannel:
-    """Reports root updates to the steps that run for one text. Any thread may send.
-
-    An update that is sent before the steps run waits for them; one that is sent after them is dropped.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._write: Callable[[RootUpdate], None] | None = None
-        self._last: RootUpdate | None = None
-
-    def begin(self, write: Callable[[RootUpdate], None]) -> None:
-        """Start forwarding updates to running steps through `write`."""
-        with self._lock:
-            self._write = write
-            if self._last is not None:
-                write(self._last)
-
-    def end(self) -> None:
-        """Stop forwarding updates: the steps are done."""
-        with self._lock:
-            self._write = None
-
-    def send(self, moved: RootUpdate) -> None:
-        """Replace the last update."""
-        with self._lock:
-            self._last = moved
-            if self._write is not None:
-                self._write(moved)
-
-
 @dataclass
 class MultiStepRequest:
     """One text's input. The nodes of the first step are scored already.
@@ -101,7 +53,7 @@ class MultiStepRequest:
     that may be expanded, in that order. The tree has `nodes` nodes and may have `most_nodes`; a step adds at most the
     fraction `share` of the rest. Nodes with a path score below `floor`, or deeper than `deepest`, are not expanded.
     Scores are divided by `temperature`; `keys` are, as word pairs, those of the noise that is added to proposals below
-    nodes of depth 0, 1, ..., empty for none. `mail` reports where the root moves during the steps.
+    nodes of depth 0, 1, ..., empty for none.
     """
 
     session: Any
@@ -117,15 +69,13 @@ class MultiStepRequest:
     trust: ScoreCalibration
     temperature: float = 1.0
     keys: Sequence[tuple[int, int]] = ()
-    mail: RootUpdateChannel | None = None
 
 
 class ExpandedNode(NamedTuple):
     """A node that a step expanded, with its best proposals, best first.
 
-    `opened`: its index among the open nodes; else it is the child with `token` of the `parent`-th expanded node, or,
-    where the target wrote what no tree had, of the earlier pending node in the slot `below`. `slot` is its own pending
-    node.
+    `opened`: its index among the open nodes; else it is the child with `token` of the `parent`-th expanded node. `slot`
+    is its own pending node.
     """
 
     opened: int | None
@@ -134,7 +84,6 @@ class ExpandedNode(NamedTuple):
     slot: int
     tokens: list[int]
     values: list[float]
-    below: int | None = None
 
 
 class SupportsMultiStep:

@@ -385,16 +385,6 @@ class Drafter:
     def set_directives(self, state: Any, directives: DraftDirectives) -> None:
         """Set how and where to draft for a request from now on. Drafters that cannot comply ignore it."""
 
-    def begin_concurrent(self) -> None:
-        """Prepare for drafting in parallel with the target, with calls of `on_root_moved` during `grow`."""
-
-    def on_root_moved(self, state: Any, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        """Receive a correction at once: called from another thread, perhaps during `grow`.
-
-        `path` has the ids of the nodes that the target accepted, `tokens` what it wrote after each, `root_id` is the
-        new root. `observe` is called with the same later, so a drafter may ignore this call.
-        """
-
     def amortized(self, seconds: float) -> float:
         """Return this request's share of a growth that took `seconds`, where growths do work for each other."""
         return seconds

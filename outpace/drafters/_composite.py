@@ -36,14 +36,6 @@ class CompositeDrafter(Drafter):
         for part, inner in zip(self.parts, state.parts, strict=True):
             part.set_directives(inner, directives)
 
-    def begin_concurrent(self) -> None:
-        for part in self.parts:
-            part.begin_concurrent()
-
-    def on_root_moved(self, state: CompositeState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        for part, inner in zip(self.parts, state.parts, strict=True):
-            part.on_root_moved(inner, path, tokens, root_id)
-
     def amortized(self, seconds: float) -> float:
         for part in self.parts:
             seconds = part.amortized(seconds)

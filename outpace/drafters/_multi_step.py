@@ -9,22 +9,17 @@ device chose.
 from __future__ import annotations
 
 import math
-import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.multi_step import (
     MAX_STEPS,
-    MAX_UPDATE_TOKENS,
     ExpandedNode,
     MultiStepRequest,
     OpenNode,
-    RootUpdate,
-    RootUpdateChannel,
     max_open_nodes,
 )
 from outpace.core.noise import key_words, row_key
@@ -37,55 +32,6 @@ from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 from outpace.rules.match import Match
 
-
-class RootMove(NamedTuple):
-    """A movement of the root: ids of the accepted nodes, the token written after each, and the id of the new root."""
-
-    path: Sequence[int]
-    tokens: Sequence[int]
-    root_id: int
-
-
-class InFlightSteps:
-    """What another thread may know of a tree while a graph grows it: the pending nodes when the steps began. It passes
-    root movements to the running steps through `mail`."""
-
-    def __init__(self, job: ExpansionJob, heard: deque[RootMove]) -> None:
-        """`heard`: root movements that were announced and not observed yet; other threads append to it."""
-        state, tree, _ = job
-        self._heard, self._lock = heard, threading.Lock()
-        self._known = {
-            node_id: (state.slots[node_id], score)
-            for node_id, score in zip(tree.ids, tree.scores, strict=True)
-            if node_id in state.slots
-        }
-        self._root = tree.ids[0]
-        self._above = self._known.get(self._root)
-        self._written: list[int] = []  # tokens written below `_above`
-        self.mail = RootUpdateChannel()
-
-    def listen(self) -> None:
-        """Follow the announced movements from the present root; any thread may call this after appending one."""
-        with self._lock:
-            for walk in self._heard.copy():
-                self._follow(*walk)
-
-    def _follow(self, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        """See `Drafter.on_root_moved`. A movement from another root than the present one was followed before, or came
-        too early."""
-        if path[0] != self._root or self._above is None:
-            return
-        self._root = root_id
-        walked = [*path, root_id]  # tokens[n] is between walked[n] and walked[n + 1]
-        last = max((place for place, node_id in enumerate(walked) if node_id in self._known), default=None)
-        if last is None:
-            self._written += tokens
-        else:
-            self._above, self._written = self._known[walked[last]], [*tokens[last:]]
-        if len(self._written) <= MAX_UPDATE_TOKENS:
-            self.mail.send(RootUpdate(*self._above, tuple(self._written)))
-
-
 SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 _FADE = 0.9  # decay per round
 _FIRST = 4.0  # prior of the steps per round
@@ -97,7 +43,7 @@ class MultiStepCache:
 
     `expanded`: the nodes that the steps expanded. `known`: index in `expanded` by tree node id. `children`: index by
     the parent's index (or `_below`) and the token. `taken`: number of steps used in this round. `loose`: indices of
-    nodes that are not in the tree, while the session renumbers its nodes. `under_way`: the steps that are running now.
+    nodes that are not in the tree, while the session renumbers its nodes.
     """
 
     expanded: list[ExpandedNode] = field(default_factory=list)
@@ -105,8 +51,6 @@ class MultiStepCache:
     children: dict[tuple[int, int], int] = field(default_factory=dict)
     taken: int = 0
     loose: list[int] = field(default_factory=list)
-    under_way: InFlightSteps | None = None
-    heard: deque[RootMove] = field(default_factory=deque)  # announced, not observed yet
 
     def claim(self, seen: Observation, slots: dict[int, int]) -> bool:
         """Follow the accepted path and assign session slots to accepted nodes that were expanded in advance. Return
@@ -183,7 +127,6 @@ class MultiStepExpander:
         self._owed = self._share = 0.0  # see `amortized`
         self._is_new = False
         self._is_used = False
-        self.is_concurrent = False  # another thread may announce root movements
 
     def known(self, jobs: Sequence[ExpansionJob]) -> list[list[TopK]] | None:
         """Return the proposals below the jobs' frontiers if all of them were expanded in advance, None if a forward is
@@ -207,17 +150,10 @@ class MultiStepExpander:
         if count < 2 or not all(_is_plain(job.state.request) for job in jobs):
             return None
         width = self._options.width
-        most = max_open_nodes(width, count, self.is_concurrent)
+        most = max_open_nodes(width, count)
         opened = [_opened(job, most) for job in jobs]
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
-        if self.is_concurrent:
-            for job, one in zip(jobs, asked, strict=True):
-                job.state.multi_step.under_way = steps = InFlightSteps(job, job.state.multi_step.heard)
-                one.mail = steps.mail
-                steps.listen()
         taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
-        for job in jobs:
-            job.state.multi_step.under_way = None
         if taken is None:
             return None
         self._is_new, self._owed = True, float(count)
@@ -225,30 +161,19 @@ class MultiStepExpander:
             job.state.multi_step = _index_steps(job, some, expanded)
         return [[_possible(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
 
-    def on_root_moved(self, state: Any, walk: RootMove) -> None:
-        """Note a movement of the root, called by another thread: steps may be running now, or start before it is
-        observed."""
-        if self.is_concurrent and self.takes_several:
-            burst = state.multi_step
-            burst.heard.append(walk)
-            if burst.under_way is not None:
-                burst.under_way.listen()
-
     def follow(self, state: Any, seen: Observation) -> list[int]:
         """End a round and keep what was expanded below the next root. Return the slots of nodes that are not in the
         tree, which the session must keep after the tree's own."""
-        burst = state.multi_step
-        if burst.taken:
-            self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
-        burst.taken = 0
-        while burst.heard and burst.heard.popleft().root_id != seen.tree.ids[0]:
-            pass  # announced before this one, so observed before it
-        if not burst.expanded or not burst.claim(seen, state.slots):
-            burst.clear()
+        cache = state.multi_step
+        if cache.taken:
+            self._usual = _FADE * self._usual + (1.0 - _FADE) * cache.taken
+        cache.taken = 0
+        if not cache.expanded or not cache.claim(seen, state.slots):
+            cache.clear()
             return []
-        loose: list[int] = burst.keep(seen, state.slots)
+        loose: list[int] = cache.keep(seen, state.slots)
         if len(state.slots) + len(loose) > self._options.tree_nodes:  # more than a session has space for
-            burst.clear()
+            cache.clear()
             return []
         return loose
 
@@ -277,7 +202,6 @@ class MultiStepExpander:
         state, tree, frontier = job
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
-        depths += state.session.pending_depths if self.is_concurrent else []
         floor = self._options.floor if state.directives.floor is None else state.directives.floor
         request = state.request
         return MultiStepRequest(
@@ -330,21 +254,19 @@ def _index_steps(
     """Index the expanded nodes by the tree nodes that they are, or are below. `opened`: the open nodes with their
     ids."""
     state, tree, frontier = job
-    burst = MultiStepCache(expanded, taken=state.multi_step.taken, heard=state.multi_step.heard)
+    cache = MultiStepCache(expanded, taken=state.multi_step.taken)
     first = {one.slot: number for number, one in enumerate(expanded[: len(frontier)])}
     for number, one in enumerate(expanded):
         if number < len(frontier):
-            burst.known[tree.ids[frontier[number]]] = number
+            cache.known[tree.ids[frontier[number]]] = number
         elif one.opened is not None:
             node_id, node = opened[one.opened]
-            burst.known[node_id] = number
+            cache.known[node_id] = number
             if node.above != PREFIX:  # the target may reach it by another id
-                burst.children[first.get(node.above, _below(node.above)), one.token] = number
-        elif one.below is not None:
-            burst.children[_below(one.below), one.token] = number
+                cache.children[first.get(node.above, _below(node.above)), one.token] = number
         else:
-            burst.children[one.parent, one.token] = number
-    return burst
+            cache.children[one.parent, one.token] = number
+    return cache
 
 
 def _below(slot: int) -> int:

@@ -24,7 +24,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Row, TopK
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._composite import DraftSelector
-from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander, RootMove
+from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
 from outpace.models.base import Model
@@ -166,17 +166,11 @@ class ModelDrafter(ModelRunningDrafter):
     def set_directives(self, state: ModelState, directives: DraftDirectives) -> None:
         self._expander.set_directives(state, directives)
 
-    def begin_concurrent(self) -> None:
-        self._multi_step.is_concurrent = True
-
-    def on_root_moved(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        self._multi_step.on_root_moved(state, RootMove(path, tokens, root_id))
-
     def limit_threads(self, most: int) -> None:
         self._expander.model.limit_threads(most)
 
     def pause(self, state: ModelState) -> None:
-        state.multi_step = MultiStepCache(heard=state.multi_step.heard)
+        state.multi_step = MultiStepCache()
         super().pause(state)
 
     def amortized(self, seconds: float) -> float:

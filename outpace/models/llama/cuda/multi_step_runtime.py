@@ -14,7 +14,6 @@ numbers are on grids in float64, where sums are exact (`ExactAttention`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -30,8 +29,6 @@ from outpace.models.llama.cuda.pool import LEAST
 from outpace.models.llama.cuda.runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.cuda.step_choice import (
     NodeSelection,
-    RootMailbox,
-    RootTracker,
     StepBucket,
     StepInputs,
     StepNodes,
@@ -53,8 +50,7 @@ class SteppingLlama(GraphLlama):
     def draft_steps(
         self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
     ) -> list[list[ExpandedNode]] | None:
-        follows_root = any(one.mail is not None for one in asked)
-        bucket = StepBucket(next_power_of_two(len(asked)), width, steps, offered, follows_root)
+        bucket = StepBucket(next_power_of_two(len(asked)), width, steps, offered)
         if any(self._skipped) or offered > self.vocab_size or not _fits(asked, bucket):
             return None
         for one in asked:
@@ -76,27 +72,16 @@ class SteppingLlama(GraphLlama):
         out: Tensor = self.captures.buffers(
             ("step results", bucket), lambda: torch.zeros(shape, dtype=torch.float64, device=self.device)
         )
-        mailbox: RootMailbox | None = None
-        if bucket.follows_root:
-            mailbox = self.captures.buffers(
-                ("step mail", bucket.batch), lambda: RootMailbox(bucket.batch, self.vocab_size - 1, self.device)
-            )
-            mailbox.clear()
         key = ("steps", bucket, slots, noisy, vocab)
-        work = partial(self._steps_pass, bucket, inputs.device, first, out, slots, noisy, mailbox)
+        work = partial(self._steps_pass, bucket, inputs.device, first, out, slots, noisy)
         host = self.captures.begin(key, inputs, work, self.pool.kv, self._hidden, first, out)
         for one in asked:
             _fill(host, one.session.place, one)
         inputs.send()
         places = [one.session.place * bucket.width + node for one in asked for node in range(len(one.slots))]
         first.index_copy_(0, to_device(places, np.int64, self.device), scores)
-        with ExitStack() as stack:
-            for one in asked:
-                if mailbox is not None and one.mail is not None:  # updates sent from now on go to the steps' mailbox
-                    one.mail.begin(partial(mailbox.write, one.session.place))
-                    stack.callback(one.mail.end)
-            self.captures.replay(key)
-            found: np.ndarray = out.cpu().numpy()  # the only wait
+        self.captures.replay(key)
+        found: np.ndarray = out.cpu().numpy()  # the only wait
         return found
 
     def _steps_pass(
@@ -107,11 +92,9 @@ class SteppingLlama(GraphLlama):
         out: Tensor,
         slots: int,
         noisy: bool,
-        mailbox: RootMailbox | None,
     ) -> None:
         """Captured: compute all steps' proposals from the first step's logits."""
-        tracker = RootTracker(mailbox, inputs["pending_bits"], inputs["below"]) if mailbox is not None else None
-        selection, below = NodeSelection(bucket, inputs, tracker), inputs["below"].clone()
+        selection, below = NodeSelection(bucket, inputs), inputs["below"].clone()
         nodes, logits = selection.first(), first
         for step in range(bucket.steps):
             tokens, values = self._propose(bucket, inputs, nodes, logits, noisy)
@@ -164,8 +147,7 @@ def _fits(asked: Sequence[MultiStepRequest], bucket: StepBucket) -> bool:
     if len(asked) > MOST_SESSIONS or len(set(map(id, sessions))) < len(asked):
         return False
     for one, session in zip(asked, sessions, strict=True):
-        slots = one.slots if one.mail is None else range(session.pending)
-        depths = [*(session.pending_depths[slot] for slot in slots), *(node.depth for node in one.opened)]
+        depths = [*(session.pending_depths[slot] for slot in one.slots), *(node.depth for node in one.opened)]
         if max(depths) + bucket.steps > MAX_DEPTH or len(one.slots) > bucket.width or len(one.opened) > bucket.opened:
             return False
         if session.pending + bucket.taken > MOST_PENDING or bucket.taken > session.free:
@@ -188,7 +170,6 @@ def _shapes(bucket: StepBucket) -> Shapes:
         "open_bits": (*opened, WORDS),
         "below": (bucket.batch, MOST_PENDING),
         "keys": (bucket.batch, MAX_DEPTH, 2),
-        **({"pending_bits": (bucket.batch, MOST_PENDING, WORDS)} if bucket.follows_root else {}),
     }
 
 
@@ -214,8 +195,6 @@ def _fill(host: dict[str, np.ndarray], row: int, one: MultiStepRequest) -> None:
         host["open_bits"][row, number] = 0 if node.above == PREFIX else visible[node.above]
     if one.keys:
         host["keys"][row, : len(one.keys)] = one.keys
-    if one.mail is not None:
-        host["pending_bits"][row, : len(visible)] = visible
 
 
 def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket) -> list[ExpandedNode]:
@@ -231,9 +210,7 @@ def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket
     slots = [*one.slots, *[PREFIX] * (bucket.width - len(one.slots)), *range(before, before + bucket.taken)]
     for row, (origin, token, *offers) in enumerate(found.reshape(-1, found.shape[-1]).tolist()):
         origin, is_first, above, opened = int(origin), row < bucket.width, PREFIX, None
-        if origin >= bucket.below:
-            above = origin - bucket.below
-        elif origin >= bucket.opened and not is_first:
+        if origin >= bucket.opened and not is_first:
             above = slots[origin - bucket.opened]
         elif origin >= 0 and not is_first:
             opened, above = origin, one.opened[origin].above
@@ -242,10 +219,9 @@ def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket
         if origin < 0:
             continue
         parent = numbers.get(above, PREFIX) if opened is None else PREFIX
-        below = above if origin >= bucket.below and parent == PREFIX else None
         numbers[slots[row]] = len(expanded)
         tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
-        expanded.append(ExpandedNode(opened, parent, int(token), slots[row], tokens, values, below))
+        expanded.append(ExpandedNode(opened, parent, int(token), slots[row], tokens, values))
     one.session.extend(parents)
     return expanded
 
