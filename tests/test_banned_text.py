@@ -25,25 +25,6 @@ def forbidden(ban: BannedText, tokens: list[int]) -> set[int]:
     return {*ban.always.tolist(), *ban.after(reversed(tokens))}
 
 
-@pytest.mark.parametrize(
-    ("texts", "strings", "tokens", "found"),
-    [
-        (["a", "b", "ab", "c"], ["ab"], [0], {1, 2}),
-        (["a", "b", "ab", "c"], ["ab"], [3], {2}),
-        (["a", "b", "ab", "bc"], ["abc"], [0], {3}),
-        (["x", "col", "ou", "r", "our", "ours", " colours"], ["colour"], [1], {4, 5, 6}),
-        (["x", "col", "ou", "r", "our", "ours", " colours"], ["colour"], [1, 2], {3, 6}),
-        (["a", "", "b"], ["ab"], [0, 1, 1], {2}),  # tokens without text in between change nothing
-        (["a", "b"], ["aab"], [0, 0, 0], {1}),
-        (["ab", "c", "b"], ["bc", "abb"], [0], {1, 2}),  # two at once
-        (["A", "a", "b"], ["ab"], [0], set()),
-        (["é", "e", "t"], ["ét"], [0], {2}),
-    ],
-)
-def test_forbidden_tokens(texts: list[str], strings: list[str], tokens: list[int], found: set[int]) -> None:
-    assert forbidden(TokenTexts([text.encode() for text in texts]).ban(tuple(strings)), tokens) == found
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_ban_in_any_vocabulary_equals_the_slow_twins(seed: int) -> None:
     chance = random.Random(seed)

@@ -93,11 +93,11 @@ def test_the_shipped_prompts_need_no_file(name: str, counts: dict[str, int] | No
         ('{"turns": ["a"]}\n\n{"turns": ["b"]}\n', "line 2 is empty"),
         ('{"turns": []}\n', "line 1 must be a JSON object with"),
         ('{"turns": [" "]}\n', "line 1 must be"),
-        ('{"turns": "a"}\n', "line 1 must be"),
         ("[1]\n", "line 1 must be"),
         ("[" * 100_000 + "\n", "line 1 is not JSON"),
         ("\xff\n", "line 1 is not JSON"),
         ("", "is empty"),
+        (2 * '{"turns": ["a"], "id": "a", "task": "x"}\n', "'a' of the task x is there twice"),
     ],
 )
 def test_a_bad_task_file_names_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -105,12 +105,6 @@ def test_a_bad_task_file_names_its_line(tmp_path: Path, text: str, message: str)
     file.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=message):
         tasks.collect([str(file)], 5)
-
-
-def test_a_repeated_prompt_is_refused(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "p.jsonl", prompt("a", "x"), prompt("a", "x"))
-    with pytest.raises(UserError, match="'a' of the task x is there twice"):
-        tasks.collect([str(file)], 1)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +120,7 @@ def test_an_unknown_task(source: str, message: str) -> None:
     ("label", "lossy"),
     [
         ("autoregressive", False),
-        ("auto", False),
         ("speculative:draft_length=2", False),
-        ("speculative:rule=block", False),
         ("speculative:width=1,rule=lenience,lenience=0.4", True),
         ("bild", True),
         ("bild:rule=greedy", False),
@@ -158,12 +150,9 @@ def test_methods_have_options_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("crad", "did you mean 'card'"),
         ("card,card", "card twice"),
         ("nodes=4", "write NAME or NAME:OPTION=VALUE"),
         ("card,,speculative", "write NAME"),
-        ("card:", "write NAME"),
-        ("card:nodes", "write NAME"),
         ("card:nodes=", "write NAME"),
         ("card:nodes=4,nodes=5", "gives nodes twice"),
         ("auto:profile=maybe", "profile is 'maybe', it must be true or false"),
@@ -326,9 +315,7 @@ def test_two_results_side_by_side(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("{}", "holds no rows"),
         ('[{"task": "x"}]', "holds no rows"),
-        ('[{"task": 1, "method": "card", "tokens_per_second": 1}]', "holds no rows"),
         ('[{"task": "x", "method": "card", "tokens_per_second": "1"}]', "holds no rows"),
         (None, "cannot be read"),
         ("folder", "holds no bench"),
@@ -379,7 +366,6 @@ def test_all_rules_are_those_that_fit() -> None:
         ("speculative:drafter=ngram", "cascade", "drafter ngram has none; the rules that fit are"),
         ("speculative", "greedy", "rule greedy does not work with temperature 0.8"),
         ("speculative", "lenience:", "rules is 'lenience:': write NAME"),
-        ("speculative", "block,block", "have speculative:rule=block twice"),
         ("speculative,speculative:rule=block", "block", "have speculative:rule=block twice"),
     ],
 )

@@ -32,7 +32,7 @@ from light import Wrapped
 from processes import REQUESTS, SECONDS, TEXTS, build_light, nothing_left, until
 from turns import case, in_turn
 
-from outpace.card.cache import CandidateCache, Correction
+from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.process import ProcessWorker
 from outpace.card.thread import ThreadWorker
@@ -297,19 +297,3 @@ def test_while_the_drafter_rests_the_target_has_all_cores(shared: bool) -> None:
     run = decode([request], "planned", worker=worker, target=target, seconds=lambda: worker.clock.now)
     assert run.texts == [write(target, request)]
     assert (target.passes[0] > 3 * target.passes[1]) == shared
-
-
-def test_a_drafter_with_no_layers_to_grow_is_idle_at_once() -> None:
-    worker = ThreadWorker(make_drafter("model", TARGETS[0]))
-    try:
-        worker.open(0, make_request((1, 2, 3)), CandidateCache(3))
-        worker.set_directives(0, DraftDirectives(layers=0))
-        assert not worker.is_working
-        worker.correct(0, Correction([0], [5], -1, False))
-        assert not worker.is_working, "it reads where the text went, and does not draft"
-        worker.open(1, make_request((4, 5)), CandidateCache(5))
-        worker.set_directives(1, DraftDirectives(layers=0))
-        worker.forget(0)
-        assert not worker.is_working
-    finally:
-        worker.close()

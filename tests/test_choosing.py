@@ -125,14 +125,6 @@ def test_the_text_is_plain_decodings(method: str, rule: str) -> None:
     assert found.texts == [write(TARGET, request) for request in asked]
 
 
-def test_a_ratio_rule_is_deterministic() -> None:
-    asked = [make_request(PROMPT, "rejection", 40, seed=2, temperature=0.9)]
-    first, again = (
-        decode(asked, "speculative", choosing(GARBAGE, TARGET), target=TARGET, engine=SMALL).texts for _ in range(2)
-    )
-    assert first == again
-
-
 def test_the_state_is_saved() -> None:
     drafter, again = choosing(GARBAGE, TARGET), choosing(GARBAGE, TARGET)
     run(make_request(PROMPT), drafter)

@@ -81,16 +81,6 @@ def test_what_the_target_thought() -> None:
             assert np.array_equal(answer.tokens, ids[:, 0].numpy())
 
 
-def test_sampled_tokens_follow_the_distribution() -> None:
-    """At temperature 1 the tokens at one place, over many jobs, have the target's distribution."""
-    asked = [AnswerJob(number, (5, 9, 40), 1.0) for number in range(1000)]
-    answers = list(EngineWriter(TARGET, frozenset(), WriterOptions(rows=500, max_tokens=1, top=4)).answers(iter(asked)))
-    expected = log_p(answers[0])[0].exp().numpy()
-    counts = np.bincount([int(answer.tokens[0]) for answer in answers], minlength=len(expected)) / len(answers)
-    noise = np.sqrt(expected / len(answers)).sum()  # what the distance would be in the mean, about
-    assert 0.5 * np.abs(counts - expected).sum() < noise
-
-
 @pytest.mark.parametrize(("dtype", "distance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 def test_without_exact_mode_it_stays_near(dtype: torch.dtype, distance: float) -> None:
     model = Llama.from_tensors(reference.TINY, TENSORS.__getitem__, dtype=dtype, exact=False)

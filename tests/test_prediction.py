@@ -43,13 +43,6 @@ def answer(count: int) -> list[int]:
     return write(TARGET, make_request(PROMPT, max_tokens=count))
 
 
-def following(text: Sequence[int], guess: Sequence[int]) -> Alignment:
-    alignment = Alignment(guess)
-    for token in text:
-        alignment.follow([token])
-    return alignment
-
-
 def found_slowly(text: Sequence[int], guess: Sequence[int], home: int) -> PredictedSpan | None:
     """Search the longest of the last 8, 4, 2 or 1 tokens in the guess; None if nothing follows it there.
 
@@ -100,25 +93,6 @@ def edited(guess: Sequence[int], chance: random.Random) -> list[int]:
         elif edit < 0.9:
             text.append(token)
     return text
-
-
-@pytest.mark.parametrize(
-    ("text", "guess", "places"),
-    [
-        ([*range(10), 99, *range(11, 16)], range(40), [16]),
-        ([*range(10), 98, 99, *range(10, 16)], range(40), [16]),
-        ([*range(8), *range(12, 16)], range(40), [16]),
-        ([99, 98, *range(16)], range(40), [16]),
-        ([0, 1, 2, 3, 99], range(40), [5]),
-        # of a common token the nearest place after the last trusted one
-        ([7, 1, 7, 2, 7, 99, 7], [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6], [7]),
-    ],
-    ids=["replaced", "inserted", "left out", "inserted first", "just replaced", "common token"],
-)
-def test_the_position_is_found_after_a_change(text: list[int], guess: Sequence[int], places: list[int]) -> None:
-    alignment = following(text, guess)
-    assert [offer.place for offer in alignment.offers][:1] == places
-    assert alignment.tokens(alignment.offers[0], 2) == list(guess[places[0] : places[0] + 2])
 
 
 def test_a_perfect_prediction_is_written_in_few_passes() -> None:

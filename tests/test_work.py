@@ -21,7 +21,7 @@ from outpace.core.logits import SparseLogits
 from outpace.core.logprobs import token_logprobs
 from outpace.core.sampling import Sampling, filter_logits
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, DraftState, LogprobsOptions, Observation, Request, Row, Verdict, Verify
+from outpace.core.types import Commit, Draft, DraftState, LogprobsOptions, Observation, Request, Row, Verify
 from outpace.decoders import Auto
 from outpace.decoders.base import DecoderGenerator, RequestContext
 from outpace.drafters.model import ModelDrafter, Options
@@ -60,21 +60,6 @@ class Counted(QuickToy):
         return super().score(forest)
 
 
-class CountedRule(Greedy):
-    """Counts how often it is asked."""
-
-    def __init__(self) -> None:
-        self.work: Counter[str] = Counter()
-
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        self.work["reduce"] += 1
-        return super().reduce(logits, rows)
-
-    def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        self.work["walk"] += 1
-        return super().walk(tree, picks)
-
-
 class CountedEmpty(Empty):
     """Offers nothing, and counts its calls."""
 
@@ -110,14 +95,6 @@ def test_plain_decoding_is_a_pass_a_token() -> None:
     assert target.work == {"passes": 3 + 9, "rows": 10 + 9, "wanted": 9}  # a prompt of ten tokens, by four
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_requests_share_passes_and_the_rules_calls(count: int) -> None:
-    target, rule = Counted(), CountedRule()
-    decode(requests_of(count, 9, rule), target=target, check_storage=False, engine=WHOLE)
-    assert target.work == {"passes": 1 + 9, "rows": count * (10 + 9), "wanted": count * 9}
-    assert rule.work == {"reduce": 9, "walk": count * 9}
-
-
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_perfect_chain_is_a_pass_for_five_tokens(count: int) -> None:
     target, draft = Counted(), Counted()
@@ -135,12 +112,6 @@ def test_a_tree_is_grown_by_at_most_as_many_forwards_as_it_has_layers() -> None:
     assert target.work["wanted"] == sum(step.verified_rows for steps in outcome.steps for step in steps)
     assert max(rounds) < draft.work["passes"] <= 3 * max(rounds), "none where no node that is new could be verified"
     assert draft.work["wanted"] <= sum(rounds) * (1 + 4 + 4), "the root, then the four best nodes"
-
-
-def test_a_drafter_that_proposes_nothing_is_called_once_a_round() -> None:
-    target, empty = Counted(), CountedEmpty()
-    run(target, requests_of(3, 9), "speculative", empty)
-    assert (empty.asked, target.work["passes"]) == (9, 1 + 9)
 
 
 def seldom(place: RequestContext, options: None) -> DecoderGenerator:
