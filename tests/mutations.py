@@ -141,31 +141,34 @@ def positions_off_by_one(tree_rows: Original) -> Original:
     return lambda *tree: [row._replace(path=(*row.path, *row.path[-1:])) for row in tree_rows(*tree)]
 
 
-def accept_any_child(follow: Original) -> Original:
-    def mutated(tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        return ends(walked(tree, picks, lambda node: next(iter(tree.children(node)), None)), picks)
+def following(mutate: Callable[[TokenTree, Sequence[int], Original], Verdict]) -> Callable[[Original], Original]:
+    """Return a mutation of `follow_picks` that gets the picked tokens."""
 
-    return mutated
+    def make(follow: Original) -> Original:
+        def mutated(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] = int) -> Verdict:
+            return mutate(tree, [*map(read, picks)], follow)
 
+        return mutated
 
-def accept_any_late_child(follow: Original) -> Original:
-    def mutated(tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        def step(node: int) -> int | None:
-            late = (child for child in tree.children(node) if child >= len(picks))
-            child = tree.child(node, picks[node])
-            return child if child is not None else next(late, None)
-
-        return ends(walked(tree, picks, step), picks)
-
-    return mutated
+    return make
 
 
-def recover_from_root(follow: Original) -> Original:
-    def mutated(tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        verdict = follow(tree, picks)
-        return verdict if verdict.next_token is None else Verdict(verdict.path, picks[0])
+def accept_any_child(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
+    return ends(walked(tree, picks, lambda node: next(iter(tree.children(node)), None)), picks)
 
-    return mutated
+
+def accept_any_late_child(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
+    def step(node: int) -> int | None:
+        late = (child for child in tree.children(node) if child >= len(picks))
+        child = tree.child(node, picks[node])
+        return child if child is not None else next(late, None)
+
+    return ends(walked(tree, picks, step), picks)
+
+
+def recover_from_root(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
+    verdict: Verdict = follow(tree, picks)
+    return verdict if verdict.next_token is None else Verdict(verdict.path, picks[0])
 
 
 def ignore_end(reason: str) -> Callable[[Original], Original]:
@@ -237,9 +240,9 @@ MUTATIONS = [
     Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
     Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
     Mutation("positions off by one in rows", [target_runner], "tree_rows", positions_off_by_one),
-    Mutation("accept a child without looking at its token", RULES, "follow_picks", accept_any_child),
-    Mutation("accept a late child whose token differs", RULES, "follow_picks", accept_any_late_child),
-    Mutation("recovery token taken from the root's row", RULES, "follow_picks", recover_from_root),
+    Mutation("accept a child without looking at its token", RULES, "follow_picks", following(accept_any_child)),
+    Mutation("accept a late child whose token differs", RULES, "follow_picks", following(accept_any_late_child)),
+    Mutation("recovery token taken from the root's row", RULES, "follow_picks", following(recover_from_root)),
     Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_end("stop")),
     Mutation("text after max_tokens", [running.TokenSequence], "commit", ignore_end("length")),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
