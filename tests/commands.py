@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 from files import write_gguf
@@ -36,17 +39,28 @@ def environment(tiny: Path) -> dict[str, str]:
     return os.environ | {"OUTPACE_CACHE": str(tiny.parent / "cache"), "PYTHONPATH": str(ROOT)}
 
 
+def run_command(*words: object) -> tuple[int, str, str]:
+    """Run a command; return its exit status, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main(list(map(str, words)))
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    return int(end.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def last_line(out: str) -> dict[str, Any]:
+    """Return the JSON object in the last line of the output."""
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
 @pytest.fixture
-def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command; return exit status, stdout and stderr."""
+def run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command with its own cache folder and standard input."""
     monkeypatch.setenv("OUTPACE_CACHE", str(tiny.parent / "cache"))
 
     def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err, shown.err
-        return int(end.value.code or 0), shown.out, shown.err
+        return run_command(*arguments)
 
     return call

@@ -93,11 +93,31 @@ def _by_rows(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def served_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model for the servers of a file."""
-    from test_library import folder  # as below: few tests need it
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model for the tests of a file."""
+    from files import model_folder  # as below: few tests need it
 
-    return folder(tmp_path_factory.mktemp("served"), "target")
+    return str(model_folder(tmp_path_factory.mktemp("tiny"), "target"))
+
+
+@pytest.fixture(scope="module")
+def tiny_pair(tiny_folder: str) -> Any:
+    """The tiny model, and a draft of its first layer."""
+    from outpace.models.load import load_draft, load_model
+
+    target = load_model(tiny_folder)
+    return target, load_draft("layers:0", target)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokenizer of a tiny model."""
+    from files import folder_of, write_gguf
+
+    from outpace.models.text.tokenizer import Tokenizer
+
+    where = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer.from_folder(folder_of(write_gguf(where / "model.gguf"), where / "folder"))
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,11 +170,8 @@ def fuzz(site: Served, count: int, seed: int, found: FuzzResult) -> None:
 def fuzz_server(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
     """Send mutated bodies from several clients at once."""
     found, each = FuzzResult(), -(-count // workers)
-    threads = [threading.Thread(target=fuzz, args=(site, each, seed + number, found)) for number in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda number: fuzz(site, each, seed + number, found), range(workers)))
     site.wait_idle()
     assert site.ask("/health").status == 200
     result = {"bodies": each * workers, "statuses": dict(sorted(found.statuses.items())), "faults": found.faults}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 
@@ -15,7 +14,7 @@ from outpace.core import adjust, distribution, logprobs, noise
 from outpace.core.constraints import BannedText
 from outpace.core.distribution import RandomSource, TokenDistribution
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
-from outpace.core.types import Adjustments, Row, Verdict
+from outpace.core.types import Row, Verdict
 from outpace.drafters._tree_expander import TreeExpander
 from outpace.engine import kv_memory, target_runner
 from outpace.engine import sequence as running
@@ -45,19 +44,6 @@ def counting_the_prompt(adjust_rows: Original) -> Original:
     return mutated
 
 
-def without(name: str, value: Any) -> Callable[[Original], Original]:
-    """A function of core/adjust.py that does not see this setting."""
-    return lambda original: (
-        lambda *parts: original(
-            *(replace(part, **{name: value}) if isinstance(part, Adjustments) else part for part in parts)
-        )
-    )
-
-
-def rows_without_paths(tree_rows: Original) -> Original:
-    return lambda request, committed, tree: [Row(request, committed)] * len(tree)
-
-
 def committed_only(backwards: Original) -> Original:
     return lambda row: backwards(row._replace(path=()))
 
@@ -80,13 +66,6 @@ def not_cut(commit: Original) -> Original:
     return mutated
 
 
-def draw_the_likeliest(draw: Original) -> Original:
-    def mutated(self: Any, key: Any, p: TokenDistribution) -> int:
-        return p.likeliest if key.purpose % noise.PURPOSES == noise.DRAW else int(draw(self, key, p))
-
-    return mutated
-
-
 def unfiltered_q(draw: Original) -> Original:
     """The children are drawn from q as filtered, and judged by a q that gives something to every token."""
 
@@ -96,25 +75,11 @@ def unfiltered_q(draw: Original) -> Original:
     return mutated
 
 
-def half_certain(certain: Original) -> Original:
-    return lambda token: TokenDistribution(np.ones(2), np.array([token, token + 1]))
-
-
 def no_bonus(walk: Original) -> Original:
     def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         verdict = walk(self, tree, picks)
         is_leaf = len(verdict.path) > 1 and not tree.children(verdict.path[-1])
         return verdict._replace(next_token=None) if is_leaf else verdict
-
-    return mutated
-
-
-def own_token_of_the_root(walk: Original) -> Original:
-    def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        verdict = walk(self, tree, picks)
-        p, last = picks[0].p, picks[verdict.path[-1]].row
-        key = _ratio.key_of(last, last.node_id, noise.RESIDUAL)
-        return verdict._replace(next_token=self.random_source.draw(key, p))
 
     return mutated
 
@@ -166,10 +131,6 @@ def settle(run: Any) -> None:
     run.kv.settle()
 
 
-def mend(run: Any) -> None:
-    run.kv.is_broken = False
-
-
 def with_what_was_accepted(release: Original) -> Original:
     def mutated(self: Any, run: Any) -> None:
         kept = run.kv.keep
@@ -185,10 +146,6 @@ def beyond_the_budget(fit: Original) -> Original:
         return True
 
     return mutated
-
-
-def drop_what_is_held(finish: Original) -> Original:
-    return lambda self: finish(self)[:0]
 
 
 def forget_what_is_held(push: Original) -> Original:
@@ -227,32 +184,20 @@ OPTION_MUTATIONS = [
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
-    mutation("options: no penalty for repetition", adjust, "_penalised", without("repetition_penalty", 1.0)),
-    mutation("options: every token is allowed", adjust, "_adjust", without("allowed", None)),
-    mutation("options: draft rows without the path", target_runner, "tree_rows", rows_without_paths),
     mutation("logprobs: of the wrong row", target_runner, "token_logprobs", of_the_next_row),
     mutation("logprobs: raw where processed ones are asked", target_runner, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.TokenSequence, "commit", not_cut),
-    mutation("stops: nothing is held back", text, "_overlap", lambda f: lambda text, stop: 0),
+    mutation("stops: nothing is held back", text, "held_back", lambda f: lambda text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),
-    mutation("stops: what was held is lost at the end", text.StopStrings, "finish", drop_what_is_held),
     mutation("stops: one ends the text before min_tokens", text.StopStrings, "push", ending_at_once),
     mutation("stops: the text goes on behind one", text.TextAssembler, "watch", read_on),
     mutation("rejection: drop the residual", _ratio, "residual", lambda f: lambda p, q: p),
-    mutation("rejection: take q off twice", _ratio, "residual", lambda f: lambda p, q: f(f(p, q), q)),
-    mutation("rejection: drop the bonus token", _ratio.TopDown, "walk", no_bonus),
-    mutation("rejection: own token from the root's row", _ratio.TopDown, "walk", own_token_of_the_root),
-    mutation("rejection: q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
-    mutation("rejection: the likeliest token judged as if drawn", RandomSource, "draw", draw_the_likeliest),
-    mutation("rejection: a picked token is half as certain", _ratio, "one_hot", half_certain),
     mutation("rejection: keys return in a later round", RandomSource, "number", with_key(False, in_its_round)),
     mutation("rejection: one key for two purposes", RandomSource, "number", with_key(False, one_purpose)),
     mutation("rejection: reuse noise across choices", distribution, "uniform", key_without(1)),
-    mutation("rejection: reuse noise across seeds", distribution, "uniform", key_without(0)),
     mutation("rejection: draws return in a later round", RandomSource, "number", with_key(True, in_its_round)),
     mutation("reuse: a prefix copied one token too far", kv_memory.KVMemory, "_best_start", one_too_far),
     mutation("reuse: what an end cut off is kept", kv_memory.KVMemory, "close", after(settle)),
-    mutation("reuse: what a broken round left", kv_memory.KVMemory, "close", after(mend)),
     mutation("reuse: what was accepted before a pause", kv_memory.KVMemory, "release", with_what_was_accepted),
     mutation("reuse: slots beyond the budget", kv_memory.KVMemory, "fit", beyond_the_budget),
     mutation("reuse: drafts count nothing", DraftRunner, "stored_bytes", lambda f: lambda self, texts: 0),

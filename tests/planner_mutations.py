@@ -190,7 +190,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_asking.py::test_rejected_copies_are_queried_less_and_less_often": [
         ("planner: copies are asked as often as before", LookupSource, "asked", resetting("_wait", 8)),
     ],
-    "test_asking.py::test_repetition_length_against_a_reference": [
+    "test_asking.py::test_a_repetition_is_copied_at_once": [
         ("planner: no text repeats itself", RepetitionDetector, "follow", returning(0)),
     ],
     "test_asking.py::test_repetitions_without_accepted_copies_are_not_queried_each_time": [

@@ -11,7 +11,6 @@ from doubles import QuickToy, make_request, write
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.adjust import Adjustments
-from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.types import Request
 from outpace.drafters import ngram, prediction
 from outpace.drafters._composite import SharedTree
@@ -73,22 +72,6 @@ def test_a_repeated_prompt_takes_few_passes(method: str, options: dict[str, Any]
     with made as parts:
         first, again = passes(answer(parts, request, method)), passes(answer(parts, request, method))
     assert again <= min(20, first / 2), (first, again)
-
-
-def test_the_planner_drafts_an_earlier_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for: list[str] = []
-    grow_by = SharedTree.grow_by
-
-    def noted(self: SharedTree, source: Any, states: Any, trees: Any) -> Any:
-        asked_for.append(source.name)
-        return grow_by(self, source, states, trees)
-
-    monkeypatch.setattr(SharedTree, "grow_by", noted)
-    with engine() as parts:
-        answer(parts, asked(max_tokens=60))
-        assert "prediction" not in asked_for
-        answer(parts, asked(max_tokens=60))
-    assert "prediction" in asked_for
 
 
 def test_a_prompt_that_continues_an_answer_gets_the_rest() -> None:
@@ -174,13 +157,6 @@ def test_a_token_is_not_found_in_the_middle_of_two() -> None:
     assert filled((1, 256, 65536, 7)).find(asked(1, 256)) == (65536, 7)
 
 
-def test_a_text_replaces_its_own_prefixes() -> None:
-    known = filled((1, 2, 3), (1, 2, 3, 4), (5, 6))
-    assert len(known._kept.shared) == 2
-    known.store(asked(5, temperature=1.0), (5, 6, 7))  # picked in another way
-    assert len(known._kept.shared) == 3
-
-
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_cache, "_TEXTS", 3)
     monkeypatch.setattr(answer_cache, "_TOKENS", 12)
@@ -202,12 +178,3 @@ def test_an_aborted_answer_is_kept() -> None:
         parts.abort(run)
         parts.sweep()
         assert answer(parts, asked(max_tokens=40)).request.recalled == tuple(run.tokens)
-
-
-def test_tokens_before_a_prediction_count_for_its_first_offer() -> None:
-    assert Alignment((5, 6), 3).offers == (PredictedSpan(0, 3),)
-    assert Alignment((5, 6), 1000).offers == (PredictedSpan(0, 64),)
-    assert Alignment((), 3).offers == ()
-    known = Alignment((5, 6, 7), 9)
-    known.follow((5,))
-    assert known.offers == (PredictedSpan(1, 10),)

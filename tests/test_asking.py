@@ -16,7 +16,6 @@ from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import Auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
-from outpace.planning.sources import RepetitionDetector
 
 COPIES = Source("ngram", False, is_calibrated=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further row, and of a query
@@ -117,33 +116,3 @@ def test_repetitions_without_accepted_copies_are_not_queried_each_time() -> None
     run = CopyRun(text, (0.05, 0.05, 0.05))
     assert run.run() > 0.985
     assert sum(place > 1000 for place in run.queries) < 1000 / 25
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_repetition_length_against_a_reference(seed: int) -> None:
-    """The reference counts the last tokens, at least four, whose every four consecutive tokens occurred before."""
-    chance, text = random.Random(seed), list[int]()
-    repeats = RepetitionDetector(text)
-    for _ in range(60):
-        text += new_text(chance.randint(1, 4), 3, chance.randrange(1000))
-        assert repeats.follow() == reference_length(text)
-
-
-def reference_length(text: Sequence[int]) -> int:
-    count = 0
-    while len(text) - count >= 4:
-        end = len(text) - count
-        four = list(text[end - 4 : end])
-        if not any(list(text[n - 4 : n]) == four for n in range(4, end)):
-            break
-        count += 1
-    return count + 3 if count else 0
-
-
-def test_only_the_end_of_a_long_prompt_is_indexed() -> None:
-    text = [*range(5), *[9] * (sources._KNOWN - 3)]
-    repeats = RepetitionDetector(text)
-    text += range(5)
-    assert repeats.follow() == 0, "tokens further back are not indexed"
-    text += [*range(1, 5)]
-    assert repeats.follow() == 4

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from command import last_line, run_command
+from commands import last_line, run_command
 from files import write_gguf
 
 from outpace.api.llm import load

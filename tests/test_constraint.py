@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 import torch
 from constraints import Failing, Table, rings
-from doubles import DRAFTERS, SMALL, QuickToy, decode, make_drafter, make_request, make_rule, write
+from doubles import DRAFTERS, SMALL, QuickToy, decode, make_drafter, make_request, write
 from turns import in_turn
 from twins import LETTERS, TEXTS
 
-from outpace.core.adjust import adjust_logits
 from outpace.core.errors import UserError
 from outpace.core.registry import find
-from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import Adjustments, LogprobsOptions, Request, Row
 from outpace.engine.engine import Engine
-from outpace.rules.base import reduce_rows
 
 TARGET = QuickToy(16, 3, 0)
 PROMPT = (3, 1, 4, 1, 5)
@@ -83,16 +80,6 @@ def test_a_mask_is_made_only_where_a_pick_is_refused() -> None:
         assert constraint.masks == expected, name
 
 
-def test_picks_that_are_not_walked_are_left_alone() -> None:
-    request = request_of("greedy")
-    rows = [Row(request, PROMPT, path) for path in ((), (0,), (1,))]
-    logits = torch.stack([TARGET._row([*PROMPT, *row.path]) for row in rows])
-    first, *_ = reduce_rows(logits, rows)
-    constraint: Any = request.constraint
-    assert constraint.allowed(PROMPT, [first]) == 1
-    assert constraint.masks <= 1 + (first in (0, 1))
-
-
 @pytest.mark.parametrize("method", ["autoregressive", "speculative", "card"])
 def test_a_complete_text_ends(method: str) -> None:
     worker = "inline" if method == "card" else None
@@ -148,20 +135,3 @@ def submitted(requests: list[Request], method: str = "autoregressive", drafter: 
         if drafter is not None:
             assert engine.drafting.drafter is not None, "the drafter was given up"
     return runs
-
-
-def test_a_row_is_masked_once_and_half_precision_stays_a_copy() -> None:
-    request = request_of("match")
-    logits = torch.zeros(1, 20)
-    masked = adjust_logits(logits, [Row(request, PROMPT)])
-    assert (masked[0] == 0).nonzero().flatten().tolist() == sorted(rings(16, 5)[PROMPT[-1]])
-    assert not logits.isinf().any()
-    assert adjust_logits(logits, [Row(request, PROMPT, skips_mask=True)]) is logits
-
-
-def test_rules_say_where_no_mask_is_needed() -> None:
-    assert make_rule("greedy").traits.picks_before_masking(GREEDY)
-    assert make_rule("gumbel").traits.picks_before_masking(Sampling(0.7))
-    for filtered in (Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.5), Sampling(1.0, min_p=0.1)):
-        assert not make_rule("gumbel").traits.picks_before_masking(filtered)
-    assert not make_rule("match").traits.picks_before_masking(Sampling(1.0))

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from files import folder_of, write_gguf
 
 from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError, install_command
@@ -36,12 +35,6 @@ MISSPELT = ("uniqueItem", "additonalProperties", "oneof", "minlength", "requires
 
 def nested(depth: int) -> dict[str, Any]:
     return {"items": nested(depth - 1)} if depth else {}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    where = tmp_path_factory.mktemp("tokenizer")
-    return Tokenizer.from_folder(folder_of(write_gguf(where / "model.gguf"), where / "folder"))
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +99,12 @@ def test_fields_of_both_apis_are_read() -> None:
         (None, {}, "must have one of json"),
         (None, {"regex": "a", "choice": ["b"]}, "must have one of json"),
         (None, {"regexp": "a"}, "did you mean 'regex'"),
-        (None, {"regex": 3}, "must be a text"),
         (None, {"grammar": ""}, "must be a text"),
-        (None, {"choice": "yes"}, "must be a list of texts"),
         (None, {"choice": ["a", ""]}, "must be a list of texts"),
         (None, {"json": "{"}, "not valid JSON"),
         (None, {"json": {"const": float("nan")}}, "plain JSON"),
-        (None, {"json": {"const": {1, 2}}}, "plain JSON"),
         (None, {"json": "[" * 5000}, "JSON"),
         (None, {"json": {"description": "x" * 70000}}, "at most 65536 are allowed"),
-        (None, {"json": '"' + "x" * 70000}, "at most 65536"),
         (None, {"regex": "x" * 70000}, "at most 65536"),
     ],
 )
@@ -131,12 +120,10 @@ def test_an_invalid_structure_is_refused(response_format: Any, structured_output
         (schema_of({"properties": {"a": {"anyOf": [{"uniqueItem": True}]}}}), "'uniqueItem'"),
         (schema_of({"items": {"nullable": True}}), "'nullable'"),
         (schema_of({"x-guidance": {"lenient": True}}), "'x-guidance'"),
-        (schema_of({"not": {}, "version": 3}), "'not'"),
         (schema_of({"version": {"a": {}}, "$ref": "#/version/a"}), "cannot be enforced"),  # its limits are unknown
         *((schema_of({name: 1}), f"'{name}'") for name in MISSPELT),
         (schema_of({"type": "zzz"}), "Invalid type: zzz"),
         (schema_of({"type": "string", "format": "zzz"}), "Unknown format: zzz"),
-        (schema_of({"$ref": "http://example.org/a"}), "cannot be enforced"),
         (schema_of(False), "cannot be enforced"),
         (schema_of({"items": 3}), "where a schema belongs"),
         (schema_of({"type": "string", "pattern": "(?=a)b"}), "look-around"),
@@ -249,7 +236,7 @@ def test_questions_do_not_move_the_text(grammars: Grammars, tokenizer: Tokenizer
 
 
 def test_a_question_is_asked_once(grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was drafted and is written by now is the same text; another token in its place is another."""
+    """A drafted path has the same answer once it is written; another text of its length has its own."""
     constraint = grammars.constraint(Structure("regex", "(ab|cd)f"), 1)
     asked: list[int] = []
     cursor = GrammarConstraint._cursor
@@ -259,38 +246,13 @@ def test_a_question_is_asked_once(grammars: Grammars, tokenizer: Tokenizer, monk
     for _ in range(2):
         assert constraint.allowed(text, one) == len(one)
         assert not constraint.is_over(text, one)
-    assert len(asked) == 2
     text += one
     assert not constraint.is_over(text, [])
     assert len(asked) == 2, "the path was written"
-    wrong = one[:1] * len(end)
     assert constraint.is_over(text, end)
-    assert not constraint.is_over(text, wrong)
-    assert constraint.allowed(text, end) == len(end)
-    assert constraint.allowed(text, wrong) == 0
-    assert len(asked) == 6
-    other = [5, *tokenizer.continuation("cd")]
-    assert not constraint.is_over(other, [])
-    assert constraint.is_over(other, end)
-    assert constraint.allowed([5], end) == 0, "it is a text's answer and not that of its length"
-
-
-@pytest.mark.parametrize("pattern", ["ab", "(a|b){2}", "ab|a"])
-def test_a_complete_text_is_over_wherever_the_path_begins(
-    pattern: str, grammars: Grammars, tokenizer: Tokenizer
-) -> None:
-    answer = tokenizer.continuation("a") + tokenizer.continuation("b")
-    end = sorted(tokenizer.stop_ids)[:1] or [tokenizer.size]
-    for known in range(3):
-        constraint = grammars.constraint(Structure("regex", pattern), 0)
-        text, path = answer[:known], answer[known:]
-        assert constraint.is_over(text, path)
-        assert constraint.allowed(text, [*path, *end]) == len(path)
-        assert constraint.allowed(text, [*path, answer[0]]) == len(path)
-        assert constraint.mask(text, path) is None
-    is_end = pattern == "ab|a"  # both an end and more text may follow "a"
-    assert constraint.allowed(answer[:1], end) == is_end
-    assert not constraint.is_over(answer[:1], [])
+    assert not constraint.is_over(text, one[:1] * len(end))
+    assert constraint.is_over([5, *tokenizer.continuation("cd")], end)
+    assert constraint.allowed([5], end) == 0
 
 
 def test_a_text_that_the_grammar_refuses_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:

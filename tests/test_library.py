@@ -30,19 +30,14 @@ def folder(where: Path, name: str, seed: int = 0, **changes: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder(tmp_path_factory.mktemp("models"), "target")
-
-
-@pytest.fixture(scope="module")
-def target(model: str) -> Loaded:
-    return load_model(model)
+def target(tiny_folder: str) -> Loaded:
+    return load_model(tiny_folder)
 
 
 @pytest.mark.parametrize("method", sorted(DRAFTS))
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3, "top_k": 40, "top_p": 0.95, "min_p": 0.01}])
-def test_pieces_add_up_to_the_text_of_plain_decoding(model: str, method: str, sampling: dict) -> None:
-    with outpace.load(model, "layers:0", method=method, drafter=DRAFTS[method]) as llm:
+def test_pieces_add_up_to_the_text_of_plain_decoding(tiny_folder: str, method: str, sampling: dict) -> None:
+    with outpace.load(tiny_folder, "layers:0", method=method, drafter=DRAFTS[method]) as llm:
         plain = llm.stream(CHAT, max_tokens=40, plain=True, **sampling).finish()
         stream = llm.stream(CHAT, max_tokens=40, **sampling)
         pieces = list(stream)
@@ -53,24 +48,24 @@ def test_pieces_add_up_to_the_text_of_plain_decoding(model: str, method: str, sa
         assert plain.method == "autoregressive"
 
 
-def test_a_batch_gives_what_each_gives_alone(model: str) -> None:
+def test_a_batch_gives_what_each_gives_alone(tiny_folder: str) -> None:
     prompts = ["hello", "hello world", CHAT, "12 12 12 12"]
-    with outpace.load(model, drafter="ngram") as llm:
+    with outpace.load(tiny_folder, drafter="ngram") as llm:
         together = llm.generate(prompts, max_tokens=30, temperature=1.0, seed=5)
         alone = [llm.stream(prompt, max_tokens=30, temperature=1.0, seed=5).finish() for prompt in prompts]
     assert [result.tokens for result in together] == [result.tokens for result in alone]
 
 
-def test_a_batch_with_a_bad_prompt_leaves_nothing_behind(model: str) -> None:
-    with outpace.load(model) as llm:
+def test_a_batch_with_a_bad_prompt_leaves_nothing_behind(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder) as llm:
         with pytest.raises(outpace.UserError, match="context holds 128"):
             llm.generate(["hello", "hello " * 200], max_tokens=5)
         assert not llm.engine.waiting
         assert not llm.engine.running
 
 
-def test_seed_and_choice_alone_change_a_sampled_answer(model: str) -> None:
-    with outpace.load(model) as llm:
+def test_seed_and_choice_alone_change_a_sampled_answer(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder) as llm:
 
         def answer(**keys: int) -> tuple[int, ...]:
             return llm.stream("hello", max_tokens=20, temperature=1.0, **keys).finish().tokens
@@ -79,8 +74,8 @@ def test_seed_and_choice_alone_change_a_sampled_answer(model: str) -> None:
         assert len({answer(seed=1), answer(seed=2), answer(seed=1, choice=1)}) == 3
 
 
-def test_an_answer_may_be_left_early(model: str) -> None:
-    with outpace.load(model) as llm:
+def test_an_answer_may_be_left_early(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder) as llm:
         stream = llm.stream("hello", max_tokens=50)
         first = next(stream)
         stream.close()
@@ -90,9 +85,9 @@ def test_an_answer_may_be_left_early(model: str) -> None:
         assert llm.stream("hello", max_tokens=5).finish().finish_reason in ("length", "stop")
 
 
-def test_a_draft_with_a_padded_vocabulary(model: str, tmp_path: Path) -> None:
+def test_a_draft_with_a_padded_vocabulary(tiny_folder: str, tmp_path: Path) -> None:
     wide = folder(tmp_path, "wide", seed=1, vocab_size=300)
-    for target, draft in ((model, wide), (wide, model)):
+    for target, draft in ((tiny_folder, wide), (wide, tiny_folder)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with outpace.load(target, draft, method="speculative") as llm:
@@ -102,14 +97,14 @@ def test_a_draft_with_a_padded_vocabulary(model: str, tmp_path: Path) -> None:
         assert drafted.figures.drafted > 0
 
 
-def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_draft_with_other_tokens_is_refused(tiny_folder: str, tmp_path: Path) -> None:
     other = folder(tmp_path, "other")
     file = Path(other) / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab["[PAD270]"], vocab["[PAD271]"] = vocab["[PAD271]"], vocab["[PAD270]"]
     file.write_text(json.dumps(tokenizer))
-    target = load_model(model)
+    target = load_model(tiny_folder)
     with pytest.raises(outpace.UserError, match="does not fit the target"):
         load_draft(other, target)
 
@@ -119,33 +114,27 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
     [
         ({"methd": "card"}, "LLM has no argument 'methd'; did you mean 'method'"),
         ({"max_tokens": 5}, "max_tokens is an argument of `generate` and of `SamplingParams`, not of LLM"),
-        ({"dtyp": "int8"}, "LLM has no argument 'dtyp'; did you mean 'dtype'"),
         ({"draft_length": 3}, r"'draft_length' \(--draft-length\) of method auto.*; it belongs to method pearl, spec"),
         ({"widht": 3, "draft": "layers:0"}, "unknown option 'widht' of .*did you mean 'width'"),
         ({"copies": 0}, "copies is 0, it must be between 1 and 256"),
-        ({"copies": "many"}, "copies is 'many', it must be a number"),
         ({"method": "speculative", "draft_length": -1}, "draft_length is -1"),
         ({"method": "autoregressive", "drafter": "ngram"}, "uses no drafter"),
-        ({"method": "card", "drafter": "model"}, "drafter model needs a draft model"),
-        ({"draft": "layers:0,9"}, "a layer of layers:0,9 is 9, it must be between 0 and 1"),
         ({"draft": "layers:1,0"}, "out of order"),
         ({"draft": "layers:x"}, "names no layers"),
         ({"device": "cuda:77"}, "device 'cuda:77' is not available here, allowed are cpu"),
-        ({"device": "meta"}, "device 'meta' is not available here, allowed are cpu"),
-        ({"nodes": 0}, "nodes is 0"),
     ],
 )
-def test_a_wrong_option_is_named(model: str, options: dict, says: str) -> None:
+def test_a_wrong_option_is_named(tiny_folder: str, options: dict, says: str) -> None:
     def ask() -> None:
-        with outpace.load(model, **options) as llm:
+        with outpace.load(tiny_folder, **options) as llm:
             llm.stream("hello", max_tokens=2)
 
     with pytest.raises(outpace.UserError, match=says):
         ask()
 
 
-def test_an_empty_and_a_too_long_prompt_are_refused(model: str) -> None:
-    with outpace.load(model) as llm:
+def test_an_empty_and_a_too_long_prompt_are_refused(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder) as llm:
         with pytest.raises(outpace.UserError, match="the prompt has no tokens"):
             llm.stream("")
         with pytest.raises(outpace.UserError, match="tokens, the target's context holds 128"):
@@ -172,35 +161,15 @@ def run_prepared(
     return asked, run
 
 
-def test_a_prepared_answer_gives_the_text_of_the_library(model: str) -> None:
+def test_a_prepared_answer_gives_the_text_of_the_library(tiny_folder: str) -> None:
     params = outpace.SamplingParams(max_tokens=20, ignore_eos=True)
-    with outpace.load(model, drafter="ngram") as llm:
+    with outpace.load(tiny_folder, drafter="ngram") as llm:
         plain = llm.generate("hello world 12", params, plain=True)[0]
         for is_plain, method in ((False, llm.method), (True, "autoregressive")):
             asked, run = run_prepared(llm, "hello world 12", params, is_plain)
             asked.text.finish()
             assert "".join(piece.text for piece in asked.text.pieces) == plain.text
             assert (tuple(run.tokens), asked.method) == (plain.tokens, method)
-
-
-def test_a_request_records_its_times_and_the_reused_tokens(model: str) -> None:
-    with outpace.load(model) as llm:
-        runs = []
-        for _ in range(2):
-            _, run = run_prepared(llm, "hello " * 20, outpace.SamplingParams(max_tokens=4))
-            assert run.history.submitted <= run.history.began <= run.history.first_token
-            runs.append(run)
-    assert runs[0].history.reused == 0
-    assert 0 < runs[1].history.reused < len(runs[1].request.prompt)
-
-
-def test_the_stop_string_that_ended_a_text_is_reported(model: str) -> None:
-    with outpace.load(model) as llm:
-        whole = llm.generate("hello", max_tokens=20, ignore_eos=True)[0].text
-        for stops, found in ((["\0never"], None), ([whole[3:5]], whole[3:5])):
-            params = outpace.SamplingParams(max_tokens=20, ignore_eos=True, stop=stops)
-            asked, _ = run_prepared(llm, "hello", params)
-            assert asked.text.stop_string == found
 
 
 def tokens(llm: outpace.LLM) -> tuple[int, ...]:
@@ -210,20 +179,20 @@ def tokens(llm: outpace.LLM) -> tuple[int, ...]:
     return result.tokens
 
 
-def test_models_by_name_or_loaded_or_one_of_each(model: str, target: Loaded) -> None:
+def test_models_by_name_or_loaded_or_one_of_each(tiny_folder: str, target: Loaded) -> None:
     draft = load_draft("layers:0", target)
     made = [
-        outpace.LLM(model, "layers:0", method="speculative"),
-        outpace.LLM(model=model, draft="layers:0", method="speculative"),
-        outpace.load(model, "layers:0", method="speculative"),
-        outpace.load(model, "layers:0", LoadOptions(), method="speculative"),
+        outpace.LLM(tiny_folder, "layers:0", method="speculative"),
+        outpace.LLM(model=tiny_folder, draft="layers:0", method="speculative"),
+        outpace.load(tiny_folder, "layers:0", method="speculative"),
+        outpace.load(tiny_folder, "layers:0", LoadOptions(), method="speculative"),
         outpace.LLM(target, draft, method="speculative"),
         outpace.LLM(target, "layers:0", method="speculative"),
-        outpace.LLM(model, draft, method="speculative"),
+        outpace.LLM(tiny_folder, draft, method="speculative"),
     ]
     assert [llm.draft.name if llm.draft else None for llm in made] == ["layers:0"] * len(made)
     assert len({tokens(llm) for llm in made}) == 1
-    alone = outpace.LLM(target), outpace.LLM(target, "none"), outpace.LLM(model)
+    alone = outpace.LLM(target), outpace.LLM(target, "none"), outpace.LLM(tiny_folder)
     assert [llm.draft for llm in alone] == [None] * 3
     for llm in alone:
         llm.close()
@@ -256,11 +225,8 @@ def test_options_without_a_model_to_load_are_refused(target: Loaded, options: di
     ("options", "says"),
     [
         ({"method": "crad"}, "unknown method 'crad', allowed are .*; did you mean 'card'"),
-        ({"drafter": "model+ngrm"}, "unknown drafter 'ngrm'.*did you mean 'ngram'"),
         ({"rule": "gumble"}, "unknown rule 'gumble'.*did you mean 'gumbel'"),
         ({"worker": "proces"}, "unknown worker 'proces'"),
-        ({"draft_threads": 0}, "draft_threads is 0"),
-        ({"dtype": "float8"}, "unknown dtype 'float8'"),
     ],
 )
 def test_option_errors_are_raised_before_a_model_is_loaded(

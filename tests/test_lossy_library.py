@@ -9,70 +9,58 @@ import pytest
 from commands import Run
 from commands import run as run
 from commands import tiny as tiny
-from test_library import folder
 
 from outpace.api.llm import LLM
 from outpace.cli import display
 from outpace.core import registry
 from outpace.core.errors import UserError
-from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.load import Loaded
 
 ASKED: dict[str, Any] = {"max_tokens": 24, "temperature": 1.1, "seed": 3, "min_tokens": 24}
 LOSSY = [name for name in registry.names("rules") if not registry.describe("rules", name).lossless]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
-    target = load_model(folder(tmp_path_factory.mktemp("lossy"), "target"))
-    return target, load_draft("layers:0", target)
-
-
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_lossy_rule_says_so_in_its_help_and_in_each_answer(name: str, pair: tuple[Loaded, Loaded]) -> None:
+def test_a_lossy_rule_says_so_in_its_help_and_in_each_answer(name: str, tiny_pair: tuple[Loaded, Loaded]) -> None:
     assert registry.describe("rules", name).help.startswith("Lossy: ")
     temperature = 0.0 if name == "top_beta" else 1.1
     method = "speculative" if name == "cascade" else "auto"
-    with LLM(*pair, rule=name, method=method) as llm:
+    with LLM(*tiny_pair, rule=name, method=method) as llm:
         assert llm.method == "speculative"
         result = llm.stream("hello hello", **{**ASKED, "temperature": temperature}).finish()
     assert not result.lossless
     assert "speculative (lossy): " in display.summary(result)
 
 
-def test_lossless_answers_say_so() -> None:
-    assert [registry.describe("rules", name).lossless for name in ("greedy", "gumbel", "block")] == [True] * 3
-    assert not registry.describe("rules", "block").help.startswith("Lossy")
-
-
-def test_a_plain_answer_of_a_cascade_is_the_targets_own(pair: tuple[Loaded, Loaded]) -> None:
+def test_a_plain_answer_of_a_cascade_is_the_targets_own(tiny_pair: tuple[Loaded, Loaded]) -> None:
     cascade: dict[str, Any] = {"method": "speculative", "rule": "cascade", "defer": "chow", "alpha": "1.0"}
-    with LLM(*pair, **cascade) as llm, LLM(*pair, method="autoregressive") as alone:
+    with LLM(*tiny_pair, **cascade) as llm, LLM(*tiny_pair, method="autoregressive") as alone:
         plain, own = llm.stream("hello", plain=True, **ASKED).finish(), alone.stream("hello", **ASKED).finish()
         assert plain.tokens == own.tokens
         assert plain.lossless
         assert llm.stream("hello", **ASKED).finish().tokens != own.tokens, "with a = 1 the draft alone writes"
 
 
-def test_bild_has_its_own_rule_by_default(pair: tuple[Loaded, Loaded]) -> None:
+def test_bild_has_its_own_rule_by_default(tiny_pair: tuple[Loaded, Loaded]) -> None:
     greedy = {"max_tokens": 24, "min_tokens": 24}
-    with LLM(pair[0], method="autoregressive") as llm:
+    with LLM(tiny_pair[0], method="autoregressive") as llm:
         plain = llm.stream("hello", **greedy).finish().tokens
     texts = {}
     for rollback in (0.0, 1e9):
-        with LLM(*pair, method="bild", rollback=rollback, fallback=0.0, most=4) as llm:
+        with LLM(*tiny_pair, method="bild", rollback=rollback, fallback=0.0, most=4) as llm:
             assert llm.rule == "rollback"
             assert llm.engine.options.nodes == 11
             result = llm.stream("hello", **greedy).finish()
             assert not result.lossless
             texts[rollback] = result.tokens
     assert texts[0.0] == plain != texts[1e9]
-    with LLM(*pair, method="bild", rule="greedy", nodes=6) as llm:
+    with LLM(*tiny_pair, method="bild", rule="greedy", nodes=6) as llm:
         result = llm.stream("hello", **greedy).finish()
         assert (result.tokens, result.lossless, llm.engine.options.nodes) == (plain, True, 6)
 
 
-def test_options_of_rules_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded], run: Run) -> None:
-    model = ["generate", "hello", "--target", pair[0].name, "--draft", "layers:0", "--json", "--max-tokens", "6"]
+def test_options_of_rules_are_flags_and_json_says_lossless(tiny_pair: tuple[Loaded, Loaded], run: Run) -> None:
+    model = ["generate", "hello", "--target", tiny_pair[0].name, "--draft", "layers:0", "--json", "--max-tokens", "6"]
     for more, lossless in (
         (["--rule", "typical", "--epsilon", "0.2", "--delta", "0.5", "--temperature", "1"], False),
         (["--rule", "multi_round", "--draws", "3,1", "--temperature", "1"], True),
@@ -104,6 +92,8 @@ def test_options_of_rules_are_flags_and_json_says_lossless(pair: tuple[Loaded, L
         ({"rule": "multi_round", "draws": "0"}, "draws is 0"),
     ],
 )
-def test_rules_that_do_not_fit_are_refused(options: dict[str, Any], says: str, pair: tuple[Loaded, Loaded]) -> None:
+def test_rules_that_do_not_fit_are_refused(
+    options: dict[str, Any], says: str, tiny_pair: tuple[Loaded, Loaded]
+) -> None:
     with pytest.raises(UserError, match=says):
-        LLM(*pair, **options)
+        LLM(*tiny_pair, **options)

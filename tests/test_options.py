@@ -10,13 +10,11 @@ import pytest
 import torch
 from doubles import QuickToy, make_drafter, make_request
 from turns import one_of
-from twins import LETTERS, TEXTS, WIDE, Wish, Written, answer_all, nearly, write_slowly
+from twins import LETTERS, TEXTS, Wish, Written, answer_all, nearly, write_slowly
 
 from outpace.core.adjust import adjust_logits
-from outpace.core.tree import TokenTree
-from outpace.core.types import Adjustments, Drafter, DraftState, LogprobsOptions, Observation, Request, Row
+from outpace.core.types import Adjustments, LogprobsOptions, Row
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.engine.engine import EngineOptions
 
 TARGET = QuickToy(16, 3, 0)
 PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
@@ -184,75 +182,6 @@ def test_every_option_at_once(method: str, every: int) -> None:
         assert sum(step.drafted for step in steps) > 0, name
 
 
-@pytest.mark.parametrize("method", one_of(3, ["model tree", "ngram tree", "card, simulated"]))
-def test_each_option_alone(method: str) -> None:
-    decoder, drafter, worker, width = METHODS[method]
-    for option in OPTIONS:
-        wish = wishes_of(option)[0][0]
-        proposer = make_drafter(drafter, TARGET, width=width)
-        (mine,) = answer_all([wish], decoder, proposer, worker, target=TARGET)
-        assert mine[:5] == expected(option)[0][:5], option
-
-
-class Recited(Drafter):
-    """Proposes a text by heart, as one branch: it knows nothing of penalties, bans and ends."""
-
-    def __init__(self, text: Sequence[int]) -> None:
-        self._text = tuple(text)
-
-    def open(self, request: Request) -> DraftState:
-        return DraftState(request, list(request.prompt))
-
-    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
-        return [self._grow(state, tree) for state, tree in zip(states, trees, strict=True)]
-
-    def _grow(self, state: DraftState, tree: TokenTree) -> int:
-        written, node = len(state.tokens) - len(state.request.prompt), 0
-        before = len(tree)
-        for token in self._text[written : written + 7]:
-            child = tree.child(node, token)
-            child = tree.add(node, token, tree.scores[node] - 0.01) if child is None else child
-            assert child is not None
-            node = child
-        return len(tree) - before
-
-    def observe(self, state: DraftState, seen: Observation) -> None:
-        state.tokens.extend(seen.tokens)
-
-    def close(self, state: DraftState) -> None:
-        pass
-
-
-@pytest.mark.parametrize("method", ["speculative", "card"])
-@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
-def test_what_completes_inside_an_accepted_path(method: str, rule: str) -> None:
-    """A bad word, a wanted stop token too early, a stop string: begun by drafted tokens, ended by one."""
-    sampling, prompt = SAMPLINGS[rule][0], PROMPTS[0]
-    text = bare(prompt, rule, 0).tokens
-    letters = [LETTERS[token] for token in text]
-    place = len("".join(letters[:3])) + len(letters[3]) - 1
-    new = next(place for place in range(3, 7) if text[place] not in text[:place])
-    border = "".join(letters)[place : place + 1 + len(letters[4])]  # ends token 3 and is token 4
-    asked = {
-        "bad word": ban(text[2:5]),
-        "penalty on what the path holds": adjust(presence_penalty=2.0, frequency_penalty=2.0),
-        "stop token too early": {**adjust(min_tokens=new + 2), "stop_ids": frozenset({text[new]})},
-        "stop token": {"stop_ids": frozenset({text[new]}), "logprobs": LogprobsOptions(1)},
-        "stop string": {"stops": (border,), "logprobs": LogprobsOptions(1)},
-    }
-    for name, options in asked.items():
-        wish = make_wish(prompt, rule, sampling, options)
-        worker = "inline" if method == "card" else None
-        (mine,) = answer_all([wish], method, Recited(text), worker, target=TARGET)
-        slow = write_slowly(TARGET, wish)
-        assert (mine.tokens, mine.text, mine.reason) == (slow.tokens, slow.text, slow.reason), name
-        assert nearly(mine.logprobs, slow.logprobs, 1e-9), name
-        assert slow.tokens != text, name
-        first = next(step for step in mine.steps if step.drafted)
-        assert first.depth_offered >= 5, "the branch did not reach the place"
-        assert first.accepted >= 2, name
-
-
 def test_a_draft_with_a_smaller_vocabulary_takes_every_option() -> None:
     """Each of them with one rule, which alternate."""
     wishes = [wishes_of(option)[number % 6][0] for number, option in enumerate(OPTIONS)]
@@ -267,28 +196,6 @@ def test_rows_that_share_one_text_are_adjusted_by_their_own_requests() -> None:
     biases = [make_request(text, adjustments=Adjustments(logit_bias=((token, 1.0),))) for token in range(3)]
     assert torch.equal(adjust_logits(logits, [Row(request, text) for request in biases]), torch.eye(3, 4))
     assert not logits.any(), "the scores themselves were changed"
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(64, marks=pytest.mark.long)])
-def test_requests_of_mixed_length_and_options_at_once(count: int) -> None:
-    names = list(OPTIONS)
-    wishes = []
-    for number in range(count):
-        rule = ("greedy", "gumbel", "match")[number % 3]
-        sampling = {**SAMPLINGS[rule][0], **({} if rule == "greedy" else {"seed": number})}
-        start = (5 * number) % 16
-        prompt = tuple((start + 3 * place * place) % 16 for place in range(1 + (7 * number) % 40))
-        text = write_slowly(TARGET, make_wish(prompt, rule, sampling, {})).tokens
-        asked = OPTIONS[names[number % len(names)]](text, "".join(LETTERS[token] for token in text))
-        least = make_wish(prompt, rule, sampling, asked).min_tokens
-        wishes.append(make_wish(prompt, rule, sampling, {"max_tokens": max(3 + (11 * number) % 50, least), **asked}))
-    alone = [answer_all([wish], target=TARGET)[0] for wish in wishes]
-    assert len({len(written.tokens) for written in alone}) > 10
-    narrow = EngineOptions(nodes=6, rows=40, chunk=9, batch=16)
-    for worker, method, engine in ((None, "speculative", narrow), ("thread", "card", WIDE)):
-        drafter = make_drafter("both", TARGET, width=3)
-        together = answer_all(wishes, method, drafter, worker, target=TARGET, engine=engine)
-        assert [mine[:5] for mine in together] == [written[:5] for written in alone]
 
 
 @pytest.mark.parametrize("what", one_of(3, ["options", "rejection", "memory"]))  # which have short tests of their own

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_command
+from commands import run_command
 from doubles import Outcome, QuickToy, decode, make_request, write
 from files import model_folder
 

@@ -12,7 +12,6 @@ from commands import Run
 from commands import run as run
 from commands import tiny as tiny
 from serving import Served, served
-from test_library import folder
 
 import outpace
 from outpace.cli.remote import RemoteModel
@@ -20,8 +19,8 @@ from outpace.core.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with outpace.load(folder(tmp_path_factory.mktemp("served"), "target")) as llm, served(llm, names=("tiny",)) as site:
+def site(tiny_folder: str) -> Iterator[Served]:
+    with outpace.load(tiny_folder) as llm, served(llm, names=("tiny",)) as site:
         yield site
 
 

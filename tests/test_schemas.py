@@ -9,7 +9,6 @@ from typing import Any
 import jsonschema
 import pytest
 from doubles import QuickToy, decode, make_drafter, make_request
-from files import folder_of, write_gguf
 
 from outpace.core.registry import find
 from outpace.drafters import grammar
@@ -48,31 +47,28 @@ def schema_by(seed: int) -> dict[str, Any]:
 
 
 def _any(chance: random.Random, depth: int) -> dict[str, Any]:
-    kinds = [_string, _string, _integer, _number, _plain, _enum, _formatted]
-    kinds += [_object, _array, _either] if depth else []
-    return chance.choice(kinds)(chance, depth)
+    kinds = [_string, _string, _number, _number, _plain, _enum, _formatted]
+    return chance.choice([*kinds, _object, _array, _either] if depth else kinds)(chance, depth)
 
 
 def _object(chance: random.Random, depth: int) -> dict[str, Any]:
     names = chance.sample(NAMES, chance.randint(1, 4))
-    schema: dict[str, Any] = {
+    return {
         "type": "object",
         "properties": {name: _any(chance, depth - 1) for name in names},
         "required": sorted(chance.sample(names, chance.randint(1, len(names)))),
         "additionalProperties": False,
+        **({"title": "A thing", "description": "Of some kind."} if chance.random() < 0.2 else {}),
     }
-    if chance.random() < 0.2:
-        schema |= {"title": "A thing", "description": "Of some kind."}
-    return schema
 
 
 def _array(chance: random.Random, depth: int) -> dict[str, Any]:
-    least = chance.randint(0, 2)
-    schema: dict[str, Any] = {"type": "array", "minItems": least, "maxItems": least + chance.randint(0, 2)}
     if chance.random() < 0.2:
         first = [_any(chance, depth - 1) for _ in range(2)]
-        return schema | {"prefixItems": first, "items": False, "minItems": 2, "maxItems": 2}
-    return schema | {"items": _any(chance, depth - 1)}
+        return {"type": "array", "prefixItems": first, "items": False, "minItems": 2, "maxItems": 2}
+    least = chance.randint(0, 2)
+    most = least + chance.randint(0, 2)
+    return {"type": "array", "minItems": least, "maxItems": most, "items": _any(chance, depth - 1)}
 
 
 def _either(chance: random.Random, depth: int) -> dict[str, Any]:
@@ -81,8 +77,7 @@ def _either(chance: random.Random, depth: int) -> dict[str, Any]:
 
 def _string(chance: random.Random, depth: int) -> dict[str, Any]:
     if chance.random() < 0.3:
-        pattern = chance.choice(PATTERNS)
-        return {"type": "string", "pattern": pattern}
+        return {"type": "string", "pattern": chance.choice(PATTERNS)}
     least = chance.randint(0, 2)
     return {"type": "string", "minLength": least, "maxLength": least + chance.randint(0, 6)}
 
@@ -91,13 +86,11 @@ def _formatted(chance: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "string", "format": chance.choice(("date", "ipv4", "uuid"))}
 
 
-def _integer(chance: random.Random, depth: int) -> dict[str, Any]:
-    low = chance.randint(-50, 50)
-    return {"type": "integer", "minimum": low, "maximum": low + chance.randint(0, 1000)}
-
-
 def _number(chance: random.Random, depth: int) -> dict[str, Any]:
-    return {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 100, "multipleOf": chance.choice((1, 5))}
+    low = chance.randint(-50, 50)
+    within = {"minimum": low, "maximum": low + chance.randint(0, 1000)}
+    open_within = {"exclusiveMinimum": 0, "exclusiveMaximum": 100, "multipleOf": chance.choice((1, 5))}
+    return {"type": "integer", **chance.choice((within, open_within))}
 
 
 def _plain(chance: random.Random, depth: int) -> dict[str, Any]:
@@ -108,12 +101,6 @@ def _enum(chance: random.Random, depth: int) -> dict[str, Any]:
     if chance.random() < 0.3:
         return {"const": chance.choice(("fixed", 7, None, ["a", 1]))}
     return {"enum": chance.sample(["red", "green", 3, 4.5, None, True, "ü\n"], 3)}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    where = tmp_path_factory.mktemp("tokenizer")
-    return Tokenizer.from_folder(folder_of(write_gguf(where / "model.gguf"), where / "folder"))
 
 
 def check(tokenizer: Tokenizer, seeds: range) -> None:

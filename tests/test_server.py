@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from serving import HELLO, Answered, Served, served, wait_for
-from test_library import folder
 
 import outpace
 from outpace.planning.cost_model import CostModel
@@ -22,9 +21,8 @@ GREEDY = {"temperature": 0, **FREE}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = folder(tmp_path_factory.mktemp("served"), "target")
-    with outpace.load(model, "layers:0", drafter="model+ngram") as llm, served(llm, names=("tiny",)) as site:
+def site(tiny_folder: str) -> Iterator[Served]:
+    with outpace.load(tiny_folder, "layers:0", drafter="model+ngram") as llm, served(llm, names=("tiny",)) as site:
         yield site
 
 

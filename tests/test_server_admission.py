@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from timed import Stopwatch
 
 from outpace.server import admission, run
 from outpace.server.admission import MAX_RETRY_AFTER, Admission, QueueEstimator
@@ -33,17 +34,7 @@ def begin(group: Any, when: float) -> None:
     group.choices[0].run.history.began = when
 
 
-class Clock:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def write(target: Any, clock: Clock, seconds: int, tokens: int, *more: Any) -> None:
+def write(target: Any, clock: Stopwatch, seconds: int, tokens: int, *more: Any) -> None:
     """Record `tokens` a second for a number of seconds."""
     for _ in range(seconds):
         clock.now += 1.0
@@ -51,12 +42,12 @@ def write(target: Any, clock: Clock, seconds: int, tokens: int, *more: Any) -> N
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> Stopwatch:
+    return Stopwatch()
 
 
 @pytest.fixture
-def estimator(clock: Clock) -> QueueEstimator:
+def estimator(clock: Stopwatch) -> QueueEstimator:
     """An estimator with waiting requests."""
     found = QueueEstimator(clock)
     assert found.seconds(1.0) is None
@@ -64,31 +55,14 @@ def estimator(clock: Clock) -> QueueEstimator:
     return found
 
 
-def test_counts_are_cached_for_a_moment_and_refreshed_by_output(clock: Clock) -> None:
-    queue, first, second = Admission(ServerLimits(max_queue=1), batch=1, clock=clock), group(), group()
-    queue.admit(first)
-    queue.admit(second)
-    assert queue.is_full
-    begin(first, clock.now)
-    clock.now += 2 * admission.COUNT_SECONDS
-    assert queue.is_full  # one runs, one waits
-    begin(second, clock.now)
-    assert queue.is_full  # cached
-    clock.now += 2 * admission.COUNT_SECONDS
-    assert not queue.is_full
-    begin(second, 0.0)
-    queue.record(1)
-    assert queue.is_full
-
-
-def test_the_estimate_uses_the_last_seconds(clock: Clock, estimator: QueueEstimator) -> None:
+def test_the_estimate_uses_the_last_seconds(clock: Stopwatch, estimator: QueueEstimator) -> None:
     write(estimator, clock, 60, 10_000, True)
     assert estimator.seconds(10_000) == pytest.approx(1.0)
     write(estimator, clock, round(admission.WINDOW) + 1, 50, True)
     assert estimator.seconds(100) == pytest.approx(2.0)
 
 
-def test_time_without_waiting_requests_does_not_count(clock: Clock, estimator: QueueEstimator) -> None:
+def test_time_without_waiting_requests_does_not_count(clock: Stopwatch, estimator: QueueEstimator) -> None:
     write(estimator, clock, 5, 200, True)
     write(estimator, clock, 1, 1, False)  # the last waiting request was started
     write(estimator, clock, 5, 1, False)
@@ -100,7 +74,7 @@ def test_time_without_waiting_requests_does_not_count(clock: Clock, estimator: Q
     assert estimator.seconds(200) == pytest.approx(1.0)
 
 
-def test_the_estimate_needs_recent_measurements(clock: Clock, estimator: QueueEstimator) -> None:
+def test_the_estimate_needs_recent_measurements(clock: Stopwatch, estimator: QueueEstimator) -> None:
     write(estimator, clock, 2, 10, True)
     assert estimator.seconds(1.0) is None  # fewer tokens than one answer in so short a time
     write(estimator, clock, 1, 200, True)
@@ -110,20 +84,14 @@ def test_the_estimate_needs_recent_measurements(clock: Clock, estimator: QueueEs
     assert estimator.seconds(1.0) is None
 
 
-def test_an_unfinished_step_counts(clock: Clock, estimator: QueueEstimator) -> None:
-    write(estimator, clock, 4, 200, True)
-    clock.now += 4.0
-    assert estimator.seconds(100) == pytest.approx(1.0)
-
-
-def crowded(limits: ServerLimits, tokens: int, waiting: int) -> tuple[Admission, Clock]:
+def crowded(limits: ServerLimits, tokens: int, waiting: int) -> tuple[Admission, Stopwatch]:
     """One answer is written at `tokens` a second while other requests wait."""
-    clock = Clock()
+    clock = Stopwatch()
     queue = Admission(limits, batch=1, clock=clock)
     groups = [group() for _ in range(waiting + 1)]
     for one in groups:
         queue.admit(one)
-    begin(groups[0], clock.now)
+    begin(groups[0], 1.0)
     queue.record(0)
     write(queue, clock, 16, tokens)
     return queue, clock
@@ -141,11 +109,11 @@ def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     assert "retry-after" in no.value.headers
 
 
-def test_max_tokens_bounds_the_expected_length(clock: Clock) -> None:
+def test_max_tokens_bounds_the_expected_length(clock: Stopwatch) -> None:
     queue, groups = Admission(ServerLimits(), batch=1, clock=clock), [group(10) for _ in range(31)]
     for one in groups:
         queue.admit(one)
-    begin(groups[0], clock.now)
+    begin(groups[0], 1.0)
     queue.record(0)
     write(queue, clock, 16, 10)
     queue.check()  # 30 of them and the end of the running one: 53.5 seconds
@@ -167,13 +135,6 @@ def test_free_slots_are_filled_at_once() -> None:
         wide.admit(group())
     with pytest.raises(ApiError, match="queue is slow"):
         wide.check()
-
-
-def test_is_full_promises_no_retry() -> None:
-    queue, _ = crowded(ServerLimits(max_queue=1), 10, 1)
-    before = queue._next_retry
-    assert queue.is_full
-    assert queue._next_retry == before
 
 
 def test_a_started_request_has_no_queue_timeout() -> None:
@@ -228,20 +189,6 @@ def selector_of(pairs: tuple[SocketPair, SocketPair]) -> BatchingSelector:
 
 def selected(selector: BatchingSelector, timeout: float | None) -> list[int]:
     return sorted(key.data for key, _ in selector.select(timeout))
-
-
-def test_connections_wait_for_the_waker_while_the_queue_is_full(
-    pairs: tuple[SocketPair, SocketPair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "BATCHING_SECONDS", 300.0)
-    (_, wake), (_, client) = pairs
-    with selector_of(pairs) as selector:
-        waiting = threading.Event()
-        selector.is_full = lambda: bool(waiting.set()) or True  # type: ignore[method-assign]
-        client.send(b"x")
-        threading.Thread(target=lambda: (waiting.wait(), wake.send(b"x"))).start()
-        assert selected(selector, None) == [0, 1]
-        assert selected(selector, 300.0) == [0, 1]  # the waker is ready: no wait
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,14 @@ from test_library import folder
 from test_server import plain
 
 import outpace
-from outpace.core import registry
 from outpace.server.messages import MessagesBody, template_messages
-from outpace.server.options import ServerOptions
 
 FREE = {"ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = folder(tmp_path_factory.mktemp("served"), "target")
-    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+def site(tiny_folder: str) -> Iterator[Served]:
+    with outpace.load(tiny_folder, "layers:0") as llm, served(llm) as site:
         yield site
 
 
@@ -202,16 +198,3 @@ def test_the_page_needs_no_other_server(site: Served) -> None:
     assert "unsafe" not in policy
     addresses = re.findall(r"https?://[^\s\"']+", found.body.decode())
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}
-
-
-def test_a_method_registered_later_can_be_chosen(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = EntryPoint("late", "outpace.decoders.autoregressive", "outpace.decoders")
-    known = registry.entry_points
-    monkeypatch.setattr(registry, "entry_points", lambda group: [*known(group=group), *[late] * (group == late.group)])
-    assert ServerOptions(methods=("late",)).methods == ("late",)
-    assert site.chat(outpace={"method": "late"}).status == 400
-    text = site.chat(max_tokens=12, **FREE).json["choices"][0]["message"]["content"]
-    with served(site.llm, methods=("late",)) as other:
-        found = other.chat(max_tokens=12, outpace={"method": "late"}, **FREE).json
-    assert found["choices"][0]["message"]["content"] == text
-    assert found["timings"]["draft_n"] == 0

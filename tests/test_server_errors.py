@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from fuzz_server import fuzz_server
 from serving import CHAT, HELLO, Served, head, served
-from test_library import folder
 
 import outpace
 from outpace.core.errors import UserError
@@ -21,14 +20,14 @@ KEYS = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[outpace.LLM]:
-    with outpace.load(folder(tmp_path_factory.mktemp("served"), "target")) as llm:
+def llm(tiny_folder: str) -> Iterator[outpace.LLM]:
+    with outpace.load(tiny_folder) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def site(llm: outpace.LLM) -> Iterator[Served]:
-    with served(llm, ServerLimits(body_bytes=20_000, body_seconds=1.0)) as site:
+    with served(llm, ServerLimits(max_body=20_000, body_seconds=1.0)) as site:
         yield site
 
 
@@ -40,7 +39,6 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"previous_response_id": "x"}, "previous_response_id", "unknown field"),
         ({"temperature": -1}, "temperature", "temperature is -1"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
-        ({"temperature": True}, "temperature", "temperature is True"),
         *[({"top_p": value}, "top_p", f"top_p is {value}") for value in (0, 2)],
         *[({"n": value}, "n", f"n is {value}") for value in (0, 129, 2.5)],
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
@@ -50,7 +48,6 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"seed": 2**63}, "seed", "seed is"),
         ({"logit_bias": {"x": 1}}, None, "a token of logit_bias is 'x'"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias of token 5 is 101"),
-        ({"logit_bias": {"99999": 1}}, None, "a token of logit_bias is 99999"),
         ({"stop_token_ids": [99999]}, None, "a token of stop_token_ids is 99999"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
@@ -63,7 +60,6 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages", "messages.0.role is 'clown'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "messages.0.content"),
         ({"messages": "hello"}, "messages", "messages is 'hello'"),
-        ({"messages": None}, "messages", "messages is None"),
     ],
 )
 def test_an_error_names_the_field(site: Served, fields: dict[str, Any], param: str, says: str) -> None:
@@ -230,7 +226,7 @@ def test_no_body_causes_an_internal_error(site: Served, seed: int) -> None:
 
 
 def test_connections_are_bounded(llm: outpace.LLM) -> None:
-    with served(llm, ServerLimits(connections=3)) as site:
+    with served(llm, ServerLimits(max_connections=3)) as site:
         connections = [site.connect() for _ in range(4)]
         for number, connection in enumerate(connections):
             connection.request("GET", "/health")

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
-def llm(served_folder: str) -> Iterator[outpace.LLM]:
-    with outpace.load(served_folder, drafter="ngram", batch=2) as llm:
+def llm(tiny_folder: str) -> Iterator[outpace.LLM]:
+    with outpace.load(tiny_folder, drafter="ngram", batch=2) as llm:
         yield llm
 
 
@@ -135,14 +136,14 @@ def test_an_unfinished_body_has_no_reservation(llm: outpace.LLM) -> None:
         assert len(site.chat(n=8, max_tokens=3).json["choices"]) == 8  # an idle server accepts more than max_queue
 
 
-def test_waiting_prompt_tokens_are_bounded(llm: outpace.LLM, brake: Brake) -> None:
-    with loaded(llm, brake, 2, max_queued_tokens=50) as site:
-        check_refusal(site.chat("hello " * 60, max_tokens=3), "queue_full")
-
-
-def test_requests_per_key_are_bounded(llm: outpace.LLM, brake: Brake) -> None:
-    with loaded(llm, brake, 1, per_key=1) as site:
-        check_refusal(site.chat(max_tokens=3), "key_limit")
+@pytest.mark.parametrize(
+    ("limit", "code"), [({"max_queued_tokens": 50}, "queue_full"), ({"max_requests_per_key": 2}, "key_limit")]
+)
+def test_waiting_prompts_and_requests_per_key_are_bounded(
+    llm: outpace.LLM, brake: Brake, limit: dict[str, int], code: str
+) -> None:
+    with loaded(llm, brake, 2, **limit) as site:
+        check_refusal(site.chat("hello " * 60, max_tokens=3), code)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -337,22 +338,13 @@ def test_draining_ends_late_answers_with_an_error(llm: outpace.LLM, brake: Brake
 
 def test_concurrent_requests_get_the_texts_of_single_ones(llm: outpace.LLM) -> None:
     with served(llm) as site:
-        found: dict[int, str] = {}
 
-        def ask(number: int) -> str:
-            found[number] = site.complete(f"hello {number} world", max_tokens=20, seed=3, ignore_eos=True).choice[
-                "text"
-            ]
-            return found[number]
+        def ask(number: int) -> Any:
+            return site.complete(f"hello {number} world", max_tokens=20, seed=3, ignore_eos=True).choice["text"]
 
-        alone = {number: ask(number) for number in range(12)}
-        found.clear()
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == alone
+        alone = list(map(ask, range(12)))
+        with ThreadPoolExecutor(12) as pool:
+            assert list(pool.map(ask, range(12))) == alone
 
 
 def test_the_log_has_one_line_per_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:

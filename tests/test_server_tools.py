@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 from files import TEMPLATE, set_fields
 from serving import Answered, Served, served
-from splits import check_every_split
 from test_library import folder
 from test_server_apis import named
 
 import outpace
 from outpace.server import tool_calls
-from outpace.server.tool_calls import TextSplitter
-from outpace.tools.calls import CallParser, merge_deltas
-from outpace.tools.definitions import HERMES, read_tools
-from outpace.tools.reasoning import ReasoningParser
 
 
 def only(name: str, values: list[Any]) -> dict[str, Any]:
@@ -35,9 +30,6 @@ ADD = {"type": "function", "function": {"name": "add", "description": "adds", "p
 FLIP = {"type": "function", "function": {"name": "flip", "parameters": PARAMETERS}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
 TEXT = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}  # in the Responses API
-CALL = '{"name": "add", "arguments": {"x": 1}}'
-THOUGHTS = ("", "<think>a < b </thin</think>\n", "<think>", "a <think>")
-CALLS = (f"so <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call> it", "<tool_call>\n{no")
 WITH_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + TEMPLATE
 
 
@@ -195,14 +187,3 @@ def test_a_schema_is_followed_after_a_thought(
 def test_a_wrong_structure_after_a_thought_is_refused(thinking: Served) -> None:
     found = thinking.chat(response_format={"type": "nothing"})
     assert (found.status, found.error["param"]) == (400, "response_format")
-
-
-@pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("text", [f"{thought}{call}" for thought in THOUGHTS for call in CALLS])
-def test_the_splitter_is_independent_of_chunk_borders(text: str, every: int) -> None:
-    def splitter() -> TextSplitter:
-        return TextSplitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
-
-    whole = splitter()
-    expected = merge_deltas([*whole.push(text), *whole.finish()])
-    assert check_every_split(splitter, text, merge_deltas, every) == expected

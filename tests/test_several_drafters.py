@@ -20,7 +20,7 @@ from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Request, Source
+from outpace.core.types import Drafter, Request, Source
 from outpace.decoders import Auto, Autoregressive, Card, Speculative
 from outpace.engine.build import _rebuild_drafter
 from outpace.engine.engine import Engine, EngineOptions
@@ -89,16 +89,6 @@ def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any)
         assert all(accepted[place] > 0 for place in range(0, 9, 3)), "the perfect drafter's"
 
 
-def test_the_first_drafter_is_the_default() -> None:
-    first, second = Noted(Empty(), "one"), Noted(Empty(), "two")
-    with Engine(TARGET, {"one": first, "two": second}) as engine:
-        run = engine.submit(make_request(PROMPT, max_tokens=3), Speculative, Speculative.Options())
-        finish(engine, [run])
-        assert len(first.seen) == 1
-        assert not second.seen
-        assert engine.drafting.drafter is first
-
-
 def test_a_drafter_that_fails_leaves_the_others_alone() -> None:
     drafters = {"dying": failing(make_drafter("perfect", TARGET), after=1), "living": make_drafter("perfect", TARGET)}
     request = make_request(PROMPT, max_tokens=30)
@@ -148,10 +138,6 @@ def test_the_library_lets_an_answer_choose(tmp_path: Path) -> None:
         LLM(target, method="speculative", drafter="ngram,ngram")
     with pytest.raises(UserError, match="one drafter in its worker, not 'model,ngram'"):
         LLM(target, target, method="card", drafter="model,ngram")
-
-
-def test_likelihoods_are_optional() -> None:
-    assert Empty().likelihood(DraftState(make_request(PROMPT)), [1, 2]) is None
 
 
 @dataclass(frozen=True)

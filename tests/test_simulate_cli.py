@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import last_line, run_command
+from commands import last_line, run_command
 
 from outpace.simulate.trace import synthetic_trace
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import reference
-from command import last_line, run_command
+from commands import last_line, run_command
 from test_library import folder
 
 from outpace.bench import skip_search

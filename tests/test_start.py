@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from outpace.cli.main import COMMANDS
 from outpace.core import lazy
 from outpace.core.errors import UserError
-from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row
 from outpace.models.files import reading
 from outpace.models.files.checkpoint import Checkpoint
@@ -98,14 +97,14 @@ def test_a_name_is_taken_from_torch_when_it_is_used() -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        *("own", "confined", "OMP_NUM_THREADS without torch"),
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "set")),
+        "own",
+        "confined",
+        *(pytest.param(w, marks=pytest.mark.long) for w in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "set")),
     ],
 )
 def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
-    way, _, is_light = way.partition(" ")
-    there = "" if is_light else ", lazy.torch.get_num_threads()"
-    code = f"from outpace.core import lazy; {{}}print(lazy.num_threads(), lazy.is_torch_loaded(){there})"
+    shown = "lazy.num_threads(), lazy.is_torch_loaded(), lazy.torch.get_num_threads()"
+    code = f"from outpace.core import lazy; {{}}print({shown})"
 
     def run(before: str = "", **environment: str) -> list[str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -119,8 +118,8 @@ def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
         own, is_loaded, real = run(first if way == "confined" else "")
         assert (own, is_loaded) == (real, "False")
     else:
-        told = run("lazy.set_num_threads(1); ") if way == "set" else run(**{way: "1"})
-        assert told == (["1", "False"] if is_light else ["1", "False", "1"])
+        found = run("lazy.set_num_threads(1); ") if way == "set" else run(**{way: "1"})
+        assert found == ["1", "False", "1"]
 
 
 def test_a_core_that_runs_two_threads_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +163,6 @@ def test_an_array_that_is_not_finite_is_refused(dtype: torch.dtype, value: float
     says = "is damaged: tensor 'values' holds values that are not finite"
     with checkpoint(tmp_path / "one", values=values) as opened, pytest.raises(UserError, match=says):
         opened.array("values")
-
-
-def test_large_values_are_finite_though_their_sum_is_not() -> None:
-    assert reading.RawTensor("F32", np.full((40, 40), 3e38, np.float32)).is_finite()
-    assert reading.RawTensor("F32", np.zeros((0, 4), np.float32)).is_finite()
 
 
 def test_a_file_that_changed_after_it_was_checked_is_an_error(tmp_path: Path) -> None:
@@ -227,18 +221,6 @@ def test_arrays_are_reduced_as_tensors_are(rule: Any) -> None:
     assert reduce_rows(scores, some) == reduce_rows(torch.from_numpy(scores), some)
     penalised = [row._replace(request=replace(row.request, seed=9)) for row in some]
     assert reduce_rows(scores, penalised) == reduce_rows(torch.from_numpy(scores), penalised)
-
-
-def test_a_rule_that_overrides_reduce_is_given_tensors() -> None:
-    class Second(Greedy):
-        def reduce(self, logits: Any, rows: Sequence[Row]) -> list[int]:
-            found: list[int] = logits.topk(2).indices[:, 1].tolist()
-            return found
-
-        def walk(self, tree: TokenTree, picks: Sequence[int]) -> Any:
-            raise NotImplementedError
-
-    assert reduce_rows(np.array([[1.0, 3.0, 2.0]], np.float32), rows(1, Second())) == [2]
 
 
 def test_a_command_imports_no_other() -> None:

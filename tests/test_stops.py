@@ -8,14 +8,11 @@ from contextlib import closing
 
 import pytest
 from doubles import QuickToy, make_drafter, make_request
-from files import folder_of, write_gguf
-from test_library import folder
-from twins import LETTERS, Wish, answer_all, cut_slowly, write_slowly
+from twins import Wish, answer_all, cut_slowly, write_slowly
 
 from outpace.api.llm import LLM
 from outpace.api.text import StopStrings, TextAssembler
-from outpace.core.types import LogprobsOptions
-from outpace.models.load import load_draft, load_model
+from outpace.models.load import Loaded
 from outpace.models.text.tokenizer import Tokenizer
 
 TARGET = QuickToy(16, 3, 0)
@@ -103,12 +100,6 @@ def test_a_stop_string_that_comes_too_early_is_text(
     assert "".join(push_all(chunks, stops, least=least)[0]) == shown
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    where = tmp_path_factory.mktemp("tokenizer")
-    return Tokenizer.from_folder(folder_of(write_gguf(where / "m.gguf"), where / "tokenizer"))
-
-
 def answer_of(tokenizer: Tokenizer, stops: Sequence[str], least: int = 0) -> TextAssembler:
     return TextAssembler(tokenizer.stream(), StopStrings(stops, False), tokenizer.stop_ids, least)
 
@@ -177,19 +168,9 @@ def test_every_substring_as_stop_string_against_the_reference(method: str, worke
     assert worker == "thread" or inside > 10, "too few texts ended inside an accepted path"
 
 
-def test_the_end_of_a_path_is_cut_from_steps_and_logprobs_too() -> None:
-    text = write_slowly(TARGET, Wish(make_request((3, 1, 4), max_tokens=9)))
-    stop = LETTERS[text.tokens[2]]
-    wish = Wish(make_request((3, 1, 4), max_tokens=9, logprobs=LogprobsOptions(1)), (stop,))
-    (written,) = answer_all([wish], "speculative", make_drafter("perfect", TARGET, width=1), target=TARGET)
-    assert len(written.tokens) == len(written.logprobs) == sum(step.emitted for step in written.steps) <= 3
-    assert all(step.accepted <= step.emitted for step in written.steps)
-
-
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory):
-    target = load_model(folder(tmp_path_factory.mktemp("stops"), "target"))
-    with closing(LLM(target, load_draft("layers:0", target), method="speculative", drafter="model+ngram")) as made:
+def llm(tiny_pair: tuple[Loaded, Loaded]):
+    with closing(LLM(*tiny_pair, method="speculative", drafter="model+ngram")) as made:
         yield made
 
 

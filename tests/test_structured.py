@@ -13,14 +13,12 @@ import pytest
 from commands import Run
 from commands import run as run
 from commands import tiny as tiny
-from files import model_folder, smollm2_file
+from files import smollm2_file
 
 import outpace
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.engine.build import check_rule
-from outpace.tools.call_grammar import structure_of
-from outpace.tools.definitions import JSON, ToolChoice, read_tools
 
 SCHEMA = {
     "type": "object",
@@ -37,11 +35,6 @@ ASKED: dict[str, Any] = {
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0, "top_p": 0.9, "seed": 5}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(model_folder(tmp_path_factory.mktemp("models"), "target"))
-
-
 def is_valid(name: str, text: str) -> bool:
     if name == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
@@ -52,11 +45,13 @@ def is_valid(name: str, text: str) -> bool:
 
 @pytest.mark.parametrize("every", [len(SAMPLINGS), pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", registry.names("decoders"))
-def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str, every: int) -> None:
+def test_answers_are_valid_and_the_same_by_every_method(tiny_folder: str, method: str, every: int) -> None:
     """With all samplings, or with one of them, which alternate."""
     drafting = registry.find("decoders", method).drafting
     worker = "inline" if drafting == "parallel" else None
-    with outpace.load(model, "layers:0" if drafting else None, method=method, worker=worker, profile=False) as llm:
+    with outpace.load(
+        tiny_folder, "layers:0" if drafting else None, method=method, worker=worker, profile=False
+    ) as llm:
         for number, (name, asked) in enumerate(ASKED.items()):
             for sampling in SAMPLINGS[number % every :: every]:
                 plain = llm.chat("hello", structured_outputs=asked, max_tokens=60, plain=True, **sampling)
@@ -67,11 +62,11 @@ def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str,
 
 
 @pytest.mark.parametrize("rule", registry.names("rules"))
-def test_answers_are_valid_by_every_rule(model: str, rule: str) -> None:
+def test_answers_are_valid_by_every_rule(tiny_folder: str, rule: str) -> None:
     decoder = registry.find("decoders", "speculative")
     check_rule(rule, decoder, "model")
     first = registry.names("rules").index(rule) % len(ASKED)  # one of what is asked; the next rule takes the next one
-    with outpace.load(model, "layers:0", method="speculative", rule=rule, profile=False) as llm:
+    with outpace.load(tiny_folder, "layers:0", method="speculative", rule=rule, profile=False) as llm:
         for name, asked in list(ASKED.items())[first : first + 1]:
             for temperature in (0.0, 1.0):
                 try:
@@ -83,8 +78,8 @@ def test_answers_are_valid_by_every_rule(model: str, rule: str) -> None:
                 assert is_valid(name, result.text), result.text
 
 
-def test_several_at_once_and_free_text(model: str) -> None:
-    with outpace.load(model, profile=False) as llm:
+def test_several_at_once_and_free_text(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder, profile=False) as llm:
         params = [outpace.SamplingParams(structured_outputs=asked, max_tokens=60) for asked in ASKED.values()]
         params.append(outpace.SamplingParams(max_tokens=20, ignore_eos=True))
         together = llm.generate(["hello"] * len(params), params)
@@ -94,21 +89,21 @@ def test_several_at_once_and_free_text(model: str) -> None:
         assert llm.grammars.compiled == len(ASKED)
 
 
-def test_forced_text_is_drafted_unless_drafters_are_named(model: str) -> None:
+def test_forced_text_is_drafted_unless_drafters_are_named(tiny_folder: str) -> None:
     asked = {"grammar": 'start: "the same words again and again, whatever the model would like: " /[a-z]/'}
-    with outpace.load(model, method="speculative", profile=False) as llm:
+    with outpace.load(tiny_folder, method="speculative", profile=False) as llm:
         assert list(llm.engine.drafting.drafters) == ["ngram", "grammar+ngram"]
         result = llm.chat("hello", structured_outputs=asked, max_tokens=200)
         assert result.figures.accepted > 0
-    with outpace.load(model, method="speculative", drafter="ngram", profile=False) as llm:
+    with outpace.load(tiny_folder, method="speculative", drafter="ngram", profile=False) as llm:
         assert list(llm.engine.drafting.drafters) == ["ngram"]
         assert llm.chat("hello", structured_outputs=asked, max_tokens=200).text == result.text
-    with outpace.load(model, "layers:0", method="speculative", rule="rejection", profile=False) as llm:
+    with outpace.load(tiny_folder, "layers:0", method="speculative", rule="rejection", profile=False) as llm:
         assert list(llm.engine.drafting.drafters) == ["model"]
 
 
-def test_a_grammar_may_be_compiled_beforehand(model: str) -> None:
-    with outpace.load(model, profile=False) as llm:
+def test_a_grammar_may_be_compiled_beforehand(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder, profile=False) as llm:
         llm.compile(outpace.SamplingParams())
         llm.compile(outpace.SamplingParams(structured_outputs=ASKED["regex"]))
         assert llm.grammars.compiled == 1
@@ -116,8 +111,8 @@ def test_a_grammar_may_be_compiled_beforehand(model: str) -> None:
             llm.compile(outpace.SamplingParams(response_format={"type": "json_schema", "schema": {"not": {}}}))
 
 
-def test_options_that_allow_no_token_are_an_error(model: str) -> None:
-    with outpace.load(model, profile=False) as llm:
+def test_options_that_allow_no_token_are_an_error(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder, profile=False) as llm:
         bias = dict.fromkeys(range(llm.tokenizer.size), -100.0)
         assert is_valid("choice", llm.chat("hello", structured_outputs=ASKED["choice"], logit_bias=bias).text)
         words = [chr(code) for code in range(33, 127)]
@@ -125,17 +120,8 @@ def test_options_that_allow_no_token_are_an_error(model: str) -> None:
             llm.chat("hello", structured_outputs={"regex": "[a-z]"}, bad_words=words)
 
 
-def test_a_forced_call_is_structured_output_too(model: str) -> None:
-    tools = read_tools([{"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}])
-    with outpace.load(model, profile=False) as llm:
-        structure = structure_of(llm.tokenizer, JSON, tools, ToolChoice("required"), parallel=False)
-        call = json.loads(llm.chat("hello", structured_outputs=structure, max_tokens=100).text)
-        assert call["name"] == "clock"
-        jsonschema.validate(call["arguments"], SCHEMA)
-
-
-def test_special_tokens_are_shown_on_request(model: str) -> None:
-    with outpace.load(model, profile=False) as llm:
+def test_special_tokens_are_shown_on_request(tiny_folder: str) -> None:
+    with outpace.load(tiny_folder, profile=False) as llm:
         special = next(iter(llm.tokenizer.special_ids - llm.tokenizer.stop_ids))
         bias = {"logit_bias": {special: 100.0}, "max_tokens": 2, "ignore_eos": True}
         assert llm.generate("hello", **bias)[0].text == ""

@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,13 +14,12 @@ from typing import Any
 
 import pytest
 from doubles import within
-from test_library import folder
 
 import outpace
 from outpace.api.llm import LLM, Result
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.text import StopStrings, TextAssembler
-from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.load import Loaded
 from outpace.models.text.text_stream import TextStream
 
 SECONDS = 120.0  # a longer wait counts as a hang
@@ -32,15 +30,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
-    target = load_model(folder(tmp_path_factory.mktemp("threads"), "target"))
-    return target, load_draft("layers:0", target)
-
-
 @pytest.fixture(params=METHODS)
-def llm(models: tuple[Loaded, Loaded], request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with closing(LLM(*models, **METHODS[request.param])) as made:
+def llm(tiny_pair: tuple[Loaded, Loaded], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with closing(LLM(*tiny_pair, **METHODS[request.param])) as made:
         yield made
 
 
@@ -71,9 +63,9 @@ def parts_of(result: Result) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def single(models: tuple[Loaded, Loaded]) -> list[tuple[Any, ...]]:
+def single(tiny_pair: tuple[Loaded, Loaded]) -> list[tuple[Any, ...]]:
     """Return the result of each request alone, by plain decoding."""
-    with closing(LLM(models[0], method="autoregressive", reuse=False)) as llm:
+    with closing(LLM(tiny_pair[0], method="autoregressive", reuse=False)) as llm:
         return [parts_of(llm.stream(prompt, **options).finish()) for prompt, options in wishes()]
 
 
@@ -92,18 +84,6 @@ def test_many_requests_at_once_equal_their_single_runs(llm: LLM, single: list[tu
     random.Random(3).shuffle(order)  # read in any order
     results = {number: parts_of(streams[number].finish()) for number in order}
     assert [results[number] for number in range(COUNT)] == single
-    check_empty(llm)
-
-
-def test_eight_threads_get_what_each_gets_alone(llm: LLM, single: list[tuple[Any, ...]]) -> None:
-    def answer(wish: tuple[str, dict[str, Any]]) -> tuple[Any, ...]:
-        return parts_of(llm.stream(wish[0], **wish[1]).finish())
-
-    def run() -> list[tuple[Any, ...]]:
-        with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(answer, wishes()))
-
-    assert within(SECONDS, run) == single
     check_empty(llm)
 
 
@@ -137,11 +117,11 @@ def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tupl
     check_empty(llm)
 
 
-def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded, Loaded]) -> None:
+def test_closing_while_another_thread_steps_does_not_raise(tiny_pair: tuple[Loaded, Loaded]) -> None:
     """The reader is blocked inside the target pass while the stream is closed."""
-    with closing(LLM(models[0], method="autoregressive")) as llm:
+    with closing(LLM(tiny_pair[0], method="autoregressive")) as llm:
         inside, go_on = threading.Event(), threading.Event()
-        score = models[0].model.score_held
+        score = tiny_pair[0].model.score_held
 
         def slow(forest: Any) -> Any:
             inside.set()
@@ -149,7 +129,7 @@ def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded,
             return score(forest)
 
         stream = llm.stream("hello world", max_tokens=30)
-        models[0].model.score_held = slow
+        tiny_pair[0].model.score_held = slow
         try:
             reader = threading.Thread(target=lambda: list(stream))
             reader.start()
@@ -158,7 +138,7 @@ def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded,
             go_on.set()
             reader.join(SECONDS)
         finally:
-            del models[0].model.score_held
+            del tiny_pair[0].model.score_held
         assert not reader.is_alive()
         assert stream.finish().finish_reason == "abort"
         check_empty(llm)
@@ -178,10 +158,10 @@ def test_a_forgotten_stream_ends_with_the_garbage(llm: LLM) -> None:
 
 
 def test_garbage_collected_under_a_lock_of_the_worker_does_not_step(
-    models: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
+    tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collector may finalize a dropped stream in any thread: here in the drafter's, while it holds a lock."""
-    with closing(LLM(*models, **METHODS["card, thread"])) as llm:
+    with closing(LLM(*tiny_pair, **METHODS["card, thread"])) as llm:
         worker: Any = llm.engine.worker
         lock, collected = threading.Lock(), threading.Event()
 
@@ -213,8 +193,8 @@ def test_garbage_collected_under_a_lock_of_the_worker_does_not_step(
         assert result.finish_reason in ("length", "stop")
 
 
-def test_closing_the_library_ends_all_readers(models: tuple[Loaded, Loaded]) -> None:
-    llm = LLM(*models, **METHODS["card, thread"])
+def test_closing_the_library_ends_all_readers(tiny_pair: tuple[Loaded, Loaded]) -> None:
+    llm = LLM(*tiny_pair, **METHODS["card, thread"])
     streams = [llm.stream("hello", max_tokens=100, ignore_eos=True, seed=seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         reads = [pool.submit(list, stream) for stream in streams]
@@ -226,10 +206,10 @@ def test_closing_the_library_ends_all_readers(models: tuple[Loaded, Loaded]) -> 
         llm.stream("hello")
 
 
-def test_an_error_of_the_target_reaches_every_reader(models: tuple[Loaded, Loaded]) -> None:
-    with closing(LLM(models[0], method="autoregressive")) as llm:
+def test_an_error_of_the_target_reaches_every_reader(tiny_pair: tuple[Loaded, Loaded]) -> None:
+    with closing(LLM(tiny_pair[0], method="autoregressive")) as llm:
         streams = [llm.stream("hello", max_tokens=20, seed=seed) for seed in range(4)]
-        models[0].model.score_held = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        tiny_pair[0].model.score_held = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
         try:
             with ThreadPoolExecutor(4) as pool:
                 reads = [pool.submit(list, stream) for stream in streams]
@@ -237,7 +217,7 @@ def test_an_error_of_the_target_reaches_every_reader(models: tuple[Loaded, Loade
                     with pytest.raises(RuntimeError, match="out of memory"):
                         read.result(SECONDS)
         finally:
-            del models[0].model.score_held
+            del tiny_pair[0].model.score_held
         check_empty(llm)
         assert llm.stream("hello", max_tokens=2).finish().tokens
 
@@ -296,19 +276,6 @@ def test_a_thread_that_waits_for_a_whole_answer_releases_the_lock_between_rounds
     assert len(text.pieces) == steps.count == len(letters.pushed)
 
 
-def test_drive_returns_for_each_piece_of_a_stream() -> None:
-    text, _ = assembler()
-    steps, run = Steps(text), SimpleNamespace(finish_reason=None)
-    shared: Any = SharedEngine(steps)  # type: ignore[arg-type]
-    for count in range(1, 5):
-        within(SECONDS, lambda: shared.drive(run, text))
-        assert steps.count == count
-        assert text.pieces.popleft().text == chr(ord("a") + count)
-    run.finish_reason = "stop"
-    shared.drive(run, text)
-    assert steps.count == 4
-
-
 def test_no_round_is_lost_while_text_is_decoded() -> None:
     text, letters = assembler()
     count, found = 20_000, []
@@ -323,26 +290,3 @@ def test_no_round_is_lost_while_text_is_decoded() -> None:
         while text.has_news:
             found.append(text.pieces.popleft().tokens[0])
     assert found == [number % 26 for number in range(count)] == letters.pushed
-
-
-@pytest.mark.parametrize("stops", [(), ("zz",)])
-def test_text_decoded_later_equals_text_decoded_at_once(stops: tuple[str, ...]) -> None:
-    rounds = [([0, 1, 2], 2), ([3], 0), ([4, 5], 2), ([6], 1)]
-    late, letters = assembler(stops)
-    at_once, _ = assembler(stops)
-    pieces: deque[Any] = deque()
-    for tokens, drafted in rounds:
-        assert late.watch(tokens, drafted) is None
-        assert at_once.watch(tokens, drafted) is None
-        assert late.has_news
-        pieces += at_once.pieces
-        at_once.pieces.clear()
-    assert bool(letters.pushed) == bool(stops)
-    assert late.pieces == pieces
-    assert [(piece.text, piece.is_draft) for piece in pieces] == [
-        ("ab", True),
-        ("c", False),
-        ("d", False),
-        ("ef", True),
-        ("g", True),
-    ]

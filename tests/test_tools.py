@@ -13,10 +13,11 @@ from files import folder_of, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from splits import check_every_split
+from test_grammar import accepts
 
 from outpace.core.errors import UserError
 from outpace.grammar.compiler import Grammars
-from outpace.grammar.structure import Structure, read_structure
+from outpace.grammar.structure import read_structure
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools import definitions
 from outpace.tools.call_grammar import structure_of, thought_rules
@@ -162,34 +163,18 @@ def test_thoughts_are_found_for_every_split_of_the_text(text: str, is_open: bool
     assert isinstance(ReasoningParser(True).push("a")[0], ThoughtDelta)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tokenizer")
-    return folder_of(write_gguf(where / "model.gguf"), where / "folder")
-
-
-def templated(folder: Path, where: Path, template: str) -> Tokenizer:
-    """The tokenizer of a folder with another chat template."""
-    for file in folder.iterdir():
-        (where / file.name).write_bytes(file.read_bytes())
-    (where / "chat_template.jinja").write_text(template)
-    return Tokenizer.from_folder(where)
+def templated(where: Path, template: str) -> Tokenizer:
+    """Return the tokenizer with another chat template."""
+    folder = folder_of(write_gguf(where / "model.gguf"), where / "folder")
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.from_folder(folder)
 
 
 def answers(tokenizer: Tokenizer, family: CallFormat, choice: ToolChoice, text: str, **options: Any) -> bool:
-    """Whether a text is one whole answer under the structure."""
-    return is_answer(tokenizer, structure_of(tokenizer, family, TOOLS, choice, **options), text)
-
-
-def is_answer(tokenizer: Tokenizer, structure: Structure | None, text: str) -> bool:
-    """Whether a text is one whole answer of this structure."""
+    """Return whether a text is one whole answer with tools."""
+    structure = structure_of(tokenizer, family, TOOLS, choice, **options)
     assert structure is not None
-    constraint = Grammars(tokenizer).constraint(structure, 0)
-    tokens = tokenizer.continuation(text)
-    end = sorted(tokenizer.stop_ids)[:1] or [tokenizer.size]
-    return constraint.allowed([], tokens) == len(tokens) and (
-        constraint.is_over([], tokens) or constraint.allowed(tokens, end) == 1
-    )
+    return accepts(Grammars(tokenizer), structure, tokenizer, text)
 
 
 CALL = '{"name": "weather", "arguments": {"city": "A"}}'
@@ -211,9 +196,8 @@ CALL = '{"name": "weather", "arguments": {"city": "A"}}'
     ],
 )
 def test_calls_are_forced_or_optional(
-    family: CallFormat, kind: str, parallel: bool, good: str, bad: str, folder: Path
+    family: CallFormat, kind: str, parallel: bool, good: str, bad: str, tokenizer: Tokenizer
 ) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
     assert answers(tokenizer, family, ToolChoice(kind), good, parallel=parallel)
     if (family, kind) != (MISTRAL, "auto"):  # whose mark is plain text in this vocabulary, so free text too
         assert not answers(tokenizer, family, ToolChoice(kind), bad, parallel=parallel)
@@ -233,15 +217,16 @@ def test_calls_are_forced_or_optional(
         ({"grammar": 'start: "a"+ tail\ntail: "b"'}, "aab", "b"),
     ],
 )
-def test_a_structure_may_follow_a_thought(structured: dict[str, Any], good: str, bad: str, folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
-    form = read_structure(None, structured)
+def test_a_structure_may_follow_a_thought(
+    structured: dict[str, Any], good: str, bad: str, tokenizer: Tokenizer
+) -> None:
+    grammars, form = Grammars(tokenizer), read_structure(None, structured)
     assert form is not None
     for is_open, begins in ((False, "<think>"), (True, "")):
         structure = replace(form, thought=thought_rules(tokenizer, is_open))
-        assert is_answer(tokenizer, structure, f"{begins}it is 2 < 3</think>\n\n{good}")
-        assert not is_answer(tokenizer, structure, f"{begins}so</think>{bad}")
-        assert not is_answer(tokenizer, structure, good)
+        assert accepts(grammars, structure, tokenizer, f"{begins}it is 2 < 3</think>\n\n{good}")
+        assert not accepts(grammars, structure, tokenizer, f"{begins}so</think>{bad}")
+        assert not accepts(grammars, structure, tokenizer, good)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +245,7 @@ def test_tokens_of_a_thought_are_counted(pieces: list[str], is_open: bool, count
     assert thought_tokens([piece.encode() for piece in pieces], is_open) == count
 
 
-def test_a_named_tool_is_the_only_one(folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+def test_a_named_tool_is_the_only_one(tokenizer: Tokenizer) -> None:
     clock = '{"name": "clock", "arguments": {}}'
     assert answers(tokenizer, JSON, ToolChoice("named", "clock"), clock)
     assert not answers(tokenizer, JSON, ToolChoice("named", "weather"), clock)
@@ -269,14 +253,14 @@ def test_a_named_tool_is_the_only_one(folder: Path) -> None:
     assert structure_of(tokenizer, JSON, (), ToolChoice("auto")) is None
 
 
-def test_parameters_that_cannot_be_enforced_are_refused_by_name(folder: Path) -> None:
+def test_parameters_that_cannot_be_enforced_are_refused_by_name(tokenizer: Tokenizer) -> None:
     function = {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}
     bad = read_tools([{"type": "function", "function": function}])
     with pytest.raises(UserError, match=r"parameters of tool f: .*'not'"):
-        structure_of(Tokenizer.from_folder(folder), HERMES, bad, ToolChoice("auto"))
+        structure_of(tokenizer, HERMES, bad, ToolChoice("auto"))
 
 
-def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> None:
+def test_templates_say_whether_they_take_tools(tmp_path: Path) -> None:
     cases = {
         "{% for m in messages %}{{ m.content }}{% endfor %}": False,
         "{{ messages }}{% if tools %}has tools{% endif %}": False,
@@ -285,7 +269,7 @@ def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> 
     }
     for number, (template, expected) in enumerate(cases.items()):
         (tmp_path / str(number)).mkdir()
-        tokenizer = templated(folder, tmp_path / str(number), template)
+        tokenizer = templated(tmp_path / str(number), template)
         assert takes_tools(tokenizer) is expected
         assert call_format_of(tokenizer) is (HERMES if expected else JSON)
         tokenizer.close()
@@ -294,8 +278,7 @@ def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> 
     assert not begins_open("<think></think>")
 
 
-def test_families_are_found_by_the_vocabulary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+def test_families_are_found_by_the_vocabulary(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     for token, family in ((definitions.PYTHON_TAG, LLAMA), (MISTRAL.start, MISTRAL)):
         monkeypatch.setattr(tokenizer, "id_of", lambda name, known=token: 5 if name == known else None)
         assert call_format_of(tokenizer) is family

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from processes import children, until
-from test_library import folder
 from turns import in_turn
 
 import outpace
@@ -22,11 +21,6 @@ from outpace.api.llm import LLM
 
 SECONDS = 120.0  # a longer wait counts as a hang
 WORKERS = {"thread": "outpace-drafter", "process": "outpace-drafter-owner"}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder(tmp_path_factory.mktemp("models"), "target")
 
 
 @pytest.fixture
@@ -39,8 +33,8 @@ def warned() -> Iterator[list[str]]:
         yield found
 
 
-def card_llm(target: str, worker: str) -> LLM:
-    return outpace.load(target, method="card", drafter="ngram", worker=worker)
+def card_llm(tiny_folder: str, worker: str) -> LLM:
+    return outpace.load(tiny_folder, method="card", drafter="ngram", worker=worker)
 
 
 def thread_names() -> set[str]:
@@ -48,8 +42,10 @@ def thread_names() -> set[str]:
 
 
 @pytest.mark.parametrize(("worker", "is_cycle"), in_turn(WORKERS, [False, True]))
-def test_a_dropped_llm_warns_and_its_worker_ends(target: str, worker: str, is_cycle: bool, warned: list[str]) -> None:
-    before, llm = children(), card_llm(target, worker)
+def test_a_dropped_llm_warns_and_its_worker_ends(
+    tiny_folder: str, worker: str, is_cycle: bool, warned: list[str]
+) -> None:
+    before, llm = children(), card_llm(tiny_folder, worker)
     llm.stream("hello", max_tokens=4).finish()
     assert WORKERS[worker] in thread_names()
     if is_cycle:
@@ -58,21 +54,21 @@ def test_a_dropped_llm_warns_and_its_worker_ends(target: str, worker: str, is_cy
         del ring
     del llm
     gc.collect()
-    assert warned == [f"ResourceWarning: unclosed LLM of {target}"]
+    assert warned == [f"ResourceWarning: unclosed LLM of {tiny_folder}"]
     until(lambda: WORKERS[worker] not in thread_names() and children() <= before, "the worker's end")
 
 
-def test_a_closed_llm_gives_no_warning(target: str, warned: list[str]) -> None:
-    with card_llm(target, "thread"):
+def test_a_closed_llm_gives_no_warning(tiny_folder: str, warned: list[str]) -> None:
+    with card_llm(tiny_folder, "thread"):
         pass
-    card_llm(target, "thread").close()
+    card_llm(tiny_folder, "thread").close()
     gc.collect()
     assert warned == []
 
 
-def test_an_llm_that_failed_to_load_gives_no_warning(target: str, warned: list[str]) -> None:
+def test_an_llm_that_failed_to_load_gives_no_warning(tiny_folder: str, warned: list[str]) -> None:
     with pytest.raises(outpace.UserError):
-        outpace.load(target, method="card", drafter="ngram", nodes=-1)
+        outpace.load(tiny_folder, method="card", drafter="ngram", nodes=-1)
     gc.collect()
     assert warned == []
 
@@ -92,10 +88,10 @@ began.wait()
 
 
 @pytest.mark.parametrize("dtype", ["auto", pytest.param("float32", marks=pytest.mark.long)])
-def test_a_program_may_end_while_a_daemon_thread_generates(target: str, tmp_path: Path, dtype: str) -> None:
+def test_a_program_may_end_while_a_daemon_thread_generates(tiny_folder: str, tmp_path: Path, dtype: str) -> None:
     """It neither aborts nor warns about an unclosed model."""
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_WHILE_GENERATING, target, dtype],
+        [sys.executable, "-c", ENDS_WHILE_GENERATING, tiny_folder, dtype],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OUTPACE_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,

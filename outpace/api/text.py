@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from outpace.core.types import TokenLogprobs
 from outpace.models.text.text_stream import TextStream
+from outpace.tools.calls import held_back
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class StopStrings:
         if self.found is not None:
             self._held = ""
             return held[: place + len(self.found) * self._include]
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        keep = max((held_back(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
@@ -124,8 +125,3 @@ class TextAssembler:
 
     def _push(self, text: str) -> str:
         return self._stops.push(text, may_end=self._written > self._min_tokens)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

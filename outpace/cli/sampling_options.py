@@ -12,7 +12,6 @@ from outpace.core.errors import UserError
 from outpace.models.files.reading import read_text
 
 TEXT, PENALTIES = "Text", "Penalties and bans"
-TEMPERATURE = "Sampling temperature; 0 is greedy."
 SEED = "Seed of the sampling: the same seed gives the same text."
 MAX_TOKENS = "Maximum number of tokens of an answer."
 
@@ -23,7 +22,7 @@ class BasicSamplingFlags:
 
     panel: ClassVar[str] = TEXT
     max_tokens: int = flag(128, MAX_TOKENS)
-    temperature: float = flag(0.0, TEMPERATURE)
+    temperature: float = flag(0.0, "Sampling temperature; 0 is greedy.")
     seed: int = flag(0, SEED)
 
 
@@ -54,16 +53,13 @@ def _read(option: str, file: str) -> str:
 
 
 @dataclass(frozen=True)
-class SamplingFlags:
+class SamplingFlags(BasicSamplingFlags):
     """How an answer is sampled, and where it ends."""
 
-    panel: ClassVar[str] = TEXT
     max_tokens: int = flag(256, MAX_TOKENS)
-    temperature: float = flag(0.0, TEMPERATURE)
     top_p: float = flag(1.0, "Sample from the likeliest tokens up to this probability mass.")
     top_k: int = flag(0, "Sample from the k likeliest tokens; 0: all.")
     min_p: float = flag(0.0, "Sample from tokens with at least this share of the likeliest token's probability.")
-    seed: int = flag(0, SEED)
     stop: list[str] | None = flag(None, "A string that ends the text before it appears; may be repeated.")
     ignore_eos: bool = flag(False, "Do not stop at the model's stop tokens.")
     repetition_penalty: float = flag(

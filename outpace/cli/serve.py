@@ -79,11 +79,6 @@ def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: Lim
 def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
     from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
 
-    renamed = {
-        "body_bytes": limit.max_body,
-        "per_key": limit.max_requests_per_key,
-        "connections": limit.max_connections,
-    }
     return ServerOptions(
         names=tuple(listen.served_name or ()),
         keys=read_api_keys(listen.api_key_file),
@@ -91,7 +86,7 @@ def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
         methods=tuple(listen.allow_method or ()),
         certificate=listen.ssl_certfile,
         certificate_key=listen.ssl_keyfile,
-        limits=ServerLimits(**common_fields(limit, ServerLimits), **renamed),
+        limits=ServerLimits(**common_fields(limit, ServerLimits)),
         **common_fields(listen, ServerOptions),
     )
 

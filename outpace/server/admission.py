@@ -172,8 +172,10 @@ class Admission:
     def admit(self, group: ChoiceGroup) -> None:
         """Add a request; raise ApiError 429 if the queue has no space. An idle server accepts any request."""
         limits, more = self._limits, len(group.choices)
-        if limits.per_key and self._keys[group.key] >= limits.per_key:
-            raise self._error(Refusal(f"this key has its limit of {limits.per_key} concurrent requests", "key_limit"))
+        if limits.max_requests_per_key and self._keys[group.key] >= limits.max_requests_per_key:
+            raise self._error(
+                Refusal(f"this key has its limit of {limits.max_requests_per_key} concurrent requests", "key_limit")
+            )
         waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
         if self.groups and len(waiting) + more > self._max_waiting(self.count().running):
             raise self._error(Refusal(f"the queue is full: {len(waiting)} answers are waiting", "queue_full"))

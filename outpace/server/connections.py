@@ -30,7 +30,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
+        if len(self.connections) > self.limits.max_connections:
             self._close(TOO_MANY)
         else:
             self._expect_head()

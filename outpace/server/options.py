@@ -19,24 +19,24 @@ API_KEY_VARIABLE = "OUTPACE_API_KEY"
 class ServerLimits:
     """Bounds of one request and of all together. Times are in seconds."""
 
-    body_bytes: int = 4 << 20
-    body_seconds: float = 30.0  # to receive the headers, and then the body
-    json_depth: int = 64
-    connections: int = 512
     max_queue: int = 128  # answers that wait for a slot
     max_queued_tokens: int = 1 << 20  # prompt tokens that wait
-    per_key: int = 0  # concurrent requests of one API key; 0: no limit
+    max_requests_per_key: int = 0  # at once; 0: no limit
+    max_connections: int = 512
+    max_body: int = 4 << 20  # bytes
     queue_timeout: float = 60.0
     request_timeout: float = 600.0
     write_timeout: float = 30.0
     drain: float = 30.0
+    body_seconds: float = 30.0  # to receive the headers, and then the body
+    json_depth: int = 64
     stuck: float = 60.0  # without a finished engine step while work is pending
     ping: float = 10.0  # of silence in a stream before a sign of life
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(getattr(ServerLimits, name), int):
-                check_whole(name, value, 0 if name == "per_key" else 1)
+                check_whole(name, value, 0 if name == "max_requests_per_key" else 1)
             else:
                 check_range(name, value, 0.0 if name == "drain" else 0.001)
 

@@ -39,16 +39,16 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
 
 
 async def _read(request: Request, limits: ServerLimits) -> bytearray:
-    too_large = ApiError(413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large")
+    too_large = ApiError(413, f"the body is larger than {limits.max_body} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and int(length) > limits.body_bytes:
+    if length.isascii() and length.isdigit() and int(length) > limits.max_body:
         raise too_large
     chunks = bytearray()
 
     async def collect() -> None:
         async for chunk in request.stream():
             chunks.extend(chunk)
-            if len(chunks) > limits.body_bytes:
+            if len(chunks) > limits.max_body:
                 raise too_large
 
     try:
