@@ -13,7 +13,7 @@ from test_ranking import SAMPLINGS as FILTERS
 from test_ranking import VOCABULARIES as SIZES
 from test_ranking import shapes
 
-from outpace.core.distribution import TokenDistribution, distribution_of, one_hot
+from outpace.core.distribution import TokenDistribution, distribution_of
 from outpace.core.sampling import Sampling, log_probs
 from outpace.core.types import Row
 from outpace.rules.match import Match
@@ -110,18 +110,6 @@ def test_the_residual_of_two_distributions(mine: tuple[int, int | None], other: 
             assert rest.wide(900) == pytest.approx(exact / exact.sum(), abs=1e-12)
         assert q.on(p) == pytest.approx(dense(q, 900)[p.tokens if p.tokens is not None else slice(mine[0])])
         assert p.of(3) == pytest.approx(dense(p, 900)[3])
-
-
-def test_a_token_can_be_removed() -> None:
-    for chances in (random_chances(1, 700), random_chances(1, 700, 300)):
-        token = chances.likeliest
-        rest, row = chances.without(token), dense(chances, 700)
-        row[token] = 0.0
-        assert rest.wide(700) == pytest.approx(row / row.sum())
-        assert chances.of(token) > 0, "what it was made from stays as it was"
-    assert one_hot(7).without(7).total == 0.0
-    assert one_hot(7).wide(9).tolist() == [0.0] * 7 + [1.0, 0.0]
-    assert one_hot(7).most == 1.0
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)

@@ -189,17 +189,6 @@ def test_the_least_recently_used_is_evicted_first() -> None:
         assert len(engine.memory._kept) == 1
 
 
-def test_a_prefix_that_would_be_copied_is_evicted_last() -> None:
-    target = Counting()
-    options = EngineOptions(chunk=8, nodes=1, kv_memory=slots(150, target))
-    with Engine(target, options=options) as engine:
-        for prompt in (SYSTEM[:24], SYSTEM[50:74]):
-            answer(engine, make_request(prompt, max_tokens=8))
-        target.new_rows()
-        answer(engine, make_request((*SYSTEM[:24], 1, 1, 1), max_tokens=60))  # 95 slots: one of both has to go
-        assert target.new_rows() == 2 + 60
-
-
 def test_a_request_that_reports_on_its_prompt_reads_it() -> None:
     target = Counting()
     with Engine(target) as engine:

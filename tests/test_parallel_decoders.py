@@ -11,7 +11,7 @@ from doubles import QuickToy, decode, make_drafter, make_request, write
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
+from outpace.card.loop import DraftLoop, Open, SetDirectives
 from outpace.core import theory
 from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import TokenTree, depths
@@ -117,28 +117,6 @@ def test_the_drafter_obeys_its_directives(directives: DraftDirectives, deepest: 
     assert max(depths(grown(directives).parents)) == deepest
     chain = grown(directives._replace(width=1))
     assert chain.parents == list(range(-1, deepest)), "of width 1 it is a chain"
-
-
-def test_the_drafter_continues_after_a_correction_and_by_other_directives() -> None:
-    loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
-    for message in (Open(0, REQUESTS[0]), SetDirectives(0, DraftDirectives(depth=2, width=1))):
-        loop.inbox.put(message)
-
-    def deepest() -> int:
-        for _ in range(9):
-            for _, layer in loop.grow():
-                cache.insert(layer)
-        return max(depths(cache.query(99).parents))
-
-    assert deepest() == 2
-    loop.inbox.put(SetDirectives(0, DraftDirectives(depth=4, width=1)))
-    assert deepest() == 4
-    tree = cache.query(3)
-    picks = [*tree.tokens[1:], write(TARGET, REQUESTS[0])[2]]
-    _, correction = cache.correct(tree, REQUESTS[0].rule.walk(tree, picks), len(tree))
-    loop.inbox.put(Correct(0, correction))
-    assert correction.is_hit
-    assert deepest() == 4, "one was left below the new root, and four are ordered"
 
 
 @cache

@@ -112,12 +112,6 @@ def test_one_device_is_shared() -> None:
     assert outcome.seconds == pytest.approx(240 / 4 * 8.0, rel=0.05)
 
 
-def test_a_simulation_is_deterministic() -> None:
-    for name in ("card", "speculative-tree", "card-published"):
-        first, again = (run(MIXED, SETUPS[name], 5.0, length=3 if "tree" in name else None) for _ in range(2))
-        assert first == again
-
-
 def test_the_best_draft_length_is_found() -> None:
     rows = [SETUPS[PLAIN], SETUPS["speculative-chain"]]
     cheap, expensive = (list(simulate(MIXED, rows, [costs.by_ratio(ratio)]))[-1] for ratio in (20.0, 1.0))

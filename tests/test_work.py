@@ -149,15 +149,6 @@ def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
     assert draft.work["passes"] >= rounds
 
 
-def test_a_planner_rarely_uses_a_bad_draft() -> None:
-    watch, draft, target = Stopwatch(), Counted(), QuickToy(16, 3, 0)
-    draft._tables = -target._tables  # what it likes best is what the target likes least
-    drafter = ModelDrafter(Timed(draft, watch, 1.0, 0.02), Options())
-    run(Timed(target, watch, 6.0, 0.15), requests_of(1, 400), "auto", drafter, seconds=watch)
-    assert 0 < draft.work["passes"] < 40
-    assert watch.now < 1.03 * 6.0 * (400 + 1)
-
-
 def test_the_time_of_planning_counts_as_part_of_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither the draft's nor free: what a plain round does not need counts with the rows that it brings."""
     watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), planner.Planner.pays
