@@ -146,13 +146,6 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert not conversation.take("/quit")
 
 
-def test_a_long_conversation_goes_on(run: Run, tiny: Path) -> None:
-    options = ("--drafter", "ngram", "--max-tokens", "20", "--ignore-eos")
-    code, _, err = run("chat", "--target", str(tiny), *options, stdin="hello world\n" * 12)
-    assert (code, err.count("tokens/s"), err.count("error")) == (0, 12, 0)
-    assert "were left out; /reset forgets all" in err
-
-
 def test_chat_in_a_terminal(tiny: Path, environment: dict[str, str]) -> None:
     """Editing, a question of two lines, history, Ctrl-C at the prompt and Ctrl-D."""
     ours, theirs = pty.openpty()

@@ -14,7 +14,6 @@ from twins import LETTERS, TEXTS, Wish, Written, answer_all, nearly, write_slowl
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.types import Adjustments, LogprobsOptions, Row
-from outpace.drafters.model import ModelDrafter, Options
 
 TARGET = QuickToy(16, 3, 0)
 PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
@@ -180,15 +179,6 @@ def test_every_option_at_once(method: str, every: int) -> None:
     for name in OPTIONS:  # a method that drafts nothing where this option is asked would prove nothing
         steps = [step for written, mine in zip(run, names, strict=True) if mine == name for step in written.steps]
         assert sum(step.drafted for step in steps) > 0, name
-
-
-def test_a_draft_with_a_smaller_vocabulary_takes_every_option() -> None:
-    """Each of them with one rule, which alternate."""
-    wishes = [wishes_of(option)[number % 6][0] for number, option in enumerate(OPTIONS)]
-    plain = [expected(option)[number % 6] for number, option in enumerate(OPTIONS)]
-    drafter = ModelDrafter(QuickToy(11, 3, 0), Options(width=3))
-    run = answer_all(wishes, "speculative", drafter, target=TARGET)
-    assert [mine[:5] for mine in run] == [alone[:5] for alone in plain]
 
 
 def test_rows_that_share_one_text_are_adjusted_by_their_own_requests() -> None:

@@ -87,13 +87,6 @@ def test_text_by_the_native_runtime_loads_no_torch(options: list[str], converted
     assert loaded_by([*GENERATE, *pair, *options], cache) == []
 
 
-def test_a_name_is_taken_from_torch_when_it_is_used() -> None:
-    assert lazy.torch.float32 is torch.float32
-    assert lazy.torch.float32 is torch.float32
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        lazy.torch.nothing  # noqa: B018
-
-
 @pytest.mark.parametrize(
     "way",
     [
