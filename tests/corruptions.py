@@ -13,11 +13,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from files import model_folder, weights, write_gguf
-from safetensors.torch import save_file
+from files import model_folder, split_weights, write_gguf
 
-from outpace.models.files.checkpoint import INDEX, SINGLE
+from outpace.models.files.checkpoint import INDEX
 
 NUMBERS = [0, 1, 2, 7, 127, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**60, 2**63, 2**64 - 1]
 DEEP: Any = []
@@ -58,15 +56,9 @@ class Damage:
     def __init__(self, folder: Path) -> None:
         self.folder, self.canary = folder, folder / "executed"
         self.gguf = write_gguf(folder / "tiny.gguf", kind="Q8_0").read_bytes()
-        tensors = {name: torch.from_numpy(value) for name, value in weights().items()}
         self.plain, self.sharded = model_folder(folder, "plain"), folder / "sharded"
         shutil.copytree(self.plain, self.sharded)
-        (self.sharded / SINGLE).unlink()
-        names = sorted(tensors)
-        shards = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
-        for shard in sorted(set(shards.values())):
-            save_file({name: tensors[name] for name in names if shards[name] == shard}, self.sharded / shard)
-        (self.sharded / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+        split_weights(self.sharded)
 
     def case(self, number: int) -> tuple[Path, str]:
         """Damaged model `number`; what an earlier case left is removed."""

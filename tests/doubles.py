@@ -19,6 +19,7 @@ from light import DrafterDiedError as DrafterDiedError
 from light import Empty as Empty
 from light import Wrapped, failing
 from torch import Tensor
+from toy import Toy, ToySession
 
 from outpace.card.cache import CandidateLayer
 from outpace.card.inline import InlineWorker, SimulatedClock
@@ -36,7 +37,6 @@ from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
-from outpace.models.toy import Toy, ToySession
 
 T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")

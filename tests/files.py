@@ -21,8 +21,9 @@ from gguf import (
     get_tensor_name_map,
     quants,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from outpace.models.files.checkpoint import INDEX, SINGLE
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config import llama_config as llama
@@ -204,6 +205,18 @@ def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     save_file({name: value.contiguous() for name, value in tensors.items()}, path / "model.safetensors")
+
+
+def split_weights(folder: Path) -> dict[str, str]:
+    """Splits a folder's weights over two files with an index; returns the file of each tensor."""
+    values, files = load_file(folder / SINGLE), dict[str, str]()
+    (folder / SINGLE).unlink()
+    for part in range(2):
+        names = sorted(values)[part::2]
+        save_file({name: values[name] for name in names}, folder / f"part-{part}.safetensors")
+        files |= dict.fromkeys(names, f"part-{part}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return files
 
 
 def model_folder(where: Path, name: str = "model", seed: int = 0, **changes: object) -> Path:

@@ -7,13 +7,13 @@ from typing import Any
 
 from doubles import collect_warnings, decode, make_request, write
 from mutation_checks import Mutation, Original
+from toy import Toy
 
 from outpace.core.types import Request
 from outpace.drafters import layer_skip
 from outpace.drafters.layer_skip import LayerSkipDrafter, Options, Sublayers, SublayerSearch
 from outpace.engine import sequence as running
 from outpace.models.base import chain
-from outpace.models.toy import Toy
 
 TARGET = Toy(16, 4, 0, mlp=0.5)
 IDLE = 2  # the layer without effect

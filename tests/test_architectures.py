@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 import transformers
 from passes import branch, fresh, prefilled, random_parents, text
@@ -251,22 +250,6 @@ def test_rotary_factors_do_not_depend_on_the_table_size() -> None:
     places = torch.arange(9000)
     assert torch.equal(steps(places), long(places))
     assert torch.equal(short(places[:10]), long(places[:10]))
-
-
-def test_layers_keep_their_windows_and_rotations_in_a_shallow_draft() -> None:
-    config = replace(reference.TINY, windows=(5, None, 9), rotary_layers=(True, False, True))
-    tensors = reference.random_tensors(config)
-    draft = Llama.from_tensors(config, tensors.__getitem__).select_layers([1, 2])
-    assert (draft.config.windows, draft.config.rotary_layers) == ((None, 9), (False, True))
-
-    def renumbered(name: str) -> Tensor:
-        parts = name.split(".")
-        return tensors[".".join([*parts[:2], str(int(parts[2]) + 1), *parts[3:]]) if parts[2].isdigit() else name]
-
-    tokens = text(draft, 30)
-    alone = replace(config, num_layers=2, windows=(None, 9), rotary_layers=(False, True))
-    got = draft.score([chain(draft.open(40, 40), tokens, range(30))])
-    assert (got - reference.logits(alone, renumbered, tokens)).abs().max() < 2e-4
 
 
 def config_of(family: str, **changes: Any) -> LlamaConfig:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from files import model_folder, smollm2_file, weights, write_gguf
+from files import model_folder, weights, write_gguf
 from test_runtimes import needs_kernels
 
 from outpace.core.errors import UserError
 from outpace.core.machine import available_bytes
 from outpace.models import devices
-from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama.config.footprint import float_bytes, native_bytes
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
@@ -124,19 +123,6 @@ def test_a_draft_is_planned_as_it_is_loaded(tmp_path: Path, free: Callable[[int]
 
 
 @needs_kernels
-def test_what_int8_would_need_is_told_as_the_kernels_read_it(tmp_path: Path, free: Callable[[int], None]) -> None:
-    folder = model_folder(tmp_path, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
-    with Checkpoint.open(folder) as source:
-        shapes = tensor_shapes(from_dict(source.config))
-        small, large = (native_bytes(shapes, source.held, formats, False) for formats in (("F32",), ()))
-    assert small < large
-    text = devices.LEAST * load_model(folder, dtype="int8").model.token_bytes
-    free((small + large) // 2 + text)
-    with pytest.raises(UserError, match=r"of memory in float32, .* are free: dtype int8 needs"):
-        load_model(folder, dtype="float32")
-
-
-@needs_kernels
 def test_too_little_memory_is_told_before_loading(tmp_path: Path, free: Callable[[int], None]) -> None:
     path = quantised(tmp_path)
     text = devices.LEAST * load_model(path).model.token_bytes
@@ -161,32 +147,3 @@ def test_errors_of_torch_name_int8(tmp_path: Path, free: Callable[[int], None]) 
         load_model(folder, dtype="float32")
     free(1 << 40)
     assert load_model(folder, dtype="float32").precision == "float32"
-
-
-@needs_kernels
-def test_an_inflated_model_needs_more(tmp_path: Path, free: Callable[[int], None]) -> None:
-    path = quantised(tmp_path)
-    free(needs(path, True) + devices.LEAST * load_model(path).model.token_bytes)
-    assert load_model(path, dtype="file").precision == "file"
-    with pytest.raises(UserError, match="GiB of memory in file"):
-        load_model(path, dtype="file", inflate=8)
-
-
-@needs_kernels
-@pytest.mark.smollm2
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux reports its size")
-def test_a_bounded_process_is_told_before_it_runs_out() -> None:
-    smollm2_file()
-    code = (
-        "import resource; from outpace.models.load import load_model; from outpace.core.errors import UserError\n"
-        "import outpace.models.llama.native.runtime, outpace.models.text.tokenizer\n"
-        "held = [line for line in open('/proc/self/status') if line.startswith('VmData')][0].split()[1]\n"
-        "most = 1024 * int(held) + (60 << 20)\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"
-        "try: load_model(None, dtype='int8')\n"
-        "except UserError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "needs 0.1 GiB of memory in int8" in done.stdout
-    assert "and 0.1 are free" in done.stdout or "and 0.0 are free" in done.stdout
-    assert "dtype file" in done.stdout or "make some of it free" in done.stdout

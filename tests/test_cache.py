@@ -17,7 +17,6 @@ from test_lock import holder
 from outpace.cli.main import main
 from outpace.models.files import cache
 from outpace.models.files.cache import LEFTOVER, MODEL, UNUSED_SECONDS, list_entries, list_foreign
-from outpace.models.files.cache_folder import exclusive_lock, lock_path
 
 HASH = "0123456789abcdef"
 OURS = {
@@ -203,11 +202,3 @@ def test_what_killed_makers_left_is_cleared_away(tmp_path: Path) -> None:
     assert cache.make_once(made, lambda folder: (folder / "whole").exists(), lambda: filled(made, "whole") and None)
     assert files(tmp_path) == {f"{made.name}/whole", f".other-{HASH}-v2.part-abcdefgh/config.json"}
     assert not cache.make_once(made, lambda folder: (folder / "whole").exists(), lambda: pytest.fail("made again"))
-
-
-def test_the_folder_is_checked_again_under_the_lock(tmp_path: Path) -> None:
-    looks = iter([False, True])
-    assert not cache.make_once(tmp_path / "made", lambda folder: next(looks), lambda: pytest.fail("made again"))
-    assert not lock_path(tmp_path / "made").exists()
-    with exclusive_lock(tmp_path / "made") as is_held:
-        assert is_held

@@ -11,6 +11,7 @@ from contract_parts import Forgiving, Skipping, Successors, Witness
 from doubles import Empty, QuickToy, make_drafter, make_request, write
 from engine_runs import finish, submit
 from torch import Tensor
+from toy import Toy
 
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
@@ -22,7 +23,6 @@ from outpace.decoders import Card, Speculative
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
-from outpace.models.toy import Toy
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 BRANCHES = ((1, 2, 3), (1, 4), (7,))

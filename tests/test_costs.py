@@ -7,10 +7,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+from toy import Toy
 
 from outpace.core.types import Source
 from outpace.models.load import Loaded
-from outpace.models.toy import Toy
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean

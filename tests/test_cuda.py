@@ -20,7 +20,6 @@ import test_draft_steps
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
-from outpace.models.files.reading import read_json
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_model
@@ -151,20 +150,6 @@ def test_a_target_split_over_two_devices_writes_plain_decodings_text(folder: Pat
     assert [status for status, *_ in group.ends()] == [0, 0]
 
 
-@two_devices
-def test_a_target_that_transformers_lays_over_two_devices_scores_as_on_one(folder: Path) -> None:
-    pytest.importorskip("accelerate")
-    parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.norm": 1, "lm_head": 1}
-    layers = read_json(folder / "config.json")["num_hidden_layers"]
-    device_map = parts | {f"model.layers.{layer}": 1 for layer in range(1, layers)}
-    given = {"dtype": "float32", "runtime": "transformers"}
-    rows = []
-    for more in ({"device_map": device_map}, {"device": "cuda:0"}):
-        model = load_model(folder, **given, **more).model
-        rows.append(model.score([chain(model.open(50, 8), [1, 2, 3, 4], [1, 3])]).cpu())
-    torch.testing.assert_close(rows[0], rows[1], atol=2e-4, rtol=2e-4)
-
-
 def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path: Path) -> None:
     """Its own tokens lie there, and so do the steps that a checkpoint hands to the optimizer; it is timed there too."""
     from distill_files import settings, silent, target_folder
@@ -184,18 +169,6 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
     found = distill(replace(options, stage="judge", tasks=options.prompts, evaluation=judging), silent)
     assert found is not None
     assert found.speed.cost > 0
-
-
-def test_log_probabilities_are_those_of_the_host() -> None:
-    from outpace.core.logprobs import token_logprobs
-    from outpace.core.types import LogprobsOptions
-
-    scores = torch.randn(150, 3000, generator=torch.Generator().manual_seed(1))
-    there, here = (token_logprobs(one, [], range(150), LogprobsOptions(5)) for one in (scores.cuda(), scores))
-    for found, expected in zip(there, here, strict=True):
-        assert [token for token, _ in found.top] == [token for token, _ in expected.top]
-        assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
-        assert [value for _, value in found.top] == pytest.approx([value for _, value in expected.top], abs=1e-4)
 
 
 @pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)

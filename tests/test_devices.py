@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import reference
 import torch
 from files import model_folder
 
 import outpace
-from outpace.card.thread import own_stream
 from outpace.core.errors import UserError
 from outpace.distill.train import _has_fast_bfloat16
 from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
-from outpace.models.llama.config.llama_config import tensor_shapes
-from outpace.models.llama.torch import runtime, weights
-from outpace.models.llama.torch.linear import stock
 from outpace.models.load import Loaded, load_model
 from outpace.models.options import LoadOptions
 
@@ -101,28 +94,6 @@ def test_weights_that_do_not_fit_are_refused(one_gpu: None) -> None:
     devices.check_memory({"weight": (600, 10**9)}, LoadOptions())
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights_are_counted_as_they_are_stored(dtype: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that two names share counts once; one that is repacked next to its embedding counts twice."""
-    seen: dict[int, int] = {}
-
-    def note(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        seen[weight.data_ptr()] = weight.nbytes
-        kept.append(weight)
-        return partial(stock, weight, bias)
-
-    kept: list[torch.Tensor] = []
-    options = LoadOptions(device="cuda", dtype=dtype)
-    monkeypatch.setattr(weights, "pack", note)
-    config = replace(reference.TINY, vocab_size=970, tie_embeddings=is_tied)
-    given = {"dtype": options.torch_dtype, "exact": False}
-    model = runtime.Llama.from_tensors(config, reference.random_tensors(config).__getitem__, **given)
-    seen[model._embedding.data_ptr()] = model._embedding.nbytes
-    norms = 4 * (2 * config.num_layers + 1) * config.hidden_size
-    assert 0 <= devices.torch_bytes(tensor_shapes(config), options) - sum(seen.values()) <= norms
-
-
 @pytest.mark.parametrize(
     ("runtime", "says"), [("native", "graphs eager is for the runtime llama"), ("transformers", "leave it out")]
 )
@@ -140,16 +111,9 @@ def test_a_draft_on_the_cpu_of_a_target_on_a_gpu_is_native(tmp_path: Path) -> No
     assert load_model(model_folder(tmp_path), of_draft).model.instruction_set is not None
 
 
-def test_a_drafter_on_a_cpu_needs_no_stream() -> None:
-    for device in (None, torch.device("cpu")):
-        with own_stream(device) as stream:
-            assert stream is None
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "method"),
     [
-        (torch.device("cpu"), "cpu", "auto"),
         ("cpu", torch.device("cpu"), "auto"),
         (torch.device("cuda:0"), "cpu", "card"),
         (torch.device("cuda:0"), torch.device("cuda:1"), "card"),

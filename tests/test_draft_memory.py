@@ -12,6 +12,7 @@ import pytest
 from doubles import QuickToy, make_drafter, make_request, write
 from light import failing
 from test_memory import GIB, drafts_of, few_slots, finish, prompts
+from toy import ToySession
 
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
@@ -23,7 +24,6 @@ from outpace.drafters._composite import DraftSelector, SharedTree
 from outpace.drafters.layer_skip import Sublayers
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.models.toy import ToySession
 
 TREE, WINDOW = 16, 6
 TOKEN = QuickToy.token_bytes

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from doubles import decoder_of
 from engine_runs import finish, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import Toy
 
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
@@ -32,7 +34,6 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget
 from outpace.models.base import Model
 from outpace.models.llama.torch.runtime import Llama
-from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
 
 TARGET = Toy(16, 3, 0)
@@ -226,7 +227,7 @@ from outpace.core.types import Request
 from outpace.decoders import Card
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine
-from outpace.models.toy import Toy
+from toy import Toy
 from outpace.rules.greedy import Greedy
 target = Toy(16, 3, 0)
 engine = Engine(target, None, ThreadWorker(ModelDrafter(target, Options())))
@@ -235,7 +236,8 @@ engine.step()
 engine.step()
 print("left")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    command, here = [sys.executable, "-c", program], Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from passes import branch, fresh, random_parents, text, tree_scores
-from test_four_bits import CASES, CUT, folders
+from passes import fresh, text, tree_scores
+from test_four_bits import CUT, folders
 from test_runtimes import PROMPT
 
 import outpace
@@ -19,7 +18,6 @@ from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
-from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.load import load_model
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
@@ -27,7 +25,6 @@ emulation = pytest.importorskip("outpace_kernels.emulation")
 if "U4_64" not in kernels.FORMATS:
     pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
 
-IN_BLOCKS = [(way, group, changes) for way, group, changes in CASES if not changes.get("act_order")]
 ROUNDED = "rounded to int8, for the kernels do not take them so: "
 
 
@@ -36,26 +33,6 @@ def model_of(folder: Path, **options: Any) -> NativeLlama:
         return NativeLlama.from_tensors(
             from_dict(source.config), source.weight, options=NativeOptions(weights="file", **options)
         )
-
-
-@pytest.mark.parametrize(("way", "group", "changes"), IN_BLOCKS, ids=str)
-def test_panels_hold_the_folders_values(tmp_path: Path, way: str, group: int, changes: dict[str, Any]) -> None:
-    folder, plain = folders(tmp_path, way, group, **changes)
-    with open_source(folder) as four, open_source(plain) as expected:
-        for name in four.names():
-            held = four.weight(name)
-            if "proj.weight" not in name:
-                assert isinstance(held, np.ndarray) or held.kind == "F32"
-                continue
-            assert isinstance(held, StoredMatrix)
-            assert held.kind == ("U4_32" if group == 32 else "U4_64")
-            assert four.held(name) == (held.kind, held.data.nbytes)
-            for package in (kernels, emulation):
-                matrix = package.Matrix.stored([(held.kind, held.data)], held.order, held.columns)
-                out = np.empty((len(held.order), held.columns), np.float32)
-                matrix.read(held.order, out)
-                assert np.array_equal(out.view(np.uint32), expected.array(name).view(np.uint32))
-                assert np.array_equal(out, held.values())
 
 
 @pytest.mark.parametrize(("way", "group", "changes"), [("gptq", 128, CUT), ("awq", 32, {})], ids=str)
@@ -69,14 +46,6 @@ def test_a_model_equals_its_emulation(
     assert not torch.equal(tree_scores(model_of(plain))[0], expected)  # in int8
     monkeypatch.setattr(native, "load_kernels", lambda: emulation)
     assert torch.equal(tree_scores(model_of(folder))[0], expected)
-
-
-def test_a_node_of_a_tree_has_the_scores_of_its_path(tmp_path: Path) -> None:
-    model = model_of(folders(tmp_path, "gptq", 64)[0])
-    prompt, tokens, parents = text(model, 17), text(model, 14, 2), random_parents(14, 1)
-    scores = tree_scores(model)[0]
-    for node in range(14):
-        assert torch.equal(scores[node], fresh(model, [*prompt, *(tokens[one] for one in branch(parents, node))]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -117,23 +86,6 @@ def test_what_does_not_fit_is_rounded_with_a_notice(
     assert (found.precision, found.notice) == (precision, ROUNDED + slow)
     one, other = (load_model(place, dtype="int8").model for place in (folder, plain))
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
-
-
-@pytest.mark.parametrize("weights", ["file", "int4", "int8"])
-@pytest.mark.parametrize("changes", [{}, {"hidden_size": 320}, {"intermediate_size": 296}], ids=str)
-def test_a_tensor_is_fetched_once(tmp_path: Path, changes: dict[str, Any], weights: str) -> None:
-    """Whether it fits the kernels or not, as it is in the folder or in float."""
-    for folder in folders(tmp_path, "gptq", 64, **changes):
-        asked = list[str]()
-        with open_source(folder) as source:
-
-            def weight(name: str, source: Any = source, asked: list[str] = asked) -> Any:
-                asked.append(name)
-                return source.weight(name)
-
-            NativeLlama.from_tensors(from_dict(source.config), weight, options=NativeOptions(weights=weights))
-        assert sorted(asked) == sorted(set(asked))
-        assert set(asked) == set(source.names())
 
 
 def test_older_kernels_take_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

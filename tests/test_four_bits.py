@@ -111,7 +111,10 @@ def test_values_are_those_that_the_folder_means(pair: tuple[Path, Path]) -> None
 
 @needs_kernels
 def test_blocks_hold_what_the_folder_means(pair: tuple[Path, Path]) -> None:
-    """A number in half precision, minus the zero, then nibbles: 16 inputs in lower halves, 16 in upper ones."""
+    """The kernels and their emulation read the folder's values from its blocks."""
+    import outpace_kernels
+    from outpace_kernels import emulation
+
     with open_source(pair[0]) as four, open_source(pair[1]) as plain:
         for name in (name for name in four.names() if "proj.weight" in name):
             held = four.weight(name)
@@ -120,11 +123,11 @@ def test_blocks_hold_what_the_folder_means(pair: tuple[Path, Path]) -> None:
             if not held.data.size:
                 continue
             assert four.held(name) == (held.kind, held.data.nbytes)
-            blocks = held.data.reshape(len(held.order), -1, {"U4_32": 20, "U4_64": 36}[held.kind])
-            c, zero = np.moveaxis(blocks[..., :4].copy().view(np.float16).astype(np.float32), -1, 0)[..., None]
-            pairs = blocks[..., 4:].reshape(*blocks.shape[:2], -1, 16)
-            q = np.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
-            assert np.array_equal((c * (q + zero)).reshape(len(blocks), -1), plain.array(name))
+            for package in (outpace_kernels, emulation):
+                matrix = package.Matrix.stored([(held.kind, held.data)], held.order, held.columns)
+                found = np.empty((len(held.order), held.columns), np.float32)
+                matrix.read(held.order, found)
+                assert np.array_equal(found, plain.array(name))
 
 
 def test_groups_in_another_order_have_no_blocks(tmp_path: Path) -> None:

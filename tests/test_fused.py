@@ -31,7 +31,7 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda import captures, triton_kernels
 from outpace.models.llama.cuda.fused_runtime import FusedLlama
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
-from outpace.models.llama.torch.attention import attend_batch, rotate_pairs, tree_mask
+from outpace.models.llama.torch.attention import attend_batch, tree_mask
 from outpace.models.options import LoadOptions
 
 WORDS = 4
@@ -133,45 +133,6 @@ def test_attention(shape: tuple[int, ...], window: int | None) -> None:
     expected, bound = rounding.attention(query, held[0], held[1], mask)
     assert_within(attend_batch(query, held[0], held[1], mask), expected, bound)
     assert_within(triton_kernels.attend(query, trees.kv, trees.given, slots, window), expected, bound)
-
-
-def test_the_number_of_pieces() -> None:
-    assert [triton_kernels.pieces_of(slots, 2) for slots in (64, 128, 129, 2048)] == [1, 1, 2, 16]
-    assert triton_kernels.pieces_of(1 << 20, triton_kernels.PROGRAMS) == 1
-
-
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_rotating_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bool) -> None:
-    batch, nodes, heads, groups, width, slots = shape
-    trees = Trees(batch, nodes, groups, width, slots)
-    mixed = torch.randn(batch * nodes, (heads + 2 * groups) * width)
-    norms = torch.cat([torch.randn(heads + groups, width), torch.ones(groups, width)]) if has_norm else None
-    table = torch.polar(torch.full((slots + 300, width // 2), 1.5), torch.rand(slots + 300, width // 2) * 6)
-    kv = trees.kv.clone()
-    given = (table if rotates else None, trees.positions, trees.slots)
-    query = triton_kernels.rotate_and_store(mixed, norms, 0.2, *given, kv, kv.shape[-1] ** -0.5)
-
-    parts = mixed.double().unflatten(1, (-1, width))
-    if norms is not None:
-        divisor = torch.hypot(parts.norm(dim=-1, keepdim=True), torch.tensor(0.2).double())
-        divisor[:, -groups:] = 1
-        parts = parts / divisor * norms
-    at = table[trees.positions.flatten()][:, None] if rotates else torch.ones(len(mixed), 1, width // 2)
-    at, still = at.cdouble(), torch.ones_like(at).cdouble()
-    turns = [(at / math.sqrt(width)).expand(-1, heads, -1), at.expand(-1, groups, -1), still.expand(-1, groups, -1)]
-    turned = rotate_pairs(parts.flatten(1), torch.cat(turns, 1))
-    # each element is a sum of two products, at most as large as its pair's length times the rotation's
-    sizes = parts.unflatten(2, (-1, 2)).norm(dim=3) * torch.cat(turns, 1).abs()
-    bound = relative_error(8 + (width if has_norm else 0)) * sizes.repeat_interleave(2, 2)
-    assert_within(query, turned[:, :heads], bound[:, :heads])
-    for row in range(len(mixed)):
-        session, slot = row // nodes, int(trees.slots.flatten()[row])
-        for kind, place in enumerate((slice(heads, -groups), slice(-groups, None))):
-            assert_within(kv[kind, session, :, slot], turned[row, place], bound[row, place])
-        trees.kv[:, session, :, slot] = kv[:, session, :, slot]
-    assert torch.equal(trees.kv, kv)  # nothing else was written
 
 
 def test_what_is_stored_is_finite() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from files import CONFIG, smollm2_file, subfolders, weights, write_gguf
+from files import CONFIG, subfolders, weights, write_gguf
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.source import GgufSource, convert
+from outpace.models.files.gguf.source import convert
 from outpace.models.llama.config import llama_config as llama
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -100,45 +96,3 @@ def test_a_full_disk(path: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert subfolders(tmp_path / "cache") == []
     assert convert(path, tmp_path / "cache").is_dir()
-
-
-def test_a_cache_that_is_no_folder(path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        convert(path, path)
-
-
-def test_header_equals_the_gguf_package(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
-    reader, header = gguf.GGUFReader(path), open_gguf(path)
-    for key, field in reader.fields.items():
-        assert key.startswith("GGUF.") or header.metadata[key] == field.contents()
-    for tensor in reader.tensors:
-        assert header.tensors[tensor.name].shape == tuple(int(size) for size in tensor.shape[::-1])
-        assert np.array_equal(header.tensors[tensor.name].raw(), tensor.data.view(np.uint8).ravel())
-
-
-@pytest.mark.smollm2
-def test_smollm2(tmp_path: Path) -> None:
-    path = smollm2_file()
-    folder = convert(path, tmp_path)
-    try:
-        started = time.perf_counter()
-        assert convert(path, tmp_path) == folder
-        assert time.perf_counter() - started < 1.0
-        with Checkpoint.open(folder) as checkpoint:
-            config = llama.from_dict(checkpoint.config)
-            assert (config.num_layers, config.head_dim, config.tie_embeddings) == (30, 64, True)
-            assert (config.rms_norm_eps, config.rope_theta) == (1e-5, 100000.0)
-            assert 0.01 < checkpoint.tensor("model.layers.0.self_attn.q_proj.weight").std() < 1
-    finally:
-        shutil.rmtree(folder)
-
-
-def test_metadata_are_released_with_the_built_tokenizer(path: Path, tmp_path: Path) -> None:
-    with GgufSource(path) as source:
-        built = source.tokenizer
-        assert not source._header.metadata
-        assert source.tokenizer is built
-        assert source.tensor("model.norm.weight").shape == (CONFIG["hidden_size"],)
-        source.write_tokenizer(tmp_path)
-    assert (tmp_path / "tokenizer.json").is_file()

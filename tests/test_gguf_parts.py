@@ -83,8 +83,8 @@ def test_parts_of_two_models_are_refused(parts: list[Path], tmp_path: Path) -> N
         GgufSource(parts[0])
 
 
-@pytest.mark.parametrize("runtime", ["auto", "llama"])
-def test_damage_names_the_part(parts: list[Path], runtime: str) -> None:
+@pytest.mark.parametrize("options", [{"runtime": "auto"}, {"dtype": "int8"}, {"runtime": "llama"}], ids=str)
+def test_damage_names_the_part(parts: list[Path], options: dict[str, str]) -> None:
     with GgufSource(parts[0]) as source:
         name = next(name for name in source.names() if source.file_of(name) == parts[2] and "proj" in name)
         entry = source._entry(name)
@@ -92,7 +92,7 @@ def test_damage_names_the_part(parts: list[Path], runtime: str) -> None:
     data[entry.start + 1] = 0x7C  # an infinite scale
     parts[2].write_bytes(data)
     with pytest.raises(UserError, match=f"{parts[2].name} is damaged: tensor .* not finite"):
-        outpace.load(str(parts[0]), method="autoregressive", profile=False, runtime=runtime)
+        outpace.load(str(parts[0]), method="autoregressive", profile=False, **options)
 
 
 def test_names_of_parts() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from files import model_folder
-from test_graph_exact import in_float32
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
@@ -18,6 +17,7 @@ import gpu_checks
 from turns import one_of
 
 from outpace.models.llama.cuda import multi_step_runtime, runtime
+from outpace.models.llama.torch.attention import attend_batch
 
 
 @pytest.mark.long
@@ -66,6 +66,11 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: s
         monkeypatch.setattr(runtime.Pool, "padding", property(lambda pool: 3))
     rows = gpu_checks.of_forwards("cpu", torch.float32, is_eager=True)
     assert not all(row["passed"] for row in rows)
+
+
+def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
+    return attend_batch(query.float(), keys.float(), values.float(), mask)
 
 
 @pytest.mark.parametrize("mistake", [None, "attends by buckets"])

@@ -18,7 +18,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda import multi_step_runtime, pool
+from outpace.models.llama.cuda import multi_step_runtime
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.torch import attention
 from outpace.models.llama.torch.attention import ExactAttention, exact_weights
@@ -170,23 +170,6 @@ def test_exact_mode_is_refused_if_products_depend_on_place(monkeypatch: pytest.M
     monkeypatch.setattr(multi_step_runtime, "rows_are_independent", lambda *_: False)
     with pytest.raises(UserError, match="whose products of 64 rows give a row other bits at another place"):
         outpace.load(model_folder(tmp_path), graphs="eager", exact=True)
-
-
-def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
-    return attention.attend_batch(query.float(), keys.float(), values.float(), mask)
-
-
-@pytest.mark.parametrize("mistake", ["attends in float32", "forgets the grids", "forgets moves"])
-def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    if mistake == "attends in float32":
-        monkeypatch.setattr(multi_step_runtime, "attend_batch_exactly", in_float32)
-    elif mistake == "forgets the grids":
-        monkeypatch.setattr(attention, "exact_weights", lambda scores: scores.softmax(-1))
-    else:
-        monkeypatch.setattr(pool.Pool, "move", lambda *_: None)
-    with pytest.raises(AssertionError):
-        test_exact_attention_has_no_order() if mistake == "forgets the grids" else check_against_plain(exact())
 
 
 def test_exact_attention_is_as_near_as_float32s() -> None:

@@ -11,7 +11,6 @@ import reference
 import torch
 from files import model_folder
 from passes import native_tiny, tree_scores
-from safetensors.numpy import load_file, save_file
 
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native import runtime as native
@@ -66,12 +65,6 @@ def test_what_four_bits_can_represent_stays() -> None:
     assert np.array_equal(read(in_blocks(weights)), weights)
 
 
-def test_a_wrong_shape_is_refused() -> None:
-    for weights, columns in ((weights_of(5), 59), (weights_of(5, columns=80), 50)):
-        with pytest.raises(ValueError, match="wrong shape"):
-            kernels.round_to_q4_1(weights, np.empty((len(weights), columns), np.uint8))
-
-
 def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
     four, eight = native_tiny(WHOLE, weights="int4"), native_tiny(WHOLE)
     assert four.precision == "int4"
@@ -98,12 +91,3 @@ def test_drafts_are_in_int4_by_default(tmp_path: Path) -> None:
     for dtype in ("int8", "float32"):
         assert load_draft(folder, target, dtype=dtype).precision == dtype
     assert load_model(folder, dtype="int4").precision == "int4"
-
-
-def test_floats_of_64_bits_are_rounded_too(tmp_path: Path) -> None:
-    plain = model_folder(tmp_path / "plain", hidden_size=64, intermediate_size=96)
-    tensors = {name: value.astype(np.float64) for name, value in load_file(plain / "model.safetensors").items()}
-    save_file(tensors, plain / "model.safetensors")
-    found = load_model(plain, dtype="int4")
-    assert (found.precision, found.notice) == ("int4", None)
-    assert load_model(plain).notice is None

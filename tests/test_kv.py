@@ -15,14 +15,13 @@ from turns import in_turn
 
 import outpace
 from outpace.api.llm import LLM
-from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError
 from outpace.models.base import chain
 from outpace.models.llama.config.footprint import ENTRY_BYTES, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.torch.session import KVFormat
 from outpace.models.load import load_model
-from outpace.models.options import KV_DTYPES, LoadOptions
+from outpace.models.options import LoadOptions
 
 HELD = list(ENTRY_BYTES)
 RUNTIMES = [pytest.param("native", marks=NEEDS_KERNELS), "llama", "graphs"]
@@ -119,13 +118,3 @@ def test_where_kv_dtype_is_refused(folder: Path) -> None:
         load_model(folder, runtime="transformers", kv_dtype="int8")
     with pytest.raises(UserError, match="kv_dtype is for models that are loaded by name"):
         load_model(torch.nn.Linear(1, 1), kv_dtype="int8")
-
-
-def test_kv_dtype_is_a_flag_and_goes_to_the_draft(folder: Path) -> None:
-    loading = ModelFlags(
-        target=str(folder), draft=str(folder), options=LoadOptions(kv_dtype="float16", dtype="float32")
-    )
-    with loading.open({}, quiet=True) as llm:
-        assert (llm.target.model.kv_dtype, llm.draft.model.kv_dtype) == ("float16", "float16")
-    assert LoadOptions(kv_dtype="int8").of_draft("cpu", "float32").kv_dtype == "int8"
-    assert set(KV_DTYPES) == {"auto", *HELD}

@@ -15,6 +15,7 @@ from doubles import make_request, write
 from passes import branch, prefilled, random_parents, text
 from test_llama import TINIES
 from test_llama import tiny as llama
+from toy import Toy
 
 from outpace.core import registry
 from outpace.core.drafting import BuildContext
@@ -40,7 +41,6 @@ from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, chain
 from outpace.models.hf.load import adapt
 from outpace.models.llama.native.runtime import NativeLlama
-from outpace.models.toy import Toy
 
 DEEP = replace(reference.TINY, num_layers=6)
 

@@ -13,6 +13,7 @@ import torch
 from doubles import QuickToy, check_session, make_drafter, make_request, write
 from engine_runs import submit
 from test_library import folder
+from toy import ToySession
 from turns import in_turn
 
 import outpace
@@ -24,7 +25,6 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import StopCheck, TokenSequence
 from outpace.models.base import Model, Part, chain
 from outpace.models.load import Loaded, load_draft, load_model
-from outpace.models.toy import ToySession
 
 GIB = 1 << 30
 SYSTEM = tuple((7 * place * place + place) % 16 for place in range(90))

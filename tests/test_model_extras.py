@@ -26,7 +26,6 @@ from outpace.models.base import Capability, Model, Part, chain
 from outpace.models.hf.load import adapt
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
-from outpace.models.toy import Toy
 
 RUNTIMES = [llama, pytest.param(native_tiny, marks=NEEDS_KERNELS)]
 
@@ -63,20 +62,6 @@ def test_hidden_states_of_a_tree_are_those_of_each_path(model: Any) -> None:
             assert_same(model, torch.as_tensor(scored.logits)[1], logits)
     plain = model.score([Part(prefilled(model, prompt), nodes, parents, (3, 5))])
     assert_same(model, scored.logits, plain)
-
-
-def test_hidden_states_after_keep_are_those_of_a_fresh_text(model: Any) -> None:
-    written, keep, layers = text(model, 15), list[int](), (2, 0, 3)
-    session = prefilled(model, written)
-    for turn in range(4):
-        parents, nodes = random_parents(8, turn), text(model, 8, 10 + turn)
-        scored = model.score_hidden([Part(session, nodes, parents, (), keep, (7, 3))], layers)
-        assert scored.hidden is not None
-        for place, node in enumerate((7, 3)):
-            path = [nodes[other] for other in branch(parents, node)]
-            assert_same(model, scored.hidden[:, place], fresh_hidden(model, written + path, layers)[1])
-        keep = branch(parents, 7)
-        written += [nodes[other] for other in keep]
 
 
 @NEEDS_KERNELS
@@ -172,25 +157,6 @@ def test_a_bias_is_added_to_the_up_projection(build: Any, limit: float) -> None:
     expected, plain = (one.score([chain(one.open(20, 20), tokens, [9])]) for one in (other, model))
     assert (got[0] - expected[0]).norm() < limit * (plain[0] - expected[0]).norm()
     assert_same(model, got[1:], plain)
-
-
-def test_the_toy_has_all_capabilities() -> None:
-    toy = Toy(16, 3, 0, mlp=0.5)
-    tokens, mlp_bias, inputs = [3, 1, 4, 1, 5], torch.randn(3, 16).double(), torch.randn(5, 16).double()
-    session = toy.open(20, 20)
-    toy.score([chain(session, [9, 9, *tokens[:2]])])
-    session.keep(range(4))
-    part = Part(session, tokens[2:], (PREFIX, 0, 1), (2,), (), (2,), 0, mlp_bias, inputs[2:])
-    scored = toy.score_hidden([part], (0, 2, 3))
-    x = inputs[4]
-    seen = [x]
-    for layer in range(3):
-        x = x + toy._tables[layer][tokens[4 - layer]]
-        x = x + 0.5 * torch.tanh(x + mlp_bias[layer])
-        seen.append(x)
-    assert scored.hidden is not None
-    assert torch.equal(scored.hidden[:, 0], torch.stack([seen[0], seen[2], seen[3]]))
-    assert torch.equal(scored.logits[0], seen[3])
 
 
 @pytest.mark.parametrize("skipped", [(), (1,)])

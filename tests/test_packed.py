@@ -18,9 +18,8 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.distill.export import VOCAB_FILE, write_draft
 from outpace.distill.start import DraftShape, draft_config, new_student
-from outpace.engine.build import BuildOptions
 from outpace.models.base import chain
-from outpace.models.files import packed, pairs
+from outpace.models.files import pairs
 from outpace.models.files.find import resolve
 from outpace.models.files.packed import complete_draft, is_packed, pack, unpack
 from outpace.models.files.reading import read_json
@@ -186,13 +185,6 @@ def test_the_shipped_draft_goes_with_the_shipped_target(
             assert llm.draft is None, options
 
 
-def test_methods_that_have_no_use_for_a_draft() -> None:
-    assert BuildOptions("auto", None).may_draft
-    assert BuildOptions("card", "model+ngram").may_draft
-    assert not BuildOptions("card", "ngram").may_draft
-    assert not BuildOptions("autoregressive", None).may_draft
-
-
 def test_the_command_packs_and_unpacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder(tmp_path / "target")
     run = tmp_path / "run"
@@ -215,9 +207,3 @@ def test_the_command_packs_and_unpacks(tmp_path: Path, capsys: pytest.CaptureFix
     assert "already exists" in capsys.readouterr().err
     assert command("--pack", run, "--unpack", run) == 2
     assert "choose one" in capsys.readouterr().err
-
-
-def test_the_package_takes_its_drafts_along() -> None:
-    settings = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert "drafts/*/*" in settings
-    assert Path(packed.__file__).parents[2] / "drafts" == pairs.SHIPPED_FOLDER

@@ -27,8 +27,8 @@ import sys
 from pathlib import Path
 from outpace.models.files import packed
 from outpace.models.files.packed import complete_draft
-made, unpacked = [], packed._unpack
-packed._unpack = lambda *arguments: made.append(unpacked(*arguments))
+made, unpacked = [], packed.unpack
+packed.unpack = lambda *arguments: made.append(unpacked(*arguments))
 print(complete_draft(*map(Path, sys.argv[1:])), len(made), "torch" in sys.modules)
 """
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from doubles import Candidate, layer_of
 from torch import Tensor
+from toy import Toy, ToySession
 
 from outpace.card.cache import CandidateCache
 from outpace.card.thread import ThreadWorker
@@ -24,7 +25,6 @@ from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.models.llama.torch.linear import apply_in_chunks, find_row_counts, pad_rows
-from outpace.models.toy import Toy, ToySession
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 

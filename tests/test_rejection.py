@@ -17,6 +17,7 @@ from doubles import chi_square, decode, make_request
 from enumerating import PROMPT, TARGETS, draft_of, exact_chances
 from files import smollm2_file
 from test_library import folder
+from toy import Toy
 
 import outpace
 from outpace.api.llm import LLM
@@ -33,7 +34,6 @@ from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, chain
 from outpace.models.load import load_draft, load_model
-from outpace.models.toy import Toy
 from outpace.rules.rejection import Rejection
 
 WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from files import ARCHITECTURES, CONFIG, smollm2_file, weights, write_checkpoint, write_gguf
+from files import ARCHITECTURES, CONFIG, weights, write_checkpoint, write_gguf
 from gguf import GGMLQuantizationType
 from passes import fresh, prefilled, random_parents, text
 from turns import in_turn
@@ -29,7 +26,6 @@ from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
-from outpace.models.llama.native.weights import Packing
 from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
@@ -131,26 +127,21 @@ def test_floats_of_a_file_are_rounded_as_floats_in_memory(name: str, chunk: int)
 def test_a_folder_in_floats_is_rounded_where_it_lies(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No matrix becomes float32 in memory, each is forgotten, and the model is the one that floats in memory make."""
+    """No matrix becomes float32 in memory, and the model is the one that floats in memory make."""
     tensors = {name: torch.from_numpy(values).to(getattr(torch, dtype)) for name, values in weights().items()}
     folder = tmp_path / "model"
     write_checkpoint(folder, CONFIG, tensors)
     with Checkpoint.open(folder) as source:
         config = from_dict(source.config)
         expected = fresh(NativeLlama.from_tensors(config, source.array), [1, 2, 3])
-    seen = set[str]()
-    forget = Checkpoint._forget
-    monkeypatch.setattr(Checkpoint, "_forget", lambda one, *names: seen.update(names) or forget(one, *names))
     with Checkpoint.open(folder) as source:
-        shapes = {name: source.shape(name) for name in source.names()}
 
         def array(name: str, read: Any = source.array) -> np.ndarray:
-            assert len(shapes[name]) == 1
+            assert len(source.shape(name)) == 1
             return read(name)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(source, "array", array)
         assert torch.equal(fresh(NativeLlama.from_tensors(config, source.weight), [1, 2, 3]), expected)
-    assert seen == {name for name, shape in shapes.items() if len(shape) == 2}
 
 
 def test_the_packages_agree_on_the_sizes_of_blocks() -> None:
@@ -165,7 +156,10 @@ def test_the_packages_agree_on_the_sizes_of_blocks() -> None:
     assert kernels.ARITHMETIC == emulation.ARITHMETIC
 
 
-@pytest.mark.parametrize(("kind", "shape"), in_turn(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], SHAPES))
+KINDS = [*in_turn(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], SHAPES), *((kind, "wide") for kind in K)]
+
+
+@pytest.mark.parametrize(("kind", "shape"), KINDS)
 def test_the_kernels_are_what_their_emulation_says(
     tmp_path: Path, kind: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,31 +266,6 @@ def test_what_the_kernels_do_not_take_is_rounded_and_told(tmp_path: Path, kind: 
         assert (found.precision, found.notice) == ("int8", expected)
 
 
-@pytest.mark.parametrize("kind", K)
-def test_a_format_of_256_inputs_in_a_file(tmp_path: Path, kind: str) -> None:
-    """Blocks of any bytes: only finite scores are sure, and that trees score as their paths do."""
-    model = model_of(file_of(tmp_path, kind, **SHAPES["wide"]))
-    tokens = text(model, 9)
-    scores = fresh(model, tokens)
-    session = prefilled(model, tokens[:-1])
-    got = model.score([Part(session, [tokens[-1], 3], [-1, 0], range(2))])
-    assert torch.isfinite(scores).all()
-    assert torch.equal(got[0], scores)
-
-
-@pytest.mark.parametrize("dtype", ["file", "int8"])
-def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, dtype: str) -> None:
-    path = file_of(tmp_path, "Q4_1")
-    with GgufSource(path) as source:
-        name = "model.layers.1.mlp.up_proj.weight"
-        start = source._header.tensors[source._model.sources[name]].start
-    data = bytearray(path.read_bytes())
-    data[start + 1] = 0x7C
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=f"{path.name} is damaged: .*not finite"):
-        load_model(path, dtype=dtype)
-
-
 def test_a_weight_that_is_too_large_for_int8_is_named(tmp_path: Path) -> None:
     tensors, name = weights(), "model.layers.1.mlp.down_proj.weight"
     tensors[name][3, 5] = -8.3e6
@@ -312,55 +281,3 @@ def test_a_weight_that_is_too_large_for_int8_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", CONFIG, {key: torch.from_numpy(tensors[key]).double() for key in tensors})
     with Checkpoint.open(tmp_path / "model") as source, pytest.raises(UserError, match="not fit int8, a weight is too"):
         NativeLlama.from_tensors(from_dict(source.config), source.weight)
-
-
-@pytest.mark.parametrize("wrong", [np.nan, -np.inf, 8.4e6])
-def test_what_int8_does_not_hold_is_refused_by_both_packages(wrong: float) -> None:
-    values = np.ones((3, 70), np.float32)
-    values[1, 69] = wrong
-    for package in (kernels, emulation):
-        with pytest.raises(ValueError, match=r"a weight is (not finite|too large for int8)"):
-            package.Matrix(values)
-
-
-def test_file_is_for_the_native_runtime(tmp_path: Path) -> None:
-    path = file_of(tmp_path, "Q8_0")
-    with pytest.raises(UserError, match="dtype file needs the runtime native"):
-        load_model(path, dtype="file", runtime="llama")
-    with pytest.raises(UserError, match="allowed are auto, bfloat16, file, float16"):
-        load_model(path, dtype="files")
-
-
-def test_an_inflated_model_writes_its_own_text(tmp_path: Path) -> None:
-    path = file_of(tmp_path, "Q4_1")
-    one, four = (load_model(path, dtype="file", inflate=factor).model for factor in (1, 4))
-    assert four.num_layers > one.num_layers
-    assert four.weight_bytes > 2.5 * one.weight_bytes
-    assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))
-
-
-def test_one_part_of_the_file_is_packed_at_a_time() -> None:
-    """Layers are assembled concurrently, but only one matrix's pages are read at a time, by all threads."""
-    running, most, given = 0, 0, set[int]()
-
-    def stored(*_: Any, threads: int, **options: Any) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        given.add(threads)
-        time.sleep(0.01)
-        running -= 1
-
-    packing = Packing(SimpleNamespace(Matrix=SimpleNamespace(stored=stored), Room=object), 3)
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(4):
-            pool.submit(packing.of_file, [("Q8_0", np.zeros((1, 34), np.uint8))], np.zeros(1), 32)
-    assert (most, given) == (1, {3})
-
-
-@pytest.mark.long
-@pytest.mark.smollm2
-def test_the_real_file_has_one_set_of_bits() -> None:
-    models = [model_of(smollm2_file(), instruction_set=name) for name in SETS]
-    expected = fresh(models[0], text(models[0], 13))
-    assert all(torch.equal(fresh(model, text(model, 13)), expected) for model in models[1:])

@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from files import CONFIG, folder_of, model_folder, weights, write_checkpoint
 from test_tokenizer import sentence_piece
+from toy import Toy
 from turns import in_turn
 
 import outpace
@@ -28,7 +29,6 @@ from outpace.engine.build import find_rule
 from outpace.models.base import Model
 from outpace.models.load import Loaded, load_model
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.models.toy import Toy
 
 CHAT = [{"role": "user", "content": "hello world 12 hello world 12"}]
 SAMPLED = {"temperature": 0.9, "seed": 3, "top_k": 40}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from toy import Toy, ToySession
 
 from outpace.models.base import Model, Part
-from outpace.models.toy import Toy, ToySession
 
 
 class Stopwatch:

@@ -19,7 +19,7 @@ from outpace.core.errors import UserError, install_command, unknown
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
-from outpace.models.llama.weight_sources import inflated, inflation_label, inflation_notice
+from outpace.models.llama.weight_sources import inflated
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
@@ -202,10 +202,13 @@ def _read(
         check_memory(tensor_shapes(config), options)
         check_host(source, config, options, formats)
         model = build(config, fetch, head_ids=head_ids, progress=work_and_progress)
-    model.inflate = options.inflate
-    name = _name(spec) + inflation_label(options.inflate)
-    notices = "; ".join(filter(None, (model.notice, inflation_notice(options.inflate), reason)))
-    return Loaded(model, tokenizer(), name, source.config, options.inflate, notices or None)
+    model.inflate = factor = options.inflate
+    name, inflation = _name(spec), None
+    if factor != 1:
+        name += f" (cost x {factor})"
+        inflation = f"inflated: a pass costs as much as one of a model {factor} times as large, the text is its own"
+    notices = "; ".join(filter(None, (model.notice, inflation, reason)))
+    return Loaded(model, tokenizer(), name, source.config, factor, notices or None)
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:

@@ -83,17 +83,13 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
                     shutil.copyfile(file, made / file.name)
 
 
-def unpack(draft: Path, target: Path, out: Path) -> None:
-    """Write the packed draft `draft` to `out` as a standard folder, completed from `target`.
+def unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = silent) -> None:
+    """Write the packed draft `draft` to `out` as a standard folder, completed from `target`, a folder or .gguf file.
 
-    Raises UserError if it is not packed, if the target has another width or vocabulary, or if `out` exists.
+    Raises UserError if it is not packed, if the target has another width or vocabulary, or if `out` exists. If
+    `progress` raises, nothing is left on disk.
     """
     _check_new(out)
-    _unpack(draft, target, out)
-
-
-def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = silent) -> None:
-    """Unpack; `target` may also be a .gguf file. If `progress` raises, nothing is left on disk."""
     config = read_json(draft / "config.json")
     if not lacks_embedding(config):
         raise UserError(f"{draft} is not packed: it has its own embeddings, and loads as it is")
@@ -135,7 +131,7 @@ def complete_draft(
     folder = cache / DRAFTS / f"{identity(files)}-v{FORMAT_VERSION}"
     mark_used(folder)
     progress("converting", 0.0)
-    if make_once(folder, is_complete_model, lambda: _unpack(draft, target, folder, progress)):
+    if make_once(folder, is_complete_model, lambda: unpack(draft, target, folder, progress)):
         remove_unused(cache)
     return folder
 

@@ -148,7 +148,6 @@ class TransformersModel(Model):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values per slot of a session."""
         return self._token_bytes
 
     @property
@@ -157,7 +156,6 @@ class TransformersModel(Model):
         return sum(weight.nbytes for weight in self.module.parameters())
 
     def open(self, capacity: int, room: int) -> TransformersSession:
-        """Open a session for at most `capacity` committed tokens and `room` pending nodes."""
         return self._passes.open(capacity, room)
 
     @property
@@ -166,7 +164,6 @@ class TransformersModel(Model):
         return int(self.config.num_hidden_layers) - 1
 
     def _score(self, forest: Sequence[Part]) -> Tensor:
-        """Score each part in one or more forwards; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         return self._passes.score(forest, width=self.vocab_size, as_trees=self.supports_trees)
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:

@@ -138,15 +138,3 @@ def added_layers(config: LlamaConfig, factor: int) -> int:
     layers = sum(size for name, size in sizes.items() if name.startswith(PREFIX))
     total = layers + config.vocab_size * config.hidden_size  # of the embedding, a pass reads only some rows
     return round((factor - 1) * total * config.num_layers / layers)
-
-
-def inflation_label(factor: int) -> str:
-    """Return what follows an inflated model's name; "" for any other model."""
-    return "" if factor == 1 else f" (cost x {factor})"
-
-
-def inflation_notice(factor: int) -> str | None:
-    """Return the notice for users of an inflated model; None for any other model."""
-    if factor == 1:
-        return None
-    return f"inflated: a pass costs as much as one of a model {factor} times as large, the text is its own"

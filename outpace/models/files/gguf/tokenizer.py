@@ -15,9 +15,6 @@ from outpace.core.errors import UserError, unknown
 if TYPE_CHECKING:
     import tokenizers
 
-    from outpace.models.files.gguf.config import GgufModel
-    from outpace.models.files.gguf.header import GgufHeader
-
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # SentencePiece's character for a space
 LONGEST_PIECE = 1000  # characters per token; the search for merges is quadratic
@@ -74,14 +71,6 @@ class GgufTokenizer:
     size: int
     settings: dict[str, Any]
     special_ids: dict[str, Any]
-
-
-def build_for(header: GgufHeader, model: GgufModel) -> GgufTokenizer:
-    """Build the model's tokenizer; UserError if it names more tokens than the embedding has rows."""
-    built, rows = build(header.path, header.metadata), model.config.vocab_size
-    if built.size > rows:
-        raise UserError(f"{header.path} names {built.size} tokens, its embedding has {rows} rows")
-    return built
 
 
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:

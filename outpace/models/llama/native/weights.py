@@ -153,9 +153,9 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         _norm(config, fetch, prefix + "input_layernorm"),
         _norm(config, fetch, prefix + config.mlp_norm),
         _qkv(packing, config, attention, fetch),
-        _output(packing, config, attention, fetch),
+        _padded_inputs(packing, fetch, attention + "o_proj", config.head_dim, config.output_bias),
         _gate_up(packing, config, mlp, fetch),
-        _down(packing, config, mlp, fetch),
+        _padded_inputs(packing, fetch, mlp + "down_proj", config.intermediate_size, config.mlp_bias),
         query_norm=norm("self_attn.q_norm", config.head_norm),
         key_norm=norm("self_attn.k_norm", config.head_norm),
         turns=config.rotates(number),
@@ -183,16 +183,17 @@ def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
     return packed or packing.of_floats(np.concatenate(found.floats()), bias)
 
 
-def _output(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
-    """Pack the output projection; each head's inputs are padded so that a head can be rounded once it is computed."""
-    bias = fetch(prefix + "o_proj.bias").tolist() if config.output_bias else []
-    found = fetch.layer_matrices(packing, prefix + "o_proj.weight")
-    packed = pad_stored(packing, found.blocks[0], config.head_dim, bias, fetch.rounded) if found.blocks else None
+def _padded_inputs(packing: Packing, fetch: Fetch, name: str, chunk: int, has_bias: bool) -> Any:
+    """Pack a projection with every `chunk` inputs padded to whole groups, so that a head, or the MLP's activations, can
+    be rounded once computed."""
+    bias = fetch(name + ".bias").tolist() if has_bias else []
+    found = fetch.layer_matrices(packing, name + ".weight")
+    packed = pad_stored(packing, found.blocks[0], chunk, bias, fetch.rounded) if found.blocks else None
     if packed:
         return packed
-    weight = found.floats()[0].reshape(config.hidden_size, config.num_heads, config.head_dim)
-    padded = _padded(weight, 2, -config.head_dim % packing.kernels.GROUP).reshape(config.hidden_size, -1)
-    return packing.of_floats(padded, bias)
+    weight = found.floats()[0]
+    padded = _padded(weight.reshape(len(weight), -1, chunk), 2, -chunk % packing.kernels.GROUP)
+    return packing.of_floats(padded.reshape(len(weight), -1), bias)
 
 
 def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
@@ -209,16 +210,6 @@ def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -
     found = fetch.layer_matrices(packing, *(name + ".weight" for name in names))
     packed = interleave_stored(packing, found.blocks, width, bias, fetch.rounded) if found.blocks else None
     return packed or packing.of_floats(interleaved(found.floats()), bias)
-
-
-def _down(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
-    bias = fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else []
-    found, size = fetch.layer_matrices(packing, prefix + "down_proj.weight"), config.intermediate_size
-    packed = pad_stored(packing, found.blocks[0], size, bias, fetch.rounded) if found.blocks else None
-    if packed:
-        return packed
-    weight = _padded(found.floats()[0], 1, padded_mlp_width(packing.kernels, config) - size)
-    return packing.of_floats(weight, bias)
 
 
 def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
