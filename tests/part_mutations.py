@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -72,13 +71,12 @@ def failed_by(*tests: str) -> str | None:
     return failures.found[0][0] if failures.found else None
 
 
-def find_in_parts() -> str | None:
-    """The first of all the tests below that fails."""
-    return failed_by(*JUDGES)
+def returning(value: object) -> Original:
+    """Replace a function by one that always returns this value."""
+    return lambda original: lambda *given, **more: value
 
 
-def nothing(original: Original) -> Original:
-    return lambda *given: None
+nothing = returning(None)
 
 
 def one_outcome(for_outcomes: Original) -> Original:
@@ -104,157 +102,80 @@ def before_it_is_said(choice_in: Original) -> Original:
 JUDGES: dict[str, None] = {}  # the tests that are named below, each once
 
 
-def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original], test: str) -> Mutation:
+def find_in_parts() -> str | None:
+    """The first of all the tests below that fails."""
+    return failed_by(*JUDGES)
+
+
+def mutation(name: str, owner: Any, attribute: str, make: Original, test: str) -> Mutation:
     JUDGES[test] = None
     return Mutation(name, [owner], attribute, make, lambda: failed_by(test))
 
 
-PART_MUTATIONS = [
-    mutation(
-        "offers on a device: the host waits for each row",
-        rules_base,
-        "_top_k_on_device",
-        nothing,
-        "test_work.py::test_the_host_waits_once_for_a_batch",
-    ),
-    mutation(
-        "captured passes: weights of exact attention on no grid",
-        attention,
-        "exact_weights",
-        lambda f: lambda scores: scores.softmax(-1),
-        "test_graph_exact.py::test_exact_attention_has_no_order",
-    ),
-    mutation(
-        "pearl: the target does not wait for the chain",
-        pearl,
-        "Await",
-        lambda f: lambda **given: f(),
-        "test_parallel_decoders.py::test_a_perfect_drafter_is_waited_for",
-    ),
-    mutation(
-        "ssd: the target does not wait for the chain",
-        ssd,
-        "Await",
-        lambda f: lambda **given: f(),
-        "test_parallel_decoders.py::test_a_perfect_drafter_is_waited_for",
-    ),
-    mutation(
-        "pearl: candidates that arrive during a target pass are lost",
-        CandidateCache,
-        "add_late_children",
-        lambda f: lambda self, tree: 0,
-        "test_parallel_decoders.py::test_pearl_verifies_the_root_after_a_miss_and_else_a_chain",
-    ),
-    mutation(
-        "ssd: only one outcome is drafted",
-        _tree_expander,
-        "outcome_frontier",
-        one_outcome,
-        "test_parallel_decoders.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for",
-    ),
-    mutation(
-        "planned: the drafter is never paused",
-        planned.WaitPlanner,
-        "during",
-        lambda f: lambda self, rows: DraftDirectives(),
-        "test_parallel_decoders.py::test_planned_gains_by_waits_after_hits_and_by_a_drafter_that_rests",
-    ),
-    mutation(
-        "planned: the gain of a layer ignores the number of leaves",
-        planned,
-        "sqrt",
-        lambda f: lambda of: 1.0,
-        "test_parallel_decoders.py::test_a_layer_gains_more_below_few_likely_leaves",
-    ),
-    mutation(
-        "planned: never drafts sequentially",
-        planned._Modes,
-        "choose",
-        nothing,
-        "test_parallel_decoders.py::test_planned_drafts_sequentially_on_one_device",
-    ),
-    mutation(
-        "planned: a trial always pays",
-        ExplorationBudget,
-        "record_trial",
-        always_paid,
-        "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure",
-    ),
-    mutation(
-        "acceptance: one coverage for all positions",
-        PickModel,
-        "log_chances",
-        one_coverage,
-        "test_parts.py::test_a_sure_draft_leaves_less_open_than_another",
-    ),
-    mutation(
-        "model: directives are ignored",
-        ModelDrafter,
-        "set_directives",
-        nothing,
-        "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come",
-    ),
-    mutation(
-        "lookahead: the window is never iterated",
-        LookaheadDrafter,
-        "_iterate",
-        nothing,
-        "test_lookahead.py::test_the_window_is_the_jacobi_iteration",
-    ),
-    mutation(
-        "lookahead: no window is probed",
-        LookaheadDrafter,
-        "_probe",
-        nothing,
-        "test_lookahead.py::test_only_candidates_count_as_drafted",
-    ),
-    mutation(
-        "ouroboros: rejected drafts teach nothing",
-        OuroborosDrafter,
-        "_reuse",
-        nothing,
-        "test_ouroboros.py::test_the_pool_learns_what_is_said_behind_rejected_tokens",
-    ),
-    mutation(
-        "ouroboros: no phrase is attached",
-        OuroborosDrafter,
-        "propose",
-        nothing,
-        "test_ouroboros.py::test_phrases_prolong_a_draft",
-    ),
-    mutation(
-        "choosing: the first draft drafts",
-        DraftSelector,
-        "_best",
-        lambda f: lambda *given: 0,
-        "test_choosing.py::test_the_better_draft_drafts",
-    ),
-    mutation(
-        "choosing: nothing is learnt",
-        DraftSelector,
-        "_compare",
-        nothing,
-        "test_choosing.py::test_the_state_is_saved",
-    ),
-    mutation(
-        "scorer: the first number counts",
-        scoring,
-        "number_in",
-        first_number,
-        "test_scoring.py::test_the_number_of_an_answer",
-    ),
-    mutation(
-        "scorer: text before the answer counts",
-        scoring,
-        "choice_in",
-        before_it_is_said,
-        "test_scoring.py::test_the_choice_of_an_answer",
-    ),
-    mutation(
-        "scorer: spaces and case count",
-        scoring,
-        "_normalised",
-        lambda f: lambda text: text,
-        "test_scoring.py::test_an_exact_text",
-    ),
-]
+MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
+    "test_work.py::test_the_host_waits_once_for_a_batch": [
+        ("offers on a device: the host waits for each row", rules_base, "_top_k_on_device", nothing)
+    ],
+    "test_graph_exact.py::test_exact_attention_has_no_order": [
+        ("captured passes: weights on no grid", attention, "exact_weights", lambda f: lambda scores: scores.softmax(-1))
+    ],
+    "test_parallel_decoders.py::test_a_perfect_drafter_is_waited_for": [
+        ("pearl: the target does not wait for the chain", pearl, "Await", lambda f: lambda **given: f()),
+        ("ssd: the target does not wait for the chain", ssd, "Await", lambda f: lambda **given: f()),
+    ],
+    "test_parallel_decoders.py::test_pearl_verifies_the_root_after_a_miss_and_else_a_chain": [
+        (
+            "pearl: candidates that arrive during a pass are lost",
+            CandidateCache,
+            "add_late_children",
+            returning(0),
+        )
+    ],
+    "test_parallel_decoders.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for": [
+        ("ssd: only one outcome is drafted", _tree_expander, "outcome_frontier", one_outcome)
+    ],
+    "test_parallel_decoders.py::test_planned_gains_by_waits_after_hits_and_by_a_drafter_that_rests": [
+        ("planned: the drafter is never paused", planned.WaitPlanner, "during", returning(DraftDirectives()))
+    ],
+    "test_parallel_decoders.py::test_a_layer_gains_more_below_few_likely_leaves": [
+        ("planned: the gain of a layer ignores the number of leaves", planned, "sqrt", returning(1.0))
+    ],
+    "test_parallel_decoders.py::test_planned_drafts_sequentially_on_one_device": [
+        ("planned: never drafts sequentially", planned._Modes, "choose", nothing)
+    ],
+    "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure": [
+        ("planned: a trial always pays", ExplorationBudget, "record_trial", always_paid)
+    ],
+    "test_parts.py::test_a_sure_draft_leaves_less_open_than_another": [
+        ("acceptance: one coverage for all positions", PickModel, "log_chances", one_coverage)
+    ],
+    "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
+        ("model: directives are ignored", ModelDrafter, "set_directives", nothing)
+    ],
+    "test_lookahead.py::test_the_window_is_the_jacobi_iteration": [
+        ("lookahead: the window is never iterated", LookaheadDrafter, "_iterate", nothing)
+    ],
+    "test_lookahead.py::test_only_candidates_count_as_drafted": [
+        ("lookahead: no window is probed", LookaheadDrafter, "_probe", nothing)
+    ],
+    "test_ouroboros.py::test_the_pool_learns_what_is_said_behind_rejected_tokens": [
+        ("ouroboros: rejected drafts teach nothing", OuroborosDrafter, "_reuse", nothing)
+    ],
+    "test_ouroboros.py::test_phrases_prolong_a_draft": [
+        ("ouroboros: no phrase is attached", OuroborosDrafter, "propose", nothing)
+    ],
+    "test_choosing.py::test_the_better_draft_drafts": [
+        ("choosing: the first draft drafts", DraftSelector, "_best", returning(0))
+    ],
+    "test_choosing.py::test_the_state_is_saved": [("choosing: nothing is learnt", DraftSelector, "_compare", nothing)],
+    "test_scoring.py::test_the_number_of_an_answer": [
+        ("scorer: the first number counts", scoring, "number_in", first_number)
+    ],
+    "test_scoring.py::test_the_choice_of_an_answer": [
+        ("scorer: text before the answer counts", scoring, "choice_in", before_it_is_said)
+    ],
+    "test_scoring.py::test_an_exact_text": [
+        ("scorer: spaces and case count", scoring, "_normalised", lambda f: lambda text: text)
+    ],
+}
+PART_MUTATIONS = [mutation(*row, test) for test, rows in MISTAKES.items() for row in rows]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mutation_checks import Original
-from part_mutations import mutation
+from part_mutations import mutation, returning
 
 from outpace.core.tree import TokenTree
 from outpace.planning import estimators
@@ -19,11 +19,6 @@ from outpace.planning.estimators import DecayedMean
 from outpace.planning.latency_curve import LatencyCurve
 from outpace.planning.planner import Planner
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
-
-
-def returning(value: object) -> Original:
-    """Replace a function by one that always returns this value."""
-    return lambda original: lambda *given, **more: value
 
 
 def uncorrected(of: Original) -> Original:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from twins import adjusted_slowly
 
 from outpace.core import adjust
 from outpace.core.adjust import adjust_logits, adjust_sparse
-from outpace.core.constraints import BannedText
+from outpace.core.constraints import TokenTexts
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, Request, Row
 from outpace.rules import gumbel
@@ -22,9 +22,7 @@ VOCAB = 300
 GUMBEL = gumbel.Gumbel()
 
 
-def ban(*tokens: int) -> BannedText:
-    """Tokens that hold a whole string."""
-    return BannedText((), torch.tensor(sorted(tokens)), (), {}, 0, VOCAB)
+WORDS = [f"<{token}>".encode() for token in range(VOCAB + 40)]
 
 
 def kinds(chance: random.Random) -> list[Adjustments]:
@@ -39,7 +37,7 @@ def kinds(chance: random.Random) -> list[Adjustments]:
         {"logit_bias": bias},
         {"min_tokens": 8},
         {"allowed": allowed},
-        {"banned": ban(3, 77, 290)},
+        {"banned": TokenTexts(WORDS).ban(("<3>", "<77>", "><29"))},
     ]
     together = {name: value for one in given for name, value in one.items()}
     return [Adjustments(**one) for one in (*given, together)]
@@ -54,29 +52,6 @@ def rows_of(
     committed = [*prompt, *chance.choices([*range(VOCAB), *prompt], k=chance.randint(0, 12))]
     paths = [tuple(chance.choices([*range(VOCAB + 9), *committed], k=depth)) for depth in (0, 1, 2, 2, 5)]
     return [Row(request, committed, path) for path in paths]
-
-
-def by_hand(x: np.ndarray, row: Row) -> np.ndarray:
-    """One row, token by token, in float64."""
-    settings, text = row.request.adjustments, [*row.committed, *row.path]
-    assert settings is not None
-    written = Counter(text[len(row.request.prompt) :])
-    made = x.astype(np.float64)
-    for token, value in settings.logit_bias:
-        if token < len(x):
-            made[token] += value
-    for token in range(len(x)):
-        if token in text:
-            penalty = settings.repetition_penalty
-            made[token] = made[token] / penalty if made[token] > 0 else made[token] * penalty
-        if written[token]:
-            made[token] -= settings.presence_penalty + settings.frequency_penalty * written[token]
-        is_early = row.position - len(row.request.prompt) < settings.min_tokens
-        is_banned = settings.banned is not None and token in settings.banned.always
-        is_missing = settings.allowed is not None and token not in settings.allowed
-        if (is_early and token in row.request.stop_ids) or is_banned or is_missing:
-            made[token] = -np.inf
-    return made
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -95,7 +70,7 @@ def test_rows_are_adjusted_as_by_hand(seed: int, monkeypatch: pytest.MonkeyPatch
         assert array.tobytes() == tensor.numpy().tobytes() == device.numpy().tobytes()
         assert np.array_equal(x, kept), "what is given stays as it is"
         for made, before, row in zip(array, x, rows, strict=True):
-            expected = before if row.request.adjustments is None else by_hand(before, row)
+            expected = adjusted_slowly(before.tolist(), row.request, [*row.committed, *row.path], WORDS)
             np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5)
 
 

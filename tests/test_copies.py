@@ -216,55 +216,6 @@ def test_the_window_bounds_the_indexed_text() -> None:
     assert drafter.grow([state], [tree]) == [0], "tokens beyond the window are forgotten"
 
 
-def attach_one_by_one(
-    drafter: LookupDrafter[Any],
-    state: Any,
-    tree: TokenTree,
-    tokens: Sequence[int],
-    length: int,
-    grade: Certainty,
-    least: float,
-) -> None:
-    """Attach a branch token by token."""
-    node = 0
-    for place, token in enumerate(tokens):
-        kind = kind_of(length + place, grade)
-        if least and tree.scores[node] + math.log(drafter.rate(state, kind)) < math.log(least):
-            break
-        is_new = token not in state.proposed.get(tree.ids[node], ())
-        node = drafter.attach(state, tree, node, token, kind)
-        grade = Certainty.SURE if is_new else grade
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_a_branch_equals_its_tokens_attached_one_by_one(seed: int) -> None:
-    """Compare the trees, the recorded proposals and the learned rates over several rounds."""
-    chance = random.Random(seed)
-    sides = [(ngram.NgramDrafter(ngram.Options()), LookupState(request(1))) for _ in range(2)]
-    for step in range(8):
-        trees = [TokenTree(1, root_id=step * 100, next_id=step * 100 + 1) for _ in sides]
-        for _ in range(chance.randint(1, 4)):
-            tokens = [chance.randint(0, 2) for _ in range(chance.randint(0, 9))]
-            length, grade = chance.choice([0, 1, 3, 60, 70]), Certainty(chance.randint(0, 2))
-            least = chance.choice([0.0, 0.02, 0.3])
-            for way, (drafter, state), tree in zip(
-                (LookupDrafter.attach_branch, attach_one_by_one), sides, trees, strict=True
-            ):
-                way(drafter, state, tree, tokens, length, grade, least)
-            assert vars(trees[0]) == vars(trees[1])
-            assert sides[0][1].proposed == sides[1][1].proposed
-        path, written = [0], []
-        while below := trees[0].children(path[-1]):
-            path.append(chance.choice(below))
-            written.append(trees[0].tokens[path[-1]])
-        seen = Observation([trees[0].ids[node] for node in path], [*written, 1], TokenTree(1, root_id=-1))
-        for drafter, state in sides:
-            LookupDrafter.learn(drafter, state, seen)
-        rates = [{kind: rate.value for kind, rate in state.rates.items()} for _, state in sides]
-        assert rates[0] == rates[1]
-    assert rates[0]
-
-
 def test_a_branch_cannot_extend_drawn_siblings() -> None:
     tree = TokenTree(1)
     tree.add(0, 5, -1.0, siblings=Siblings.DRAWN)

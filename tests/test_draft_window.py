@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from doubles import QuickToy, decode, make_request
+from doubles import QuickToy
 
 from outpace.core import registry
 from outpace.core.errors import UserError
@@ -87,15 +87,6 @@ def test_only_the_end_of_a_prompt_is_read() -> None:
     drafter.grow([state], [TokenTree(11)])
     assert sum(model.read) == 300
     assert drafter.reads_at_most(Source("model", True)) is None
-
-
-@pytest.mark.parametrize("method", ["speculative", "auto"])
-def test_the_text_is_plain_decodings(method: str) -> None:
-    target = QuickToy(16, ORDER, 0)
-    request = make_request(tuple(n % 16 for n in range(40)), max_tokens=80)
-    plain = decode([request], target=target)
-    drafter = ModelDrafter(QuickToy(16, ORDER, 0), SHORT)
-    assert decode([request], method, drafter, target=target, check_storage=False).texts == plain.texts
 
 
 def test_the_window_is_the_drafts_own_unless_one_is_named() -> None:

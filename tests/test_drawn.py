@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 from doubles import make_request
-from enumerating import Enumerating, rule_of
+from enumerating import rule_of
 
-from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
+from outpace.core.distribution import RandomSource, TokenDistribution
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.noise import DRAW, PURPOSES
-from outpace.core.tree import DrawnChildren, Siblings, TokenTree, best_nodes
+from outpace.core.tree import DrawnChildren, TokenTree, best_nodes
 from outpace.core.types import Request, Row
-from outpace.drafters._sampled import DrawCounts, draw_children, proposed
+from outpace.drafters._sampled import DrawCounts, proposed
 from outpace.drafters.model import Options
 
 Q = TokenDistribution(np.array([0.5, 0.3, 0.2, 0.0]))
@@ -94,24 +93,6 @@ def test_q_is_what_was_drawn_from_though_the_draft_writes_on() -> None:
     q.forget()
     scores.zero_()
     assert (q.wide(40) == before).all()
-
-
-def test_without_replacement_ends_with_the_support() -> None:
-    tree = TokenTree(9)
-    added = draw_children(tree, 0, Q, request_of("without_replacement"), 4)
-    assert added == 3
-    assert sorted(tree.drawn[0].tokens) == [0, 1, 2]
-    assert tree.siblings_of(0) == Siblings.WITHOUT_REPLACEMENT
-
-
-def test_each_draw_has_a_key_of_its_own() -> None:
-    chance = Enumerating()
-    tree = TokenTree(9)
-    draw_children(tree, 0, Q, request_of("multi_round", chance), 3)
-    assert tree.drawn[0].tokens == (0, 0, 0)
-    assert len(chance.asked) == 3
-    assert chance.twice is None
-    assert DecisionKey(1, 0, 5, DRAW).again(2) == DecisionKey(1, 0, 5, DRAW + 2 * PURPOSES)
 
 
 def test_a_token_that_was_drawn_twice_stands_for_two_branches() -> None:

@@ -131,22 +131,21 @@ def test_sampled_texts_by_chi_square(rule: str, count: int, method: str) -> None
         assert abs(chi_square(two_tokens(requests, target, method), expected)) < 4.0
 
 
-def slow_exponential(key: int, token: int) -> float:
-    """The same hash with Python's own integers and logarithm."""
-    bits = (token ^ key) & 0xFFFFFFFF
+def slow_exponential(key: int, tokens: np.ndarray) -> np.ndarray:
+    """The same hash and logarithm in NumPy, the latter in float64."""
+    bits = tokens.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
     for number, factor in enumerate((0x7FEB352D, 0x846CA68B, 0x9E485565)):
-        if number == 1:
-            bits ^= (key >> 32) & 0xFFFFFFFF
-        bits = bits * factor & 0xFFFFFFFF
-        bits ^= bits >> 15
-    v = (np.float32(bits & 0x7FFFFFFF) + np.float32(0.5)) * np.float32(2.0**-31 * (1 - 2.0**-23))
-    return -math.log1p(-float(v))
+        bits = (bits ^ np.uint32(key >> 32) if number == 1 else bits) * np.uint32(factor)
+        bits ^= bits >> np.uint32(15)
+    v = ((bits & np.uint32(0x7FFFFFFF)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31 * (1 - 2.0**-23))
+    exact: np.ndarray = -np.log1p(-v.astype(np.float64))
+    return exact
 
 
 def test_noise_equals_its_slow_twin() -> None:
     keys = [row_key(seed, choice, position) for seed in (0, 1 << 62) for choice in (0, 3) for position in (1, 999)]
     fast = exponential(keys, 64)
-    slow = torch.tensor([[slow_exponential(key, token) for token in range(64)] for key in keys])
+    slow = torch.from_numpy(np.stack([slow_exponential(key, np.arange(64)) for key in keys])).float()
     torch.testing.assert_close(fast, slow, rtol=2e-6, atol=1e-9)
     torch.testing.assert_close(gumbel(keys, 64), -torch.log(slow), rtol=1e-5, atol=1e-5)
     assert torch.equal(exponential(keys, 64)[:, :7], exponential(keys, 7)), "noise depends on the vocabulary's size"

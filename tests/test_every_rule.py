@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from constraints import Table
-from doubles import make_request, probabilities
 from enumerating import (
     ASKED,
     PROMPT,
@@ -20,13 +19,12 @@ from enumerating import (
     check_equal,
     exact_chances,
     go_every_way,
-    p_after,
     rule_of,
 )
 from turns import in_turn
 
 from outpace.core import registry
-from outpace.core.distribution import DecisionKey, RandomSource
+from outpace.core.distribution import DecisionKey
 from outpace.core.noise import DRAW
 
 LENGTH = 3
@@ -141,18 +139,3 @@ def test_a_biased_draft_is_noticed() -> None:
 
     found, exact = go_every_way(rule_of("rejection", Pruning()), "garbage").texts, exact_chances("bare", 2)
     assert max(abs(found.get(text, 0.0) - exact[text]) for text in exact) > 1e-3
-
-
-def test_a_key_always_gives_the_same_number() -> None:
-    key = DecisionKey(1, 0, 7, DRAW)
-    assert RandomSource().number(key) == RandomSource().number(key) != RandomSource().number(key._replace(choice=1))
-    assert RandomSource().accepts(key, 1.0)
-    assert not RandomSource().accepts(key, 0.0)
-
-
-def test_filters_are_those_of_the_twin() -> None:
-    """Without adjustments p is `probabilities`: the enumeration rests on both."""
-    for name, asked in ASKED.items():
-        if "adjustments" not in asked:
-            row, request = TARGETS[4]._row(PROMPT), make_request(PROMPT, "match", **asked)
-            assert p_after(TARGETS[4], PROMPT, name) == probabilities(row, request.sampling)

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_drafter, make_request, write
 from enumerating import (
@@ -29,14 +28,12 @@ from rule_twins import above, norm
 from test_tree import random_tree
 from turns import case, in_turn
 
-from outpace.core.distribution import TokenDistribution, one_hot
 from outpace.core.errors import UserError
 from outpace.core.stats import RoundStats
 from outpace.core.tree import Role
 from outpace.core.types import Verdict
 from outpace.rules._relaxed import Relaxed
-from outpace.rules.adaptive import importance
-from outpace.rules.cascade import MIXTURES, DistributionPair
+from outpace.rules.cascade import MIXTURES
 
 TARGET = TARGETS[3]
 DRAFT = draft_of("partial", TARGET)
@@ -87,24 +84,6 @@ def test_a_cascade_writes_its_pi(kind: str, asked: str, shape: Shape, a: float) 
     check_equal(go_every_way(rule, "partial", shape, asked).texts, cascade_chances(kind, a, asked, 2))
 
 
-def test_each_mixture_is_the_papers_and_another() -> None:
-    chance = random.Random(3)
-    seen: dict[str, list[Row]] = {kind: [] for kind in MIXTURES}
-    for _ in range(60):
-        raw_p, raw_q = (norm([chance.expovariate(1.0) for _ in range(5)]) for _ in range(2))
-        p, q, a = (
-            norm([value**2 for value in raw_p]),
-            norm([value**2 for value in raw_q]),
-            chance.choice((-2, 0.1, 0.4)),
-        )
-        for kind, mix in MIXTURES.items():
-            rows = (TokenDistribution(np.array(row)) for row in (p, q, raw_p, raw_q))
-            seen[kind].append(mix(DistributionPair(*rows), a).wide(5).tolist())
-            assert seen[kind][-1] == pytest.approx(pi_of(kind, a, p, q, raw_p, raw_q), abs=1e-12)
-            assert a > -2 or seen[kind][-1] == pytest.approx(p)
-    assert all(one != other for one, other in itertools.combinations(seen.values(), 2))
-
-
 STRICT = [
     ("lenience", {"lenience": 0.0}),
     ("adaptive", {"most_lenience": 0.0}),
@@ -143,13 +122,6 @@ def test_lenience_writes_what_its_formula_says_on_the_line_of_yin(name: str, dia
     loss = math.fsum(above(written, p))
     assert loss > 0
     assert (1 - found.accepted) + loss == pytest.approx(distance, abs=1e-12)
-
-
-def test_importance_is_between_nothing_and_all() -> None:
-    flat = TokenDistribution(np.ones(3))
-    assert importance(one_hot(0), one_hot(1)) == pytest.approx(1.0)
-    assert importance(flat, flat) == 0.0
-    assert 0 < importance(*(TokenDistribution(np.array(p_after(model, PROMPT))) for model in (TARGET, DRAFT))) < 1
 
 
 TARGET16 = QuickToy(16, 3, 0)
@@ -302,14 +274,6 @@ def test_picked_siblings_are_counted_by_what_the_rejections_have_left() -> None:
         run = decode(requests, "speculative", make_drafter("ngram", TARGET16), target=TARGET16)
         assert run.figures.accepted > 0
         assert (run.figures.relaxed > 0) is expected
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_exact_rules_relax_nothing(drafter: str) -> None:
-    for name, temperature in (("greedy", 0.0), ("gumbel", 0.9), ("match", 0.9)):
-        requests = [make_request(prompt, name, 30, temperature=temperature) for prompt in ((7,), (2, 7, 1, 8))]
-        run = decode(requests, "speculative", make_drafter(drafter, TARGET16), target=TARGET16)
-        assert run.figures.relaxed == 0
 
 
 def test_what_a_stop_cuts_off_is_not_counted() -> None:

@@ -6,18 +6,17 @@ import math
 import random
 import threading
 
-import numpy as np
 import pytest
 import torch
 from doubles import Candidate, layer_of
 from torch import Tensor
-from toy import Toy, ToySession
+from toy import Toy
 
 from outpace.card.cache import CandidateCache
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import DraftDirectives
 from outpace.core.sampling import Sampling, log_probs
-from outpace.core.tree import PREFIX, Role, TokenTree
+from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
 from outpace.drafters._calibration import AcceptanceRate, PickModel
 from outpace.drafters._composite import SharedTree
@@ -149,11 +148,6 @@ def test_half_precision_scores_are_sampled_in_single() -> None:
     assert torch.equal(log_probs(logits, samplings), log_probs(logits.float(), samplings))
 
 
-def test_a_score_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a number"):
-        TokenTree(0).add(0, 1, math.nan)
-
-
 def test_products_meet_probed_row_counts_only() -> None:
     counts, met = (4, 8, 64), []
 
@@ -178,33 +172,3 @@ def test_rows_that_see_one_another_are_noticed() -> None:
     counts = (4, 5, 6, 8, 16)
     assert find_row_counts([(leaky, 7)], counts) == (4, 8, 16)
     assert find_row_counts([(hopeless, 7)], (4, 8, 32)) == ()
-
-
-def test_pending_nodes_see_their_ancestors_alone_after_any_keep() -> None:
-    chance = random.Random(7)
-    session = ToySession(500, 500)
-    parents: list[int] = []  # of the pending nodes
-    for turn in range(60):
-        new = [chance.randrange(PREFIX, len(parents) + node) for node in range(chance.randrange(5))]
-        sees = session.extend(new)
-        parents += new
-        for node, row in zip(range(len(parents) - len(new), len(parents)), sees, strict=True):
-            above = ancestors(parents, node)
-            assert np.flatnonzero(row).tolist() == sorted(above)
-            assert session.pending_depths[node] == len(above) - 1
-        if parents and turn % 3 == 2:
-            path = ancestors(parents, chance.randrange(len(parents)))[::-1]
-            live = [n for n in range(len(parents)) if path[-1] in ancestors(parents, n)[1:]]
-            session.keep(path, live)
-            parents = [live.index(parents[n]) if parents[n] in live else PREFIX for n in live]
-            assert session.pending == len(live)
-    assert session.length > 20
-
-
-def ancestors(parents: list[int], node: int) -> list[int]:
-    """The node, its parent and so on."""
-    found = []
-    while node != PREFIX:
-        found.append(node)
-        node = parents[node]
-    return found

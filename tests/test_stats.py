@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outpace.core.stats import RoundStats, merge_positions, merge_stats, positions, rates, summarize
+from outpace.core.stats import RoundStats, merge_stats, positions, summarize
 
 STEPS = [
     RoundStats(3, 3, 4, 3),
@@ -27,14 +27,6 @@ def test_a_position_counts_rounds_that_offered_a_token_there_after_accepting_all
     assert positions([(3, 0), (2, 0)]) == ((2, 0),), "no round came to the second"
     assert positions([(0, 0)]) == ()
     assert positions(iter([(2, 2), (2, 1), (4, 2)])) == ((3, 3), (3, 2), (1, 0))
-
-
-def test_positions_of_several_runs_are_those_of_all_their_rounds() -> None:
-    rounds = [(step.depth_offered, step.accepted) for step in STEPS]
-    for cut in range(len(rounds) + 1):
-        assert merge_positions([positions(rounds[:cut]), positions(rounds[cut:])]) == positions(rounds)
-    assert merge_positions([]) == ()
-    assert rates(((4, 3), (2, 1))) == (0.75, 0.5)
 
 
 def test_several_runs_together_are_a_run_of_all_their_rounds() -> None:

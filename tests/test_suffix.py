@@ -31,16 +31,6 @@ def grown(drafter: SuffixDrafter, prompt: Sequence[int]) -> TokenTree:
     return tree
 
 
-def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    """Every node by the tokens down to it, with its path score."""
-    found: dict[tuple[int, ...], float] = {}
-    by_node: dict[int, tuple[int, ...]] = {0: ()}
-    for node in range(1, len(tree)):
-        by_node[node] = (*by_node[tree.parents[node]], tree.tokens[node])
-        found[by_node[node]] = tree.scores[node]
-    return found
-
-
 def places_slowly(text: Sequence[int], options: Options) -> list[tuple[int, int]]:
     """(length of the match, place) of the places that are looked at."""
     ranked = []
@@ -53,32 +43,6 @@ def places_slowly(text: Sequence[int], options: Options) -> list[tuple[int, int]
     most = max((known for known, _, _ in ranked), default=0)
     found = sorted(((place, length) for known, place, length in ranked if known == most), reverse=True)
     return [(length, place) for place, length in found[: options.places]]
-
-
-def tree_slowly(drafter: SuffixDrafter, text: Sequence[int], options: Options) -> dict[tuple[int, ...], float]:
-    """All paths that may be offered, by counting at every path anew; without the limit on their number."""
-    state = drafter.open(request(text))
-    copies = [(length, text[place : place + options.copies]) for length, place in places_slowly(text, options)]
-    found: dict[tuple[int, ...], float] = {}
-
-    def below(path: tuple[int, ...], score: float) -> None:
-        here = [(length, c) for length, c in copies if len(c) > len(path) and tuple(c[: len(path)]) == path]
-        ranked = [(length, c) for length, c in copies if tuple(c[: len(path)]) == path]
-        weights: dict[int, float] = {}
-        for place, (length, copy) in enumerate(ranked):
-            if len(copy) > len(path):
-                weights[copy[len(path)]] = weights.get(copy[len(path)], 0.0) + length**2 * 0.9**place
-        for rank, token in enumerate(sorted(weights, key=lambda t: -weights[t])[: options.branches]):
-            sure = weights[token] >= 0.8 * sum(weights.values())
-            grade = Certainty.SURE if sure else Certainty.OTHER if rank else Certainty.LIKELY
-            longest = max(length for length, copy in here if copy[len(path)] == token)
-            chance = score + math.log(drafter.rate(state, kind_of(longest + len(path), grade)))
-            if chance >= math.log(options.least_chance) or not (path or rank):
-                found[(*path, token)] = chance
-                below((*path, token), chance)
-
-    below((), 0.0)
-    return found
 
 
 def grow_slowly(
@@ -152,21 +116,21 @@ def test_the_tree_is_that_of_looking_everywhere(seed: int) -> None:
     options = Options(copies=6, offered=4096, places=9, branches=3, least_chance=0.05)
     drafter = SuffixDrafter(options)
     drafter._rates = [type(rate)(chance.uniform(0.1, 0.95)) for rate in drafter._rates]
-    base = [chance.randrange(5) for _ in range(30)]
+    text = [chance.randrange(5) for _ in range(30)]
     for _ in range(12):
-        start = chance.randrange(len(base) - 1)
-        base += [*base[start : start + chance.randrange(1, 25)], chance.randrange(5)]
-        mine, slow = paths(grown(drafter, base)), tree_slowly(drafter, base, options)
-        assert mine.keys() == slow.keys()
-        assert all(mine[path] == pytest.approx(slow[path]) for path in mine)
+        start = chance.randrange(len(text) - 1)
+        text += [*text[start : start + chance.randrange(1, 25)], chance.randrange(5)]
+        mine, slow = grown(drafter, text), TokenTree(text[-1])
+        found = [LookupMatch(n, text[at : at + options.copies]) for n, at in places_slowly(text, options)]
+        grow_slowly(drafter, drafter.open(request(text)), slow, found, TreeLimits(4096, 3, 0.05))
+        assert (mine.tokens, mine.parents, mine.scores) == (slow.tokens, slow.parents, slow.scores)
 
 
 def test_the_likeliest_are_offered_first() -> None:
     text = [*range(20), 50, *range(20), 51, *range(20), 50, *range(15)]
-    every, few = paths(grown(SuffixDrafter(Options()), text)), paths(grown(SuffixDrafter(Options(offered=4)), text))
-    assert list(few) == [tuple(range(15, 16 + n)) for n in range(4)]
-    assert len(every) > 4
-    assert every.items() >= few.items()
+    every, few = (grown(SuffixDrafter(Options(offered=count)), text) for count in (24, 4))
+    assert few.tokens[1:] == [15, 16, 17, 18]
+    assert len(every) > len(few)
 
 
 def test_the_longest_match_stands_first_however_often_a_shorter_one_stood() -> None:
@@ -175,22 +139,15 @@ def test_the_longest_match_stands_first_however_often_a_shorter_one_stood() -> N
     assert tree.tokens[1] == 7
 
 
-def test_past_answers_are_copied_and_prompts_of_others_are_not() -> None:
-    drafter = SuffixDrafter(Options())
+@pytest.mark.parametrize(("past", "copied"), [(2048, [12, 13]), (0, [])])
+def test_past_answers_are_copied_and_prompts_of_others_are_not(past: int, copied: list[int]) -> None:
+    drafter = SuffixDrafter(Options(past=past))
     state = drafter.open(request([1, 2, 3]))
     drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
     drafter.close(state)
-    assert grown(drafter, [5, 10, 11]).tokens[1:] == [12, 13]
+    assert [*grown(drafter, [5, 10, 11]).tokens[1:]] == copied
     assert len(grown(drafter, [5, 1, 2])) == 1
     assert len(grown(drafter, [9, 12, 13])) == 1, "an answer ends where it ended"
-
-
-def test_without_a_past_nothing_is_held_of_it() -> None:
-    drafter = SuffixDrafter(Options(past=0))
-    state = drafter.open(request([1, 2, 3]))
-    drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
-    drafter.close(state)
-    assert len(grown(drafter, [5, 10, 11])) == 1
 
 
 def test_memory_is_bounded_over_many_tokens() -> None:

@@ -119,7 +119,8 @@ def adjusted_slowly(
     if settings is None:
         return row
     for token, bias in settings.logit_bias:
-        row[token] += bias
+        if token < len(row):
+            row[token] += bias
     for token in range(len(row)):
         if token in before:
             penalty = settings.repetition_penalty
