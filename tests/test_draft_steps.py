@@ -176,6 +176,25 @@ def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
     assert pair.forwards[1] < 0.75 * pair.forwards[0]
 
 
+def test_steps_taken_ahead_outlive_a_correction() -> None:
+    """Also where the tree has not asked for it yet, and where it begins anew at the target's token."""
+    model = exact()
+    for is_alone in (False, True):
+        pair = Pair(model, [request_of("gumbel", words(model, 20))], 8)
+        pair.grow([0])
+        child = pair.tree.children(0)[0]
+        pair.follow(0, [0], pair.tree.tokens[child], is_alone)
+        for _ in range(3):
+            pair.grow([0])
+        assert pair.forwards == [4, 1]
+        node = max(range(len(pair.tree)), key=pair.tree.depth)
+        path = pair.tree.path(node)
+        pair.follow(0, path[:-1], pair.tree.tokens[node], is_alone)
+        for _ in range(2):
+            pair.grow([0])
+        assert pair.forwards[1] <= 2
+
+
 def test_another_drafters_nodes_take_another_forward() -> None:
     """What the device did not know of is expanded by the host's choice; the trees are alike."""
     model = exact()
