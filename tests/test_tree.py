@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from doubles import make_rule
+from outpace_kernels import Frontier
 
 from outpace.core.tree import (
     PREFIX,
@@ -118,3 +119,40 @@ def test_late_child_ends_the_path() -> None:
     assert follow_picks(tree, [2, 3]) == Verdict([0, 1, 2], None)
     assert follow_picks(tree, [2, 7]) == Verdict([0, 1], 7)
     assert follow_picks(tree, [2]) == Verdict([0, 1], None), "a late node has no row, so its own children wait"
+
+
+def test_children_of_late_children_wait_too() -> None:
+    whole = chain([1, 2])
+    seen = whole.copy([0, 1])
+    whole.add(whole.add(1, 3, -3.0), 4, -4.0)
+    seen.adopt(whole, 2, True)
+    assert [*seen.tokens] == [1, 2, 3], "a late child has no row"
+
+
+NOWHERE = (-2, -1, 2, 10**9)
+
+
+@pytest.mark.parametrize("node", NOWHERE)
+@pytest.mark.parametrize("name", ["children", "has_children", "path", "path_tokens", "depth", "siblings_of", "subtree"])
+def test_a_node_that_is_not_there_is_refused(name: str, node: int) -> None:
+    with pytest.raises(ValueError, match="not in a tree of 2 nodes"):
+        getattr(chain([1, 2]), name)(node)
+
+
+@pytest.mark.parametrize("node", NOWHERE)
+def test_what_would_break_a_tree_is_refused(node: int) -> None:
+    tree, other = chain([1, 2]), Frontier()
+    assert other.next(chain([1, 2, 3]), {}, 1, -9.0, 9) == [0]
+    for refused in (
+        lambda: tree.child(node, 1),
+        lambda: tree.copy([node]),
+        lambda: tree.copy([0, node]),
+        lambda: tree.add(node, 5, -1.0),
+        lambda: tree.add(0, 5, -1.0, siblings=9),
+        lambda: tree.add(0, 5, -1.0, role=7),
+        lambda: tree.scores.__setitem__(1, math.nan),
+        lambda: other.next(tree, {}, 1, -9.0, 9),
+    ):
+        with pytest.raises(ValueError, match=r"not|no |another"):
+            refused()
+    assert follow_picks(tree, [2**32 + 2]) == Verdict([0], 2**32 + 2)

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -73,13 +74,15 @@ struct Column {
             if (PySlice_Unpack(key.ptr(), &first, &end, &step) < 0) throw nb::python_error();
             return list(first, step, PySlice_AdjustIndices(tree->size(), &first, &end, step));
         }
-        return at(checked(nb::cast<Py_ssize_t>(key)));
+        const Py_ssize_t node = PyNumber_AsSsize_t(key.ptr(), PyExc_IndexError);
+        if (node == -1 && PyErr_Occurred()) throw nb::python_error();
+        return at(checked(node));
     }
 };
 
 template <Kind kind>
-Column column(nb::handle self) {
-    return {nb::borrow(self), nb::inst_ptr<TokenTree>(self), kind};
+Column column(nb::pointer_and_handle<TokenTree> self) {
+    return {nb::borrow(self.h), self.p, kind};
 }
 
 using DeltaTuple = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int>, std::vector<int>,
@@ -111,6 +114,7 @@ int attach_offers(TokenTree& tree, const std::vector<int>& frontier,
 std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree, const nb::list& picks,
                                                            nb::handle read) {
     return tree.follow(static_cast<int>(picks.size()), [&](int node) {
+        if (static_cast<std::size_t>(node) >= picks.size()) throw nb::index_error("a pick is gone");
         return nb::cast<int64_t>(read.is_none() ? nb::object(picks[node]) : read(picks[node]));
     });
 }
@@ -145,6 +149,7 @@ void bind_tree(nb::module_& m) {
         .def("__setitem__",
              [](const Column& one, Py_ssize_t node, double score) {
                  if (one.kind != Kind::scores) throw nb::type_error("only path scores can be changed");
+                 if (std::isnan(score)) throw std::invalid_argument("the path score is not a number");
                  one.tree->scores[one.checked(node)] = score;
              })
         .def("__iter__", [](const Column& one) { return nb::iter(one.list()); })

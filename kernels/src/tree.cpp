@@ -26,7 +26,7 @@ void TokenTree::append(int parent, int token, double score, int role, int64_t id
     tokens.push_back(token);
     parents.push_back(parent);
     depths.push_back(parent == kPrefix ? 0 : depths[parent] + 1);
-    scores.push_back(score);
+    scores.push_back(std::isnan(score) ? -std::numeric_limits<double>::infinity() : score);  // sorting needs an order
     roles.push_back(static_cast<uint8_t>(role));
     is_sorted_ = is_sorted_ && (ids.empty() || ids.back() < id);
     ids.push_back(id);
@@ -42,6 +42,11 @@ void TokenTree::append(int parent, int token, double score, int role, int64_t id
     last_child_[parent] = node;
 }
 
+void TokenTree::check(int node) const {
+    if (node < 0 || node >= size())
+        refuse("node " + std::to_string(node) + " is not in a tree of " + std::to_string(size()) + " nodes");
+}
+
 void TokenTree::check_parent(int parent) const {
     if (parent < 0 || parent >= size())
         refuse("parent " + std::to_string(parent) + " is not in a tree of " + std::to_string(size()) + " nodes");
@@ -49,6 +54,7 @@ void TokenTree::check_parent(int parent) const {
 
 void TokenTree::declare(int node, int kind) {
     check_parent(node);
+    if (kind < kPicked || kind > kWithoutReplacement) refuse(std::to_string(kind) + " is no kind of siblings");
     if (kinds_[node] != kUnset && kinds_[node] != kind)
         refuse("children of node " + std::to_string(node) + " are " + kKinds[kinds_[node]] + ", not " + kKinds[kind]);
     kinds_[node] = static_cast<uint8_t>(kind);
@@ -57,6 +63,7 @@ void TokenTree::declare(int node, int kind) {
 int TokenTree::add(int parent, int token, double score, int role, int kind, int64_t id) {
     check_parent(parent);
     if (std::isnan(score)) refuse("the path score of token " + std::to_string(token) + " is not a number");
+    if (role < kPrimary || role > kProbe) refuse(std::to_string(role) + " is no role");
     declare(parent, kind);
     if (kind == kPicked && child(parent, token) >= 0) return kPrefix;
     append(parent, token, std::min(score, scores[parent]), role, id);
@@ -119,12 +126,14 @@ int TokenTree::chain(int parent, const std::vector<int>& new_tokens, const std::
 }
 
 int TokenTree::child(int node, int token) const {
+    check(node);
     for (int one = first_child_[node]; one >= 0; one = next_sibling_[one])
         if (tokens[one] == token && roles[one] != kProbe) return one;
     return kPrefix;
 }
 
 std::vector<int> TokenTree::children(int node) const {
+    check(node);
     std::vector<int> found;
     for (int one = first_child_[node]; one >= 0; one = next_sibling_[one]) found.push_back(one);
     return found;
@@ -138,6 +147,7 @@ std::vector<int> TokenTree::leaves() const {
 }
 
 std::vector<int> TokenTree::path(int node) const {
+    check(node);
     std::vector<int> nodes;
     for (; node != kPrefix; node = parents[node]) nodes.push_back(node);
     std::reverse(nodes.begin(), nodes.end());
@@ -145,6 +155,7 @@ std::vector<int> TokenTree::path(int node) const {
 }
 
 std::vector<int> TokenTree::path_tokens(int node) const {
+    check(node);
     std::vector<int> found;
     for (; node > 0; node = parents[node]) found.push_back(tokens[node]);
     std::reverse(found.begin(), found.end());
@@ -185,7 +196,7 @@ std::vector<int> TokenTree::best(int count) const {
 }
 
 std::vector<int> TokenTree::subtree(int node) const {
-    check_parent(node);
+    check(node);
     std::vector<char> is_inside(size(), 0);
     std::vector<int> found{node};
     is_inside[node] = 1;
@@ -198,6 +209,8 @@ std::vector<int> TokenTree::subtree(int node) const {
 }
 
 double TokenTree::bound(const std::vector<double>& more) const {
+    if (std::any_of(more.begin(), more.end(), [](double score) { return std::isnan(score); }))
+        refuse("a path score is not a number");
     if (max_nodes < 1 || is_drawn || size() + static_cast<int>(more.size()) <= max_nodes)
         return -std::numeric_limits<double>::infinity();
     std::vector<double> all(scores);
@@ -211,11 +224,12 @@ std::pair<std::vector<int>, std::optional<int64_t>> TokenTree::follow(
     std::vector<int> nodes{0};
     while (nodes.back() < count) {
         const int node = nodes.back();
+        check(node);  // the last pick may have changed the tree
         if (kinds_[node] > kPicked)
             refuse("this rule is exact for picked siblings only, node " + std::to_string(node) + " has " +
                    kKinds[kinds_[node]]);
         const int64_t token = pick(node);
-        const int below = child(node, static_cast<int>(token));
+        const int below = static_cast<int>(token) == token ? child(node, static_cast<int>(token)) : kPrefix;
         if (below < 0) return {std::move(nodes), token};
         nodes.push_back(below);
     }
@@ -224,12 +238,13 @@ std::pair<std::vector<int>, std::optional<int64_t>> TokenTree::follow(
 
 void TokenTree::take(const TokenTree& other, const std::vector<int>& nodes) {
     if (nodes.empty()) refuse("a tree needs a root");
+    for (const int node : nodes) other.check(node);
     std::vector<int> places(other.size(), -1);
-    TokenTree tree(other.tokens.at(nodes[0]), other.ids[nodes[0]], other.next_id);
+    TokenTree tree(other.tokens[nodes[0]], other.ids[nodes[0]], other.next_id);
     places[nodes[0]] = 0;
     const double base = other.scores[nodes[0]];
     for (std::size_t n = 1; n < nodes.size(); ++n) {
-        const int node = nodes[n], above = other.parents.at(node) < 0 ? -1 : places[other.parents[node]];
+        const int node = nodes[n], above = node ? places[other.parents[node]] : -1;
         if (above < 0) refuse("node " + std::to_string(node) + " has no parent among the nodes");
         tree.current_source = other.sources[node];
         tree.append(above, other.tokens[node], other.scores[node] - base, other.roles[node], other.ids[node]);
@@ -242,10 +257,12 @@ void TokenTree::take(const TokenTree& other, const std::vector<int>& nodes) {
 }
 
 void TokenTree::adopt(const TokenTree& other, int first, bool is_secondary_visible) {
-    for (int node = std::max(first, 1); node < other.size(); ++node) {
+    const int known = size(), end = other.size();
+    for (int node = std::max(first, 1); node < end; ++node) {
         if (!is_secondary_visible && other.roles[node] == kSecondary && !other.has_children(node)) continue;
         const int parent = find(other.ids[other.parents[node]]);
-        if (parent >= 0) add(parent, other.tokens[node], other.scores[node], other.roles[node], kPicked, other.ids[node]);
+        if (parent >= 0 && parent < known)
+            add(parent, other.tokens[node], other.scores[node], other.roles[node], kPicked, other.ids[node]);
     }
 }
 
@@ -302,6 +319,7 @@ double left_open(const std::vector<double>& values) {
 
 std::vector<double> log_softmax_at(const std::vector<double>& values, int place,
                                    const std::vector<double>& temperatures) {
+    if (values.empty()) refuse("there are no values");
     const double top = *std::max_element(values.begin(), values.end());
     std::vector<double> found;
     for (const double temperature : temperatures) {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,13 +68,22 @@ class TokenTree {
 
     int child(int node, int token) const;
     std::vector<int> children(int node) const;
-    bool has_children(int node) const { return first_child_[node] >= 0; }
+    bool has_children(int node) const {
+        check(node);
+        return first_child_[node] >= 0;
+    }
     std::vector<int> leaves() const;
     std::vector<int> path(int node) const;
     std::vector<int> path_tokens(int node) const;
-    int depth(int node) const { return depths[node]; }
+    int depth(int node) const {
+        check(node);
+        return depths[node];
+    }
     int deepest() const;
-    int siblings_of(int node) const { return kinds_[node] == kUnset ? static_cast<int>(kPicked) : kinds_[node]; }
+    int siblings_of(int node) const {
+        check(node);
+        return kinds_[node] == kUnset ? static_cast<int>(kPicked) : kinds_[node];
+    }
     /// Returns the node with this id, or kPrefix.
     int find(int64_t id) const;
     bool is_chain() const;
@@ -88,7 +98,7 @@ class TokenTree {
     std::pair<std::vector<int>, std::optional<int64_t>> follow(int count, const std::function<int64_t(int)>& pick) const;
     /// Becomes a tree of these nodes of another tree, the first as root.
     void take(const TokenTree& other, const std::vector<int>& nodes);
-    /// Adds the nodes of another tree from `first` on whose parents are here, with their ids. Unless
+    /// Adds the nodes of another tree from `first` on whose parents were here before, with their ids. Unless
     /// `is_secondary_visible`, secondary nodes that were not expanded are left out.
     void adopt(const TokenTree& other, int first, bool is_secondary_visible);
     /// Returns the nodes from `first` on.
@@ -109,6 +119,8 @@ class TokenTree {
 
   private:
     void append(int parent, int token, double score, int role, int64_t id);
+    /// Throws unless the tree has this node.
+    void check(int node) const;
     void check_parent(int parent) const;
 
     std::vector<int> first_child_, last_child_, next_sibling_;
@@ -147,6 +159,7 @@ double left_open(const std::vector<double>& values);
 
 template <class IsOpen>
 void Frontier::extend(const TokenTree& tree, const IsOpen& is_open) {
+    if (seen_ > tree.size()) throw std::invalid_argument("the frontier is that of another tree: reset it");
     for (; seen_ < tree.size(); ++seen_)
         if (tree.roles[seen_] != kProbe && is_open(seen_)) {
             open_.emplace_back(-tree.scores[seen_], seen_);
