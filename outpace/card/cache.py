@@ -141,10 +141,10 @@ class CandidateCache:
         tokens = [tree.tokens[node] for node in verdict.path[1:]]
         with self._lock:
             root = self._tree.find(path[-1])
+            assert root is not None  # queried nodes stay until the next correction
             kind = "late"
             if verdict.next_token is not None:
                 tokens.append(verdict.next_token)
-                assert root is not None
                 root = self._tree.child(root, verdict.next_token)
                 root = None if root is None or not (self.visibility.keep_subtree and self._sees(root)) else root
                 kind = "miss" if root is None else Role(self._tree.roles[root]).label

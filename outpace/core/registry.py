@@ -70,9 +70,13 @@ def find(kind: str, name: str) -> Any:
 
 
 def _own_class(kind: str, module: ModuleType) -> Any:
-    """Return the class of a method that its module defines."""
-    own = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
-    return next(value for value in own if isinstance(value, type) and hasattr(value, _DEFINES[kind]))
+    """Return the class of a method that its module defines: not one from which another of its classes inherits."""
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    found = [value for value in own if isinstance(value, type) and hasattr(value, _DEFINES[kind])]
+    for one in found:
+        if not any(one in other.__mro__[1:] for other in found):
+            return one
+    raise UserError(f"module {module.__name__} defines no class with a method {_DEFINES[kind]}")
 
 
 def _module(kind: str, name: str) -> ModuleType:
