@@ -15,7 +15,7 @@ ALIKE = "test_draft_steps.py::test_several_steps_grow_the_tree_of_single_ones"
 
 
 def sees_itself_alone(best: Original) -> Original:
-    return lambda choice, step, slots: best(choice, step, slots)._replace(bits=own_bit(slots))
+    return lambda choice, slots: best(choice, slots)._replace(bits=own_bit(slots))
 
 
 def keyed_one_further(propose: Original) -> Original:

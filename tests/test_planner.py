@@ -255,7 +255,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
             copier.is_asked = True
             tree.current_source = copier.source.name
             tree.add(0, token, math.log(0.5))
-            planner.looked_up(tree, copier)
+            planner.looked_up(tree)
         planner.learn(tree, [0, 2])
     trust = costs.state_dict()["trust"]
     assert trust["ngram"] < 0.2
@@ -276,7 +276,7 @@ def test_chances_of_a_calibrated_drafter_are_not_corrected(are_accepted: bool) -
     for _ in range(20):
         tree = chain_of(copies, (0.9, 0.8, 0.7, 0.45))
         planner.begin()
-        planner.looked_up(tree, planner.lookups[0])
+        planner.looked_up(tree)
         assert planner.chosen(tree) == [0, 1, 2, 3]
         planner.learn(tree, [0, 1, 2, 3, 4] if are_accepted else [0])
     assert copies.name not in costs.state_dict()["trust"]
@@ -328,7 +328,7 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
             asked += 1
             costs.record_draft(0.001, 1, COPIES)
             tree = chain_of(COPIES, (0.95, 0.9))
-            planner.looked_up(tree, planner.lookups[0])
+            planner.looked_up(tree)
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
         costs.record_round(4, 4, 4, 6.0, 0.0)
     assert asked > 150 if is_asked else 4 < asked < 20, asked

@@ -1,7 +1,7 @@
-"""The forward of a Llama-family model on a CPU: weights in int8 or as a file has them,
-token trees, the same bits for every batch.
+"""The forward of a Llama-family model on a CPU: weights in int8 or as a file has them, token trees, the same bits for
+every batch. Also `rank`, the best tokens of rows of logits, and `TokenTree`, the tree that a round drafts and verifies.
 
-Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is the arithmetic in numpy.
+It takes and returns buffers and knows nothing of torch or the engine. `emulation` is the arithmetic in numpy.
 """
 
 from outpace_kernels._native import (

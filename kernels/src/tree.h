@@ -1,8 +1,8 @@
 // A tree of candidate tokens: the operations of a round that would be slow in Python.
 #pragma once
 
-#include <cstdint>
 #include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <optional>

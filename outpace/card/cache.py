@@ -2,7 +2,7 @@
 
 CARD, arXiv:2508.04462, has two caches. C, the primary one, holds the K best new nodes of each draft step; B, the
 secondary one, holds the other nodes that the step added. Here both are one tree: a node's `Role` says which cache it
-belongs to (`core.tree.TokenTree.attach_children` assigns it), and decides nothing but what `VisibilityOptions` hide and
+belongs to (`TokenTree.attach_offers` assigns it), and decides nothing but what `VisibilityOptions` hide and
 how a hit is counted. The drafter expands the nodes with the best path scores, whichever their role. Two additions to
 the paper: a next token found in B is a hit too, and the best subtree is verified instead of one chain.
 """

@@ -29,8 +29,8 @@ def flag(default: Any, text: str, *names: str, panel: str | None = None, **optio
 def flags(command: Callable[..., None]) -> Callable[..., None]:
     """Turn the parameters of a command that `flag` declares into options of typer.
 
-    A parameter may be a dataclass: its fields become flags. A field may be a dataclass too. One that knows no command
-    line has the help texts of its flags in the field's metadata "texts", by name; its other fields keep their defaults.
+    A parameter may be a dataclass: its fields become flags. A field may be a dataclass too. If that one declares no
+    flags, the field's metadata "texts" has help texts by name; fields without a text keep their defaults.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}

@@ -35,7 +35,7 @@ class OpenNode(NamedTuple):
 
 
 class ScoreCalibration(NamedTuple):
-    """How scores on a rule's scale become probabilities: see `drafters/_calibration.ChoiceModel`.
+    """How scores on a rule's scale become probabilities: see `drafters/_calibration.PickModel`.
 
     If `open` is None, the scores are no probabilities, and `coverage` is the probability that any proposal is picked.
     """

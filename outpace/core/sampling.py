@@ -66,7 +66,7 @@ def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 def filter_logits(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Return logits over temperature, -inf if filtered out: `log_probs` before the softmax. [rows, vocab]
 
-    The same memory if nothing changes.
+    Returns `logits` itself if nothing changes.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p
     if not any(s.filters or s.temperature not in (0.0, 1.0) for s in samplings):

@@ -1,6 +1,6 @@
 """Token trees: candidate tokens that await verification, and functions on them.
 
-The tree itself is native (`kernels/src/tree.h`); `tests/tree_twin.py` says in Python what it does.
+The tree itself is native (`kernels/src/tree.h`); `tests/tree_twin.py` is a reference implementation in Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Role(IntEnum):
 class Siblings(IntEnum):
     """How the children of one node were chosen; a rule refuses trees that it is not exact for.
 
-    PICKED: deterministically, no two alike. DRAWN: independently from q, duplicates count.
+    PICKED: deterministically, no two alike. DRAWN: independently from q, duplicates count. WITHOUT_REPLACEMENT: from q,
+    each without the tokens drawn before it.
     """
 
     PICKED = 1

@@ -59,7 +59,7 @@ def _look_up(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
     for source in planner.lookups:
         if source.is_asked:
             yield Draft(tree, source.source)
-            planner.looked_up(tree, source)
+            planner.looked_up(tree)
 
 
 def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:

@@ -88,7 +88,7 @@ class PickModel:
         return ScoreCalibration(self._temperature, self._coverage.value, self._open.value if self._has_shares else None)
 
     def learn(self, values: Sequence[float], picked: int | None) -> None:
-        """The target picked proposal number `picked` of these values, or none of them (None)."""
+        """Learn that the target picked proposal number `picked` of these values, or none of them (None)."""
         self._coverage.learn(picked is not None)
         if self._has_shares:
             self._open.learn(picked is None, left_open(values))

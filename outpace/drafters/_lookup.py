@@ -127,10 +127,10 @@ class LookupDrafter(Drafter, Generic[State]):
         `length`: number of matching tokens before the chain; `grade`: certainty of the first token that no other branch
         shares.
         """
-        planted, ids, floor = state.proposed, tree.ids, math.log(least or NEVER)
+        proposed, ids, floor = state.proposed, tree.ids, math.log(least or NEVER)
         tokens, place = tokens if node else allowed(state, tokens), 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # shared with a branch
-            kind, below = kind_of(length + place, grade, origin), planted.setdefault(ids[node], {})
+            kind, below = kind_of(length + place, grade, origin), proposed.setdefault(ids[node], {})
             if tree.scores[node] + self.log_rate(state, kind) < floor:
                 return node
             if tokens[place] not in below:
@@ -145,7 +145,7 @@ class LookupDrafter(Drafter, Generic[State]):
                 break
             kinds.append(kind)
             scores.append(score)
-            if len(kinds) > 1 or rest[0] not in planted.get(ids[node], ()):
+            if len(kinds) > 1 or rest[0] not in proposed.get(ids[node], ()):
                 grade = Certainty.SURE
         return self.attach_chain(state, tree, node, rest[: len(kinds)], kinds, scores) if kinds else node
 
@@ -160,10 +160,10 @@ class LookupDrafter(Drafter, Generic[State]):
     ) -> int:
         """Attach a chain with these path scores below `node`, which has no child with the first token; return its last
         node."""
-        planted, first = state.proposed, tree.chain(node, tokens, scores)
-        planted.setdefault(tree.ids[node], {}).setdefault(tokens[0], kinds[0])
+        proposed, first = state.proposed, tree.chain(node, tokens, scores)
+        proposed.setdefault(tree.ids[node], {}).setdefault(tokens[0], kinds[0])
         for above, token, kind in zip(tree.ids[first:], tokens[1:], kinds[1:], strict=False):
-            planted[above] = {token: kind}
+            proposed[above] = {token: kind}
         return first + len(tokens) - 1
 
     def rate(self, state: State, kind: int) -> float:
@@ -188,8 +188,8 @@ class LookupDrafter(Drafter, Generic[State]):
                     own[kind] = AcceptanceRate(rates[kind].value, _OWN)
                 own[kind].learn(token == written)
                 rates[kind].learn(token == written)
-        planted = state.proposed
-        state.proposed = {node: planted[node] for node in seen.tree.ids if node in planted}
+        proposed = state.proposed
+        state.proposed = {node: proposed[node] for node in seen.tree.ids if node in proposed}
 
     def state_dict(self) -> Mapping[str, float]:
         """Return the rate of each kind, for the profile."""

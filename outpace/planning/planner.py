@@ -89,8 +89,8 @@ class Planner:
         """Return whether a lookup source gives more than the host's time for it costs."""
         return lookup.gain.value > self._price * self._costs.draft_seconds(lookup.source)
 
-    def looked_up(self, tree: TokenTree, lookup: LookupSource) -> None:
-        """Note that the lookup source has added its nodes."""
+    def looked_up(self, tree: TokenTree) -> None:
+        """Note that a lookup source has added its nodes."""
         self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
 
     def pays(self, tree: TokenTree, model: ModelSource) -> bool:

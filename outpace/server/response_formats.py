@@ -76,7 +76,7 @@ class ResponseFormat:
         yield sse(error.openai())
 
     def ping(self) -> bytes:
-        """Return a sign of life: how many tokens of the first prompt were read, of how many."""
+        """Return a comment that keeps the connection alive: how many of the first prompt's tokens were read."""
         run, total = self.group.choices[0].run, len(self.group.prompts[0])
         session = getattr(run.kv, "session", None) if run is not None else None  # only while the engine works on it
         read = min(session.length + 1, total) if session is not None else 0

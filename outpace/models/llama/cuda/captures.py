@@ -171,7 +171,7 @@ class Captures:
     def begin(
         self, key: Hashable, inputs: StaticInputs, work: Work, *buffers: Tensor, idle: Mapping[str, int] | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the inputs to fill and send before `replay`; first capture `work` over idle inputs, unless it was."""
+        """Return the inputs to fill and send before `replay`; first capture `work` over idle inputs if needed."""
         if key not in self._made:
             inputs.begin(idle or {})
             inputs.send()

@@ -104,7 +104,7 @@ class SteppingLlama(GraphLlama):
                 selection.attach(step, nodes, tokens, values)
                 after = torch.arange(step * bucket.width, (step + 1) * bucket.width, device=out.device)
                 pending = inputs["pending"][:, None] + after
-                nodes = selection.best(step, pending)
+                nodes = selection.best(pending)
                 logits = self._step_forward(inputs, nodes, pending, below, slots)
 
     def _propose(

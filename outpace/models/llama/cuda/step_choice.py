@@ -135,7 +135,7 @@ class NodeSelection:
         self._bits[:, mine] = nodes.bits.gather(1, parent[..., None].expand(-1, -1, WORDS))
         self._origin[:, mine] = parent + (self._bucket.opened + step * width)
 
-    def best(self, step: int, slots: Tensor) -> StepNodes:
+    def best(self, slots: Tensor) -> StepNodes:
         """Choose the best unexpanded nodes, in tree order, as the pending nodes `slots` [batch, width]."""
         width, inputs = self._bucket.width, self._inputs
         scores, floor = self._scores, _floats(inputs["floor"])
