@@ -10,9 +10,13 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-import outpace_kernels as kernels
-
+from outpace.core.errors import INSTALL_KERNELS, UserError
 from outpace.core.lazy import torch
+
+try:
+    import outpace_kernels as kernels
+except ImportError as error:
+    raise UserError(f"outpace needs its native kernels ({error}): {INSTALL_KERNELS}") from error
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from outpace.core.errors import INSTALL_KERNELS as INSTALL
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.lazy import num_cores
 from outpace.models.llama.config.footprint import ENTRY_BYTES
@@ -14,10 +15,6 @@ from outpace.models.options import AUTO, FILE, INT4, INT8
 
 VERSION = "0.2.0"  # of outpace-kernels: its interface changes with every release
 WEIGHTS = (INT8, INT4, FILE, AUTO)
-INSTALL = (
-    "run `pip install ./kernels` in a checkout of outpace, with a C++20 compiler, or"
-    " `pip install --find-links FOLDER outpace-kernels` where FOLDER holds a wheel of them"
-)
 
 
 class UnsupportedShape(UserError):
