@@ -113,11 +113,8 @@ class Memoized(Toy):
     def __init__(self, model: Model) -> None:
         super().__init__(vocab_size=1)
         self.vocab_size, self._model = model.vocab_size, model
+        self.num_layers = 1 << 30  # rows depend on the whole text
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
-
-    @property
-    def reach(self) -> int:
-        return 1 << 30
 
     def _score_hidden(self, forest: Sequence[Any], layers: Sequence[int]) -> Any:
         output = super()._score_hidden(forest, layers)
