@@ -266,8 +266,8 @@ def test_a_process_that_is_killed_during_a_wait(method: str) -> None:
         )
         assert run.texts == TEXTS
         assert worker.killed
-        assert len(said) == 1
-        assert "SIGKILL" in said[0]
+        assert len(said) in (1, 2)  # while it restarts, and if it was killed so often that it is given up
+        assert all("SIGKILL" in one for one in said)
 
 
 class Leaves(QuickToy):

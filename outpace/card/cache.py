@@ -160,7 +160,9 @@ class CandidateCache:
     def has_grown(self, layers: int, depth: int = 0) -> bool:
         """Whether `layers` layers came since the last correction and the tree reaches `depth` below the root; or the
         drafter gave up."""
-        if self.layers < layers or not depth or self.is_given_up:
+        if self.is_given_up:  # also if it did so after the caller had counted the layers
+            return True
+        if self.layers < layers or not depth:
             return self.layers >= layers
         with self._lock:
             return self._tree.deepest >= depth
