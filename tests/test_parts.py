@@ -127,6 +127,13 @@ def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
     assert cache.counts["orphan"] == 1
 
 
+def test_a_wait_ends_if_the_drafter_gave_up_before_its_layers_were_counted() -> None:
+    cache = CandidateCache(5)
+    cache.insert(layer_of(0, []))  # nothing more below this root
+    assert cache.has_grown(cache.layers + 1)
+    cache.wait(cache.layers + 1, 3600.0)
+
+
 def test_a_worker_leaves_other_threads_their_cores() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
