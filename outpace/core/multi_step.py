@@ -18,7 +18,7 @@ MAX_DEPTH = 128  # of a node below the root
 
 
 def max_open_nodes(width: int, steps: int) -> int:
-    """Return how many of the nodes that are open before the steps can be of use: as many as are expanded."""
+    """Return the number of open nodes that the steps can use: they expand no more than this."""
     return width * (steps - 1)
 
 

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 PREFIX = -1  # the parent of the root
 
 
-class Role(IntEnum):
+class LabelledEnum(IntEnum):
+    """Numbers that the kernels share, with names for people."""
+
+    @property
+    def label(self) -> str:
+        """Return the name in figures and messages: "primary", "drawn", ..."""
+        return self.name.lower()
+
+
+class Role(LabelledEnum):
     """The purpose of a node.
 
     PRIMARY: among the K best of its draft step: CARD's cache C. SECONDARY: scored, but not among them: CARD's cache B;
@@ -38,13 +47,8 @@ class Role(IntEnum):
     SECONDARY = 1
     PROBE = 2
 
-    @property
-    def label(self) -> str:
-        """Return its name in figures: "primary", ..."""
-        return self.name.lower()
 
-
-class Siblings(IntEnum):
+class Siblings(LabelledEnum):
     """How the children of one node were chosen; a rule refuses trees that it is not exact for.
 
     PICKED: deterministically, no two alike. DRAWN: independently from q, duplicates count. WITHOUT_REPLACEMENT: from q,
@@ -54,11 +58,6 @@ class Siblings(IntEnum):
     PICKED = 1
     DRAWN = 2
     WITHOUT_REPLACEMENT = 3
-
-    @property
-    def label(self) -> str:
-        """Return its name in messages."""
-        return self.name.lower()
 
 
 class DrawnChildren(NamedTuple):
