@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fuzz_server import fuzz_server
-from serving import CHAT, HELLO, Served, head, served
+from serving import CHAT, HELLO, Served, head, served, wait_for
 
 import outpace
 from outpace.core.errors import UserError
+from outpace.server.app import GETS
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerLimits, ServerOptions
 from outpace.server.request_body import parse_json
@@ -34,9 +36,11 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'"),
-        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "did you mean 'include_usage'"),
-        ({"previous_response_id": "x"}, "previous_response_id", "unknown field"),
+        ({"previous_response_id": "x"}, "previous_response_id", "this API does not support it"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "use structured_outputs"),
+        ({"use_beam_search": True}, "use_beam_search", "use_beam_search is True"),
+        ({"typical_p": 0.5}, "typical_p", "typical_p is 0.5"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "use max_tokens"),
         ({"temperature": -1}, "temperature", "temperature is -1"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
         *[({"top_p": value}, "top_p", f"top_p is {value}") for value in (0, 2)],
@@ -105,12 +109,20 @@ def test_a_too_long_prompt_has_its_own_code(site: Served) -> None:
     ("body", "headers", "status"),
     [
         *[(body, {}, 400) for body in (b"{", b"[]", b"", b"\xff", b'{"n": NaN}', b'{"messages": "\\ud800"}')],
+        *[
+            (b'{"metadata": {"x": [%b]}}' % number, {}, 400)
+            for number in (b"1e999", b"-1e400", b"Infinity", b"-Infinity")
+        ],
         (b"[" * 10_000, {}, 400),
         (b'{"a":' * 70 + b"1" + b"}" * 70, {}, 400),
         (b'{"n": ' + b"9" * 5000 + b"}", {}, 400),
         (b"{}" + b" " * 20_000, {}, 413),
         (b"{}", {"Content_Type": "text/plain"}, 415),
         (b"{}", {"Content_Type": ""}, 415),
+        *[
+            (b"{}", {"Content_Encoding": encoding}, 415)
+            for encoding in ("gzip", "deflate", "br", "zstd", "gzip, identity")
+        ],
     ],
 )
 def test_invalid_json_is_refused(site: Served, body: bytes, headers: dict[str, str], status: int) -> None:
@@ -171,12 +183,48 @@ def test_unknown_paths_and_methods(site: Served) -> None:
     assert [site.ask(CHAT).status, site.ask("/health", {}).status] == [405, 405]
 
 
-def test_unknown_fields_can_be_ignored(llm: outpace.LLM) -> None:
-    with served(llm, ignore_unknown=True) as site:
-        for stream in (False, True):
-            found = site.chat(max_tokens=2, wrong=1, stream=stream, stream_options={"more": 2})
-            assert found.status == 200
-            assert found.headers["x-ignored-fields"] == "wrong,stream_options.more"
+def test_head_is_answered_as_get_is(site: Served) -> None:
+    for path in [*GETS, "/openapi.json", "/v1/models/" + site.service.names[0]]:
+        connection = site.connect()
+        connection.request("HEAD", path)
+        found = connection.getresponse()
+        got = site.ask(path)
+        assert (found.status, found.getheader("content-type")) == (got.status, got.headers["content-type"]), path
+        assert found.read() == b""
+        connection.request("GET", "/version")  # the connection is still in order
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_what_is_unknown_is_ignored_and_named(site: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields, and tools of types that the server does not have; null is no value, and some values change nothing."""
+    function = {"type": "function", "function": {"name": "f"}}
+    more = {"größe": 1, "absent": None, "n_probs": 0, "use_beam_search": False, "best_of": 1}
+    given = {"tools": [{"type": "web_search"}, function], "tool_choice": "none", "stream_options": {"more": 2}, **more}
+    names = "n_probs,use_beam_search,best_of,stream_options.more,tools.0=web_search"
+    for stream in (False, True):
+        found = site.chat(max_tokens=2, stream=stream, wrong=1, **given)
+        assert found.status == 200, found.body
+        assert found.headers["x-ignored-fields"].replace("wrong,gr\\xf6\\xdfe,", "") == names
+    wait_for(lambda: not site.server.server_state.tasks)
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["ignored"].endswith(names) for line in logged] == [True, True]
+    assert "x-ignored-fields" not in site.chat(max_tokens=2).headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "did you mean 'include_usage'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type is 'web_search', this API supports 'function'"),
+    ],
+)
+def test_strict_servers_refuse_what_is_unknown(llm: outpace.LLM, fields: dict[str, Any], param: str, says: str) -> None:
+    with served(llm, strict=True) as site:
+        found = site.chat(max_tokens=2, **fields)
+        assert (found.status, found.error["param"]) == (400, param)
+        assert says in found.error["message"]
 
 
 def test_api_keys_are_checked(llm: outpace.LLM) -> None:

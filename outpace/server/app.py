@@ -31,6 +31,8 @@ from outpace.server.tokens import DetokenizeBody, TokenizeBody, detokenize, toke
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 PAGE = files("outpace.server") / "page.html"
+MAX_IGNORED = 500  # characters of the names of ignored fields
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # not allowed in headers
 
 
 def build_app(service: Service) -> Middleware:
@@ -52,6 +54,7 @@ def build_app(service: Service) -> Middleware:
         _add_route(app, service, "POST", path, summary, handler, openapi_extra={"requestBody": body})
     for path, (summary, handler) in GETS.items():
         _add_route(app, service, "GET", path, summary, handler)
+        _add_route(app, service, "HEAD", path, summary, handler, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.openapi()["components"] = {"schemas": schemas}  # the document is cached
     queued = frozenset(path for path, (*_, response_format) in POSTS.items() if response_format)
@@ -117,17 +120,19 @@ def _call(kind: type[Any], function: Callable[..., dict[str, Any]]) -> Handler:
 
 
 async def _body(service: Service, request: Request, kind: type[B]) -> tuple[B, Mapping[str, str]]:
-    """Read and validate a body; return it with a response header that lists ignored fields."""
-    given = await read_json(request, service.limits)
+    """Read and validate a body; return it with a response header that lists what is ignored, as the log does."""
+    given, record = await read_json(request, service.limits), _record(request)
     if service.options.log_prompts:
-        logs.write("body", id=_record(request)["id"], body=given)
-    body, unknown = validate(kind, given, service.options.ignore_unknown)
+        logs.write("body", id=record["id"], body=given)
+    body, names = validate(kind, given, service.options.strict)
+    ignored = ",".join(names)[:MAX_IGNORED].encode("ascii", "backslashreplace").decode()
+    headers = {"x-ignored-fields": CONTROL.sub("?", ignored)} if names else {}
+    record |= {"ignored": ignored} if names else {}
     name = getattr(body, "model", None)
     if name is not None and name not in service.names:
         message = f"there is no model {name!r:.100}, this server has {', '.join(service.names)}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    ignored = ",".join(name for name in unknown if name.isascii() and name.isprintable())[:500]
-    return body, {"x-ignored-fields": ignored} if ignored else {}
+    return body, headers
 
 
 async def _models(service: Service, request: Request) -> Response:

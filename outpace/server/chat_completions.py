@@ -48,6 +48,7 @@ class PredictedOutput(Body):
 class ChatBody(SamplingBody):
     """The request body of a chat completion."""
 
+    tool_type = "function"
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)

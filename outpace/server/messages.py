@@ -65,6 +65,7 @@ class MessagesToolChoice(Body):
 class ConversationBody(Body):
     """A conversation with its tools."""
 
+    tool_type = "custom"
     messages: list[InputMessage] = Field(min_length=1)
     system: str | list[ContentBlock] | None = None
     tools: list[MessagesTool] | None = None

@@ -47,8 +47,8 @@ class ServerOptions:
 
     `names`: names of the model in requests. `methods`: methods, drafters and rules that a request may choose besides
     the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
-    empty: those of this machine, or any if there are keys. `ignore_unknown`: report unknown fields in a header instead
-    of refusing them. `tool_prompt`: describe tools in the system message if the chat template ignores them.
+    empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
+    reporting them in a header. `tool_prompt`: describe tools in the system message if the chat template ignores them.
     """
 
     host: str = "127.0.0.1"
@@ -58,7 +58,7 @@ class ServerOptions:
     hosts: tuple[str, ...] = ()
     insecure: bool = False
     methods: tuple[str, ...] = ()
-    ignore_unknown: bool = False
+    strict: bool = False
     tool_prompt: bool = False
     log_prompts: bool = False
     metrics_prefix: str = "outpace"  # outpace, vllm or both

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import math
 import re
 import reprlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +29,22 @@ SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
     *("logit_bias", "bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
     "include_stop_str_in_output",
 )
+# Fields that change the answer where other APIs and servers have them, with what serves the purpose here. They are
+# refused, unless their value is zero, empty or among NEUTRAL_VALUES.
+UNSUPPORTED = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "format"), "structured_outputs"),
+    **dict.fromkeys(("n_predict", "max_new_tokens", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    **{"functions": "tools", "function_call": "tool_choice", "repeat_penalty": "repetition_penalty"},
+    **dict.fromkeys(("response_format", "structured_outputs", "output_format", "text", "prediction"), ""),
+    **dict.fromkeys(("system", "instructions", "previous_response_id", "conversation", "prompt", "documents"), ""),
+    **dict.fromkeys(("chat_template", "truncate_prompt_tokens", "prompt_logprobs", "logprobs", "n", "best_of"), ""),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "logits_processors", "samplers", "typical_p"), ""),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_n_sigma", "n_probs"), ""),
+    **dict.fromkeys(("echo", "suffix", "audio", "web_search_options", "lora", "lora_path", "options", "stop"), ""),
+}
+NEUTRAL_VALUES = {"n": 1, "best_of": 1, "length_penalty": 1, "typical_p": 1, "repeat_penalty": 1, "top_n_sigma": -1}
 
 
 async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
@@ -35,6 +52,9 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content-type is {kind[:80]!r}, it must be application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"the content-encoding is {encoding[:80]!r}, bodies must be sent uncompressed")
     return parse_json(await _read(request, limits), limits.json_depth)
 
 
@@ -62,9 +82,9 @@ async def _read(request: Request, limits: ServerLimits) -> bytearray:
 
 
 def parse_json(body: bytes | bytearray, depth: int) -> dict[str, Any]:
-    """Parse a JSON object at most `depth` levels deep, without NaN, infinities and lone surrogates."""
+    """Parse a JSON object at most `depth` levels deep, without lone surrogates and numbers beyond a double's range."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        value = parse_finite_json(body.decode("utf-8"))
     except RecursionError:
         raise _too_deep(depth) from None
     except (UnicodeDecodeError, ValueError) as error:
@@ -72,6 +92,18 @@ def parse_json(body: bytes | bytearray, depth: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _invalid_json(f"the body is a JSON {type(value).__name__}, it must be an object")
     _check_json(value, depth)
+    return value
+
+
+def parse_finite_json(text: str) -> Any:
+    """Parse JSON; raise ValueError also for numbers that JSON cannot represent as doubles: NaN, infinities, 1e999."""
+    return json.loads(text, parse_constant=_finite_number, parse_float=_finite_number)
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 
@@ -101,13 +133,10 @@ def _invalid_json(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 class Body(BaseModel):
-    """A JSON object. It keeps unknown fields, see `unknown_fields`."""
+    """A JSON object. It keeps unknown fields, see `unknown_fields`. `tool_type`: the supported type of `tools`."""
 
+    tool_type: ClassVar[str | None] = None
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
@@ -167,28 +196,57 @@ class SamplingBody(Body):
 B = TypeVar("B", bound=Body)
 
 
-def validate(kind: type[B], given: Mapping[str, Any], ignore_unknown: bool) -> tuple[B, list[str]]:
-    """Validate a body; return it with the names of its unknown fields.
+def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[B, list[str]]:
+    """Validate a body; return it with the names of what is ignored: unknown fields, and tools of unknown types.
 
-    Raises ApiError for a wrong value, and for an unknown field unless these are ignored.
+    Raises ApiError for a wrong value, a field that would change the answer, and for anything unknown if `is_strict`.
     """
+    given, left_out = _without_unknown_tools(kind, given, is_strict)
     try:
         body = kind.model_validate(dict(given))
     except ValidationError as error:
         raise _validation_error(error, given) from None
+    if issubclass(kind, SamplingBody):
+        _refuse_unsupported(kind, body.model_extra or {})
     unknown = list(unknown_fields(body))
-    if unknown and not ignore_unknown:
+    if unknown and is_strict:
         name, allowed = unknown[0]
         near = difflib.get_close_matches(name.rpartition(".")[2], allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"unknown field {name!r:.100}{hint}", param=name[:100], code="unknown_field")
-    return body, [name for name, _ in unknown]
+    return body, [name for name, _ in unknown] + left_out
+
+
+def _refuse_unsupported(kind: type[Body], unknown: Mapping[str, Any]) -> None:
+    for name, value in unknown.items():
+        if name in UNSUPPORTED and value and value != NEUTRAL_VALUES.get(name):
+            hint = f"; use {UNSUPPORTED[name]}" if UNSUPPORTED[name] in kind.model_fields else ""
+            message = f"{name} is {reprlib.repr(value)}, but this API does not support it{hint}"
+            raise ApiError(400, message, param=name, code="unsupported_field")
+
+
+def _without_unknown_tools(
+    kind: type[Body], given: Mapping[str, Any], is_strict: bool
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Leave out tools that the server does not have, such as web search; return their places and types too."""
+    tools = given.get("tools")
+    if not isinstance(tools, list) or kind.tool_type is None:
+        return given, []
+    types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    unknown = {number: name for number, name in enumerate(types) if isinstance(name, str) and name != kind.tool_type}
+    if unknown and is_strict:
+        number, name = next(iter(unknown.items()))
+        message = f"tools.{number}.type is {name!r:.60}, this API supports {kind.tool_type!r} only"
+        raise ApiError(400, message, param="tools", code="invalid_value")
+    kept = [tool for number, tool in enumerate(tools) if number not in unknown]
+    return {**given, "tools": kept}, [f"tools.{number}={name}" for number, name in unknown.items()]
 
 
 def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]]:
     """Yield the unknown fields of a body and its nested objects, each with the known names of its object."""
-    for name in body.model_extra or {}:
-        yield path + name, list(type(body).model_fields)
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield path + name, list(type(body).model_fields)
     for name in type(body).model_fields:
         value = getattr(body, name)
         for number, item in enumerate(value if isinstance(value, list) else [value]):

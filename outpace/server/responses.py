@@ -57,6 +57,7 @@ class TextOptions(Body):
 class ResponsesBody(SamplingBody):
     """The request body of a response."""
 
+    tool_type = "function"
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
