@@ -73,6 +73,28 @@ def test_a_grammar_takes_whole_answers_alone(
     assert not accepts(grammars, asked, tokenizer, bad)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"\d+", ["1", "42"], ["𝟗", "٣", "a"]),
+        (r"\d{3}-\d{4}", ["555-0123"], ["𝟝𝟝𝟝-𝟘𝟙𝟚𝟛"]),
+        (r"[\w.-]+", ["a.B-3_"], ["é", "ª", " "]),
+        (r"\s", [" ", "\n"], ["\u00a0", "\u2003"]),
+        (r"\D", ["a", "é", "٣"], ["1"]),
+        (r"[^\s\w]", ["-", "é", "\u00a0"], ["a", " "]),
+        (r"[\s\S]", ["a", "é", "\u00a0", " "], []),
+        (r"\\d\\\d", [r"\d\1"], ["1", "11"]),
+        (r"(?x) \d \s \d", ["1 2"], ["1\u00a02"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["regex", "lark"])
+def test_classes_of_a_regex_are_those_of_ascii(
+    kind: str, pattern: str, good: list[str], bad: list[str], grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    asked = Structure(kind, pattern if kind == "regex" else f"start: /{pattern}/")
+    assert [text for text in [*good, *bad] if accepts(grammars, asked, tokenizer, text)] == good
+
+
 def test_fields_of_both_apis_are_read() -> None:
     assert read_structure(None, None) is None
     assert read_structure({"type": "text"}, None) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -71,6 +72,7 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
+_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}  # of a regex, in ASCII
 _LOOK = 0.01  # polling interval, as a fraction of the limit
 _LONGEST = 300  # characters of llguidance's message in an error
 
@@ -144,14 +146,28 @@ def _written(library: Any, structure: Structure) -> str:
         options = (_COMPACT if structure.compact else _FREE) | _FIXED
         text: str = library.grammar_from_json_schema(structure.text, overrides=options)
     elif structure.kind == "regex":
-        text = library.grammar_from_regex(structure.text)
+        text = library.grammar_from_regex(in_ascii(structure.text))
     else:
-        text = library.grammar_from_lark(structure.text)
+        text = library.grammar_from_lark(in_ascii(structure.text))
     if not structure.thought:
         return text
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     first = {"lark_grammar": f"start: thought /[ \\n]*/ @answer\n{structure.thought}"}
     return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
+
+
+def in_ascii(regex: str) -> str:
+    r"""Return a regex, or a Lark grammar, whose \d, \w and \s match ASCII only, as in other engines.
+
+    Those of llguidance match all of Unicode.
+    """
+
+    def replaced(escape: re.Match[str]) -> str:
+        letter = escape[1]
+        characters = _CLASSES.get(letter.lower())
+        return f"[{'^' if letter.isupper() else ''}{characters}]" if characters else escape[0]
+
+    return re.sub(r"\\(.)", replaced, regex, flags=re.DOTALL)
 
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:
