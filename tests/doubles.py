@@ -246,7 +246,9 @@ def write(target: Toy, request: Request) -> list[int]:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> list[float]:
     """p after temperature, top-k, top-p and min-p, token by token and without ties: a slow twin of `processed`."""
-    p = torch.softmax(logits.double() / (sampling.temperature or 1.0), dim=-1).tolist()
+    if sampling.is_greedy:
+        return [float(token == logits.argmax()) for token in range(len(logits))]
+    p = torch.softmax(logits.double() / sampling.temperature, dim=-1).tolist()
     ranked = sorted(range(len(p)), key=lambda token: -p[token])
     kept = ranked[: sampling.top_k or len(p)]
     total = sum(p[token] for token in kept)

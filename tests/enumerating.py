@@ -33,6 +33,7 @@ for _toy in (*TARGETS.values(), *GARBAGE.values()):
     _toy._tables *= 0.4  # flat enough that all tokens are likely to be drawn
 ASKED: dict[str, dict[str, Any]] = {
     "bare": {"sampling": Sampling(1.0)},
+    "greedy": {"sampling": Sampling(0.0)},
     "top-k": {"sampling": Sampling(0.6, top_k=2)},
     "top-p": {"sampling": Sampling(1.4, top_p=0.8)},
     "min-p": {"sampling": Sampling(0.9, top_k=3, top_p=0.95, min_p=0.3)},

@@ -44,7 +44,7 @@ Row = list[float]
 def pi_of(kind: str, a: float, p: Row, q: Row, raw_p: Row, raw_q: Row) -> Row:
     """The mixtures as the paper writes them."""
     most_p, most_q = max(raw_p), max(raw_q)
-    distance = math.fsum(above(raw_p, raw_q))
+    distance = math.fsum(above(p, q))
     if kind in ("chow", "diff", "opt"):
         floor = {"chow": 1 - a, "diff": most_p - a, "opt": most_p - a * distance}[kind]
         return q if most_q >= floor else p
@@ -57,16 +57,18 @@ def pi_of(kind: str, a: float, p: Row, q: Row, raw_p: Row, raw_q: Row) -> Row:
     return [own + (1 - math.fsum(kept)) * value for own, value in zip(kept, p, strict=True)]
 
 
-def cascade_chances(kind: str, a: float, asked: str, length: int) -> Chances:
+def cascade_chances(kind: str, a: float, asked: str, length: int, draft: str = "partial") -> Chances:
     """Return the product of pi along every text."""
+    models = TARGET, draft_of(draft, TARGET)
 
     def row(text: Sequence[int]) -> Row:
-        return pi_of(kind, a, *(p_after(model, text, how) for how in (asked, "bare") for model in (TARGET, DRAFT)))
+        return pi_of(kind, a, *(p_after(model, text, how) for how in (asked, "bare") for model in models))
 
     return chances_of(row, 3, length)
 
 
 SHAPES = [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("bare", Shape(layers=2, nodes=1))]
+GREEDY = [(kind, a) for kind in MIXTURES for a in (0.0, 0.15, 0.4, 0.8)]
 
 
 def cascades() -> Iterator[Any]:
@@ -82,6 +84,24 @@ def test_a_cascade_writes_its_pi(kind: str, asked: str, shape: Shape, a: float) 
     """Root, inner tokens, the last ones, and where the budget leaves the root alone."""
     rule = rule_of("cascade", Enumerating(), defer=kind, alpha=a)
     check_equal(go_every_way(rule, "partial", shape, asked).texts, cascade_chances(kind, a, asked, 2))
+
+
+@pytest.mark.parametrize(("kind", "a"), GREEDY, ids=str)
+def test_a_greedy_cascade_compares_unscaled_probabilities(kind: str, a: float) -> None:
+    """At temperature 0 one text is written: at each position the draft's likeliest token or the target's."""
+    rule = rule_of("cascade", Enumerating(), defer=kind, alpha=a)
+    for draft in ("partial", "garbage"):
+        expected = cascade_chances(kind, a, "greedy", 3, draft)
+        assert list(expected.values()) == [1.0]
+        check_equal(go_every_way(rule, draft, TWO, "greedy", 3).texts, expected)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_greedy_cascade_moves_from_the_target_to_the_draft(kind: str) -> None:
+    """Else the test above could pass with mixtures that never follow the draft."""
+    texts = [next(iter(cascade_chances(kind, a, "greedy", 4, "garbage"))) for a in (-2.0, 0.4, 1.0)]
+    assert texts[0] == next(iter(exact_chances("greedy", 4)))
+    assert len(set(texts)) > 1
 
 
 STRICT = [

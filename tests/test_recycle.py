@@ -57,5 +57,4 @@ def test_the_likeliest_are_offered_first() -> None:
     drafter._tables.shared.update({1: [2, 3, 4], 2: [5, 6, 7]})
     tree = TokenTree(1)
     drafter.grow([drafter.open(Request((1,), Greedy(), 9))], [tree])
-    assert tree.tokens[1:4] == [2, 3, 4]
-    assert len(tree) <= 1 + 3 + 3
+    assert tree.tokens[1:] == [2, 3, 4]

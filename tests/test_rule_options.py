@@ -86,9 +86,12 @@ def test_an_option_that_it_has_not_or_that_is_wrong_is_refused(target: Loaded) -
 def test_it_says_itself_for_which_temperatures_it_is(temperature: float) -> None:
     assert isinstance(find_rule(NAME, Sampling(temperature)), SecondBest)
     name, fitting = (
-        ("gumbel", "greedy, rollback, second_best or top_beta")
+        ("gumbel", "greedy, cascade, rollback, second_best or top_beta")
         if not temperature
-        else ("greedy", "adaptive, block, cascade, gumbel, lenience, match")
+        else (
+            "greedy",
+            "block, gumbel, match, multi_round, rejection, spectr, traversal, without_replacement, adaptive, ",
+        )
     )
     with pytest.raises(
         UserError, match=f"rule {name} does not work with temperature {temperature:g}, use rule {fitting}"

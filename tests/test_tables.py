@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters import cacheback, retrieval
+from outpace.drafters import cacheback, recycle, retrieval, suffix
 from outpace.drafters._phrases import PhraseTable
 from outpace.rules.greedy import Greedy
 
@@ -117,3 +118,25 @@ def test_a_corpus_of_short_texts_is_refused(module: Any, texts: list[list[int]])
 def test_options_out_of_bounds_are_refused(module: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         module.Options(**options)
+
+
+OFFERED: dict[str, Any] = {"cacheback": cacheback, "recycle": recycle, "retrieval": retrieval, "suffix": suffix}
+
+
+@pytest.mark.parametrize("name", OFFERED)
+@pytest.mark.parametrize("offered", [1, 2, 5, 16])
+def test_no_more_is_proposed_than_offered(name: str, offered: int) -> None:
+    """However often the decoder asks in a round."""
+    chance, vocab = random.Random(3), 16
+    texts = [[chance.randrange(4) for _ in range(300)] for _ in range(3)]
+    module = OFFERED[name]
+    options = module.Options(offered=offered, least_chance=0.0, branches=4)
+    if name == "retrieval":
+        drafter = retrieval.RetrievalDrafter(options, retrieval.Datastore(retrieval.make(texts, vocab, options)))
+    else:
+        drafter = module.build(options, given=BuildContext())
+    if name == "recycle":
+        drafter._tables.shared.update({token: [3, 2, 1, 0] for token in range(4)})
+    state, tree = drafter.open(request(texts[0])), TokenTree(texts[0][-1])
+    added = [drafter.grow([state], [tree])[0] for _ in range(3)]
+    assert sum(added) == len(tree) - 1 == offered

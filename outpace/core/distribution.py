@@ -57,12 +57,6 @@ class TokenDistribution:
         """Return the likeliest token's probability."""
         return float(self.weights.max()) / self.total
 
-    @property
-    def likeliest(self) -> int:
-        """Return the likeliest token; of equal ones the first."""
-        place = int(self.weights.argmax())
-        return place if self.tokens is None else int(self.tokens[place])
-
     @cached_property
     def entropy(self) -> float:
         """Return H = -sum p log p, in nats."""
@@ -146,12 +140,15 @@ def one_hot(token: int) -> TokenDistribution:
 def distribution_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | None = None) -> TokenDistribution:
     """Return the distribution of a row of adjusted scores under sampling options, as `sampling.log_probs` does.
 
-    Temperature 0 counts as 1 without filters. All probabilities are 0 if no token is allowed. float32 or float64
-    [held]; `ids` int64 [held] are the tokens of the scores; None: 0, 1, ...
+    At temperature 0 all mass is on the best token, of equal ones on the first. All probabilities are 0 if no token is
+    allowed. float32 or float64 [held]; `ids` int64 [held] are the tokens of the scores; None: 0, 1, ...
     """
-    top, temperature = scores.max(), sampling.temperature or 1.0
+    top, temperature = scores.max(), sampling.temperature
     if not np.isfinite(top):
         return TokenDistribution(np.zeros(len(scores)), ids)
+    if sampling.is_greedy:
+        place = int(scores.argmax())
+        return one_hot(place if ids is None else int(ids[place]))
     if not sampling.filters:
         make = partial(_exponentials, scores, top, temperature)
         return TokenDistribution(make(), ids, make)

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from outpace.core.constraints import BannedText, Constraint
-from outpace.core.distribution import RandomSource, TokenDistribution
+from outpace.core.distribution import RandomSource
 from outpace.core.drafting import NO_NEEDS, DraftDirectives, Needs, TargetFeedback
 from outpace.core.errors import check_range, check_whole
 from outpace.core.logits import SparseLogits
@@ -98,10 +98,6 @@ class Rule:
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         """Return the verdict on a tree whose first len(picks) nodes have a reduced row."""
         raise NotImplementedError
-
-    def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
-        """Return the distribution from which a node's children are drawn, given the draft model's q."""
-        return q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """Map a drafter's logits [rows, vocab] to the scale on which this rule's target will choose, higher first."""

@@ -70,6 +70,10 @@ class LookupState(DraftState):
     proposed: dict[int, dict[int, int]] = field(default_factory=dict)
     rates: dict[int, AcceptanceRate] = field(default_factory=dict)
 
+    def num_left(self, most: int) -> int:
+        """Return how many tokens of `most` are left to propose; a decoder may ask several times in a round."""
+        return most - sum(map(len, self.proposed.values()))
+
 
 State = TypeVar("State", bound=LookupState)
 
@@ -232,7 +236,7 @@ def grow_continuations(
     continuations that lead to it. The likeliest first token is always added, so that its kind's rate can recover."""
     least = math.log(limits.least_chance) if limits.least_chance else -math.inf
     waiting: list[_Open] = [(0.0, 0, 0, copies)] if copies else []
-    left = limits.offered
+    left = state.num_left(limits.offered)
     while waiting and left > 0:
         loss, depth, node, here = heappop(waiting)
         end = _agreed(here, depth)
@@ -241,7 +245,7 @@ def grow_continuations(
             continue
         for rank, (token, grade, those) in enumerate(islice(_choices(here, depth), limits.branches)):
             kind = kind_of(max([copy.length for copy in those]) + depth, grade, min([copy.origin for copy in those]))
-            if drafter.log_rate(state, kind) - loss >= least or not (depth or rank):
+            if left > 0 and (drafter.log_rate(state, kind) - loss >= least or not (depth or rank)):
                 child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1

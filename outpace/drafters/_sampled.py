@@ -66,7 +66,7 @@ def proposed(scores: SparseLogits, row: Row) -> tuple[TokenDistribution, Callabl
     """Return q of one row of draft logits [1, kept tokens] and, for rules that need it, a function that returns the
     unscaled q."""
     own, ids = _adjusted(scores, row)[0], scores.ids
-    q = row.request.rule.proposal(distribution_of(own, row.request.sampling, ids), row)
+    q = distribution_of(own, row.request.sampling, ids)
     return q, cache(partial(distribution_of, own, UNFILTERED, ids)) if row.request.rule.traits.unscaled_q else None
 
 

@@ -87,11 +87,11 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
         """Extend the best node first; a node is extended once, however many phrases end there."""
         least = self._options.least_chance
         waiting, known = [(0.0, 0)], {0}  # -path score, node
-        size = len(tree) + self._options.offered
+        size = len(tree) + state.num_left(self._options.offered)
         while waiting and len(tree) < size:
             node = heappop(waiting)[1]
             for phrase, origin, grade in islice(self._phrases(state.table, tree.tokens[node]), self._options.branches):
-                end = self.attach_branch(state, tree, phrase, 1, grade, least, node, origin)
+                end = self.attach_branch(state, tree, phrase, 1, grade, least, node, origin, size)
                 if end not in known:
                     known.add(end)
                     heappush(waiting, (-tree.scores[end], end))

@@ -59,12 +59,12 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
     def propose(self, state: RecycleState, tree: TokenTree) -> None:
         """Extend the best node first; a successor's kind is its rank, and whether it is a child of the root."""
         least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
-        waiting, left = [(0.0, 0, 0)], self._options.offered  # -path score, depth, node
+        waiting, left = [(0.0, 0, 0)], state.num_left(self._options.offered)  # -path score, depth, node
         while waiting and left > 0:
             loss, depth, node = heappop(waiting)
             for rank, token in enumerate(state.successors.get(tree.tokens[node], ())):
                 kind = kind_of(min(depth, 1), origin=rank)
-                if math.log(self.rate(state, kind)) - loss >= least:
+                if left > 0 and math.log(self.rate(state, kind)) - loss >= least:
                     child = self.attach(state, tree, node, token, kind)
                     heappush(waiting, (-tree.scores[child], depth + 1, child))
                     left -= 1

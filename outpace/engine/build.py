@@ -163,7 +163,9 @@ def find_rule(name: str, sampling: Sampling, values: Mapping[str, Any] | None = 
         name = "greedy" if sampling.is_greedy else "gumbel"
     rule = _build_rule(name, values)
     if not _judges(rule, sampling):
-        *others, last = [other for other in registry.names("rules") if _judges(_build_rule(other), sampling)]
+        rules = {other: _build_rule(other) for other in registry.names("rules")}
+        names = [other for other in rules if _judges(rules[other], sampling)]
+        *others, last = sorted(names, key=lambda other: not rules[other].traits.lossless)  # lossless ones first
         fitting = f"{', '.join(others)} or {last}" if others else last
         raise UserError(f"rule {name} does not work with temperature {sampling.temperature:g}, use rule {fitting}")
     return rule

@@ -3,11 +3,12 @@
 Speculative cascades, Narasimhan et al., arXiv:2405.19261.
 
 The ratio rule with pi in place of p: a drafted token is accepted with min(1, pi / q), the residual is norm((pi - q)+),
-and the bonus token is drawn from pi too. So the output distribution is exactly pi, which is not p. With P and Q at
-temperature 1 and without filters, pi is q (after the sampling options)
+and the bonus token is drawn from pi too. So the output distribution is exactly pi, which is not p. With p and q after
+the sampling options (at temperature 0 each has all mass on its likeliest token), and with P and Q at temperature 1 and
+without filters, pi is q
 - chow: where max Q >= 1 - a;
 - diff: where max Q >= max P - a;
-- opt: where max Q >= max P - a TV(P, Q);
+- opt: where max Q >= max P - a TV(p, q);
 - token_v1, v2, v3: on a set of tokens A, with p for the rest of q's mass: pi = q 1_A + (1 - q(A)) p. A contains v if
   Q(v) >= max P - a, if P(v) >= max P - a, if P(v) >= (1 - a) max P, respectively;
 and p otherwise. a = -2 is the target alone in each case.
@@ -55,10 +56,11 @@ def _by_token(
     return mixed
 
 
+ALONE = -2.0  # the alpha at which the target writes alone
 MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
     "chow": _whole(lambda pair, a: pair.raw_q.most >= 1.0 - a),
     "diff": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a),
-    "opt": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a * pair.raw_p.above(pair.raw_q).total),
+    "opt": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a * pair.p.above(pair.q).total),
     "token_v1": _by_token(lambda p, q, a: q >= p.max() - a),
     "token_v2": _by_token(lambda p, q, a: p >= p.max() - a),
     "token_v3": _by_token(lambda p, q, a: p >= (1.0 - a) * p.max()),
@@ -69,7 +71,7 @@ class Cascade(TopDown):
     """The ratio rule with pi in place of p."""
 
     cost = "as rejection, with p and q at temperature 1 too; one more draft step a round"
-    traits = replace(TopDown.traits, lossless=False, unscaled_q=True, q_at_leaves=True)
+    traits = replace(TopDown.traits, lossless=False, unscaled_q=True, q_at_leaves=True, greedy=True)
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
@@ -77,7 +79,7 @@ class Cascade(TopDown):
         the draft more; -2 is the target alone."""
 
         defer: str = "opt"
-        alpha: float = number(0.2, -2.0, 1.0)
+        alpha: float = number(0.2, ALONE, 1.0)
 
         def __post_init__(self) -> None:
             if self.defer not in MIXTURES:
@@ -90,6 +92,8 @@ class Cascade(TopDown):
             raise UserError(
                 "rule cascade needs the draft model's q after every token, but none came; use drafter model"
             )
+        if self.options.alpha == ALONE:
+            return p
         vocab = scores.logits.shape[-1]
         q = drawn.q if drawn.q.size <= vocab else TokenDistribution(drawn.q.wide(vocab))
         pair = DistributionPair(p, q, scores.raw_p, drawn.raw())

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outpace.core.distribution import TokenDistribution, one_hot
 from outpace.core.lazy import torch
 from outpace.core.options import MethodOptions, number
 from outpace.core.tree import Siblings
@@ -38,13 +37,8 @@ class Rollback(Relaxed):
         rollback: float = number(5.0, 0.0, 1e9)
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
-        p = scores.raw_p
-        best, floor = p.likeliest, math.exp(-self.options.rollback)
+        p, best, floor = scores.raw_p, int(scores.scores.argmax()), math.exp(-self.options.rollback)
         return lambda token: token == best or p.of(token) >= floor
-
-    def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
-        """Return q, at temperature 0 with all mass on the likeliest token."""
-        return one_hot(q.likeliest) if row.request.sampling.is_greedy and q.total else q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return log q, at temperature 0 with all mass on the likeliest token."""
