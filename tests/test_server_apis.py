@@ -31,6 +31,10 @@ def named(answered: Answered) -> list[tuple[str, Any]]:
     return [(name, json.loads(data)) for name, data in found]
 
 
+def tool_result(content: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "a", "content": content}
+
+
 def message(site: Served, **fields: Any) -> Answered:
     return site.ask("/v1/messages", {"messages": HELLO, "max_tokens": 12, **FREE, **fields})
 
@@ -63,11 +67,10 @@ def test_messages_with_blocks_and_a_system_text(site: Served) -> None:
 
 
 def test_tool_results_become_messages(site: Served) -> None:
-    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}]}
     turns = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
-        {"role": "user", "content": [result]},
+        {"role": "user", "content": [tool_result([{"type": "text", "text": "5"}])]},
     ]
     found = template_messages(MessagesBody.model_validate({"messages": turns, "max_tokens": 1}))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -76,6 +79,41 @@ def test_tool_results_become_messages(site: Served) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "5"},
     ]
     assert message(site, messages=turns).status == 200
+
+
+def test_system_messages_within_a_conversation(site: Served) -> None:
+    turns = [*HELLO, {"role": "system", "content": "12"}]
+    assert message(site, messages=turns).json["content"][0]["text"] == plain(site, turns, max_tokens=12, **FREE).text
+
+
+def test_fields_of_coding_clients(site: Served) -> None:
+    """Claude Code sends these with every request."""
+    fields = {
+        "context_management": {"edits": []},
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive"},
+    }
+    found = message(site, **fields)
+    assert found.json["content"] == message(site).json["content"]
+    assert found.headers["x-ignored-fields"] == "context_management"
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_structured_output_of_the_messages_api(site: Served, name: str) -> None:
+    asked = {"type": "json_schema", "schema": {"enum": ["hello world", 12]}}
+    fields = {name: {"format": asked} if name == "output_config" else asked}
+    given = {"temperature": 1, "ignore_eos": False, "max_tokens": 60, "seed": 4}
+    found = [message(site, **fields, **given, outpace={"speculation": how}).json["content"] for how in (True, False)]
+    assert found[0] == found[1]
+    assert json.loads(found[0][0]["text"]) in ("hello world", 12)
+
+
+def test_a_too_long_prompt_has_the_sentence_of_the_messages_api(site: Served) -> None:
+    turns = [{"role": "user", "content": "hello " * 600}]
+    count, most = len(site.llm.tokenizer.chat(turns)), site.service.max_model_len
+    found = message(site, messages=turns)
+    error = {"type": "invalid_request_error", "message": f"prompt is too long: {count} tokens > {most} maximum"}
+    assert (found.status, found.json["error"]) == (400, error)
 
 
 def test_stop_sequences(site: Served) -> None:
@@ -90,8 +128,16 @@ def test_stop_sequences(site: Served) -> None:
     [
         ({"max_tokens": None}, "max_tokens is None"),
         ({"messages": []}, "messages is []"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type is 'image'"),
+        *[
+            (
+                {"messages": [{"role": "user", "content": [tool_result([{"type": kind}])]}]},
+                f"content.0.type is '{kind}'",
+            )
+            for kind in ("image", "document", "search_result")
+        ],
+        ({"output_config": {"format": {"type": "xml"}}}, "'xml'"),
         ({"stop": ["x"]}, "stop_sequences"),
     ],
 )

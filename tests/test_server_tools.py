@@ -187,3 +187,10 @@ def test_a_schema_is_followed_after_a_thought(
 def test_a_wrong_structure_after_a_thought_is_refused(thinking: Served) -> None:
     found = thinking.chat(response_format={"type": "nothing"})
     assert (found.status, found.error["param"]) == (400, "response_format")
+
+
+def test_arguments_are_numbers_that_json_can_hold() -> None:
+    for number in ("1e999", "-1e999", "NaN", "Infinity"):
+        text = f'{{"x": {number}}}'
+        assert tool_calls.parse_arguments(text) == text
+    assert tool_calls.parse_arguments('{"x": 1e300}') == {"x": 1e300}

@@ -54,6 +54,20 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
 
+class PromptTooLong(ApiError):
+    """The prompt fills the context. Clients recognize the sentence of their API, and then shorten the conversation."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        sentence = f"the prompt has {num_tokens} tokens, this model's maximum context length is {most} with the answer"
+        super().__init__(400, sentence, param="prompt", code="context_length_exceeded")
+        self._messages_sentence = f"prompt is too long: {num_tokens} tokens > {most} maximum"
+
+    def messages(self, request_id: str) -> dict[str, Any]:
+        value = super().messages(request_id)
+        value["error"]["message"] = self._messages_sentence
+        return value
+
+
 def to_api_error(error: BaseException, fields: Container[str] = ()) -> ApiError:
     """Convert a UserError to 400, with its first word as `param` if that is in `fields`, and others to 500."""
     if isinstance(error, ApiError):

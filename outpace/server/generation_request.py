@@ -11,7 +11,7 @@ from outpace.api.params import SamplingParams
 from outpace.core import registry
 from outpace.engine.build import find_rule
 from outpace.server.choices import Choice
-from outpace.server.errors import ApiError
+from outpace.server.errors import ApiError, PromptTooLong
 from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
 from outpace.server.tool_calls import ChatModel, TextSplitter, ToolOptions
 
@@ -69,8 +69,7 @@ def max_answer_tokens(llm: LLM, prompt: Sequence[int]) -> int:
     """Return how many tokens may follow a prompt; raise ApiError if it is empty or fills the context."""
     most = llm.target.model.max_positions
     if len(prompt) >= most:
-        why = f"the prompt has {len(prompt)} tokens, this model's maximum context length is {most} with the answer"
-        raise ApiError(400, why, param="prompt", code="context_length_exceeded")
+        raise PromptTooLong(len(prompt), most)
     if not prompt:
         raise ApiError(400, "the prompt has no tokens, at least one is needed", param="prompt", code="invalid_value")
     return most - len(prompt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -18,6 +17,15 @@ from outpace.server.tool_calls import ToolOptions, parse_arguments, template_cal
 from outpace.tools.calls import CallBegin
 
 
+class ResultBlock(Body):
+    """A part of a tool's result."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
+    citations: Any = None
+
+
 class ContentBlock(Body):
     """A part of a message: text, thinking, a tool call, or its result. Images and documents are not supported."""
 
@@ -30,7 +38,7 @@ class ContentBlock(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     citations: Any = None
@@ -39,7 +47,7 @@ class ContentBlock(Body):
 class InputMessage(Body):
     """A message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
@@ -62,6 +70,13 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputConfig(Body):
+    """The form of the answer."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None  # accepted without effect
+
+
 class ConversationBody(Body):
     """A conversation with its tools."""
 
@@ -71,6 +86,8 @@ class ConversationBody(Body):
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: dict[str, Any] | None = None  # accepted without effect
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
 
 
 class CountBody(ConversationBody):
@@ -118,9 +135,7 @@ def _from_blocks(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
 
 
 def _result(block: ContentBlock) -> str:
-    if isinstance(block.content, str) or block.content is None:
-        return block.content or ""
-    return "\n".join(part["text"] if isinstance(part.get("text"), str) else json.dumps(part) for part in block.content)
+    return "\n".join(part.text for part in block.content) if isinstance(block.content, list) else block.content or ""
 
 
 def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
@@ -148,8 +163,14 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
     """Convert a request body."""
     if body.stop is not None:
         raise ApiError(400, "stop is named stop_sequences in this API", param="stop")
-    tools, stop = _tool_options(body, service), body.stop_sequences or []
-    return chat_request(body, tools, template_messages(body), body.max_tokens, stop=stop)
+    return chat_request(
+        body,
+        _tool_options(body, service),
+        template_messages(body),
+        body.max_tokens,
+        response_format=(body.output_config and body.output_config.format) or body.output_format,
+        stop=body.stop_sequences or [],
+    )
 
 
 class MessagesFormat(ItemFormat):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
+from outpace.server.request_body import parse_finite_json
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
 from outpace.tools.definitions import (
@@ -163,6 +163,6 @@ def template_call(call_id: str | None, name: str | None, arguments: Any) -> dict
 def parse_arguments(text: str) -> Any:
     """Return a call's arguments as an object, or the text itself if it is not JSON."""
     try:
-        return json.loads(text)
+        return parse_finite_json(text)
     except (ValueError, RecursionError):
         return text
