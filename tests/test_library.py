@@ -118,6 +118,12 @@ def test_a_draft_with_other_tokens_is_refused(tiny_folder: str, tmp_path: Path) 
         ({"widht": 3, "draft": "layers:0"}, "unknown option 'widht' of .*did you mean 'width'"),
         ({"copies": 0}, "copies is 0, it must be between 1 and 256"),
         ({"method": "speculative", "draft_length": -1}, "draft_length is -1"),
+        (
+            {"method": "speculative", "draft_length": 8, "nodes": 8},
+            "^draft_length is 8, which takes 9 nodes in a pass, the root included, and nodes is 8: raise nodes or",
+        ),
+        ({"method": "pearl", "draft_length": "9", "nodes": 8}, "^draft_length is 9, which takes 9 nodes in a pass"),
+        ({"method": "bild", "most": 12, "nodes": 11}, "^most is 12, which takes 13 nodes in a pass"),
         ({"method": "autoregressive", "drafter": "ngram"}, "uses no drafter"),
         ({"draft": "layers:1,0"}, "out of order"),
         ({"draft": "layers:x"}, "names no layers"),
@@ -131,6 +137,19 @@ def test_a_wrong_option_is_named(tiny_folder: str, options: dict, says: str) -> 
 
     with pytest.raises(outpace.UserError, match=says):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("method", "length", "nodes"), [("speculative", 12, 13), ("speculative", 2, 8), ("pearl", 12, 12), ("ssd", 12, 13)]
+)
+def test_all_of_a_long_draft_is_verified(tiny_folder: str, method: str, length: int, nodes: int) -> None:
+    """By default a pass takes as many nodes as the draft length needs."""
+    options: dict[str, Any] = {"draft_length": length, "width": 1, "floor": 0}
+    options |= {} if method == "speculative" else {"worker": "inline"}
+    with outpace.load(tiny_folder, "layers:0,1", method=method, **options) as llm:
+        assert llm.engine.options.nodes == nodes
+        run = llm.stream("hello", max_tokens=40, min_tokens=40).finish()
+    assert len(run.figures.positions) == length + (method == "ssd")  # ssd accepts a late token too
 
 
 def test_an_empty_and_a_too_long_prompt_are_refused(tiny_folder: str) -> None:

@@ -71,7 +71,8 @@ class LLM(AbstractContextManager["LLM"]):
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
         worker: where CARD's drafter runs, "thread", "process" or "inline"; None: a thread, if the method has a worker.
         draft_threads: CPU threads of the worker.
-        nodes: maximum number of tree nodes verified in one target pass; None: 32 if planned, otherwise 8.
+        nodes: maximum number of tree nodes verified in one target pass; None: 32 if planned,
+            otherwise 8 or as many as the draft length needs.
         profile: method "auto" starts from what earlier runs learnt about this pair on this machine, and saves what it
             learns. If nothing is known, loading times some rounds, for at most 0.2 s.
 

@@ -25,7 +25,7 @@ class Bild(Decoder):
     lossless = False
     cost = "drafting and a pass, one after the other"
     rule = "rollback"
-    nodes = 11  # the root, and ten tokens
+    longest = "most"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):

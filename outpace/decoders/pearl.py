@@ -24,12 +24,18 @@ class Pearl(Decoder):
     name = "pearl"
     cost = "a pass or draft_length draft steps, whichever takes longer"
     drafting = "parallel"
+    longest = "draft_length"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
         """`draft_length`: tokens in a chain (gamma); best is the number that is drafted during one target pass."""
 
         draft_length: int = whole(4, 1, 256)
+
+    @classmethod
+    def num_nodes(cls, options: Options) -> int:
+        """Return the chain's length: the pass over all but its last token judges all of it."""
+        return options.draft_length
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates, gamma = context.candidates, options.draft_length

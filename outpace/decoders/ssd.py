@@ -24,6 +24,7 @@ class Ssd(Decoder):
     name = "ssd"
     cost = "a pass; after a miss, drafting before it"
     drafting = "parallel"
+    longest = "draft_length"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):

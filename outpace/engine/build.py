@@ -84,15 +84,28 @@ class BuildOptions:
             drafter = drafter or default_drafter(method, draft is not None)
         rule = default_rule(decoder, self.rule)
         check_rule(rule, decoder, drafter)
-        nodes = AUTO_NODES if method == AUTO else decoder.nodes or EngineOptions.nodes
         return replace(
             self,
             method=method,
             drafter=drafter,
             rule=rule,
-            nodes=nodes if self.nodes is None else self.nodes,
+            nodes=self._num_nodes(decoder),
             structured_drafter=_structured_drafter(self.drafter is None, rule, drafter, decoder),
         )
+
+    def _num_nodes(self, decoder: type[Decoder]) -> int:
+        """Return the limit on a tree's nodes; the default has room for the longest draft. UserError for an explicit
+        limit below the draft length that the user named."""
+        options = registry.build_options(decoder, self.part_options)
+        needed, name = decoder.num_nodes(options), decoder.longest
+        if self.nodes is None:
+            return AUTO_NODES if decoder.name == AUTO else max(needed, EngineOptions.nodes)
+        if name in self.part_options and needed > self.nodes:
+            raise UserError(
+                f"{name} is {getattr(options, name)}, which takes {needed} nodes in a pass, the root included, and"
+                f" nodes is {self.nodes}: raise nodes or lower {name}"
+            )
+        return self.nodes
 
     @property
     def engine_options(self) -> EngineOptions:
