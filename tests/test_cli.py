@@ -14,6 +14,7 @@ from commands import run as run
 from commands import tiny as tiny
 from files import smollm2_file
 
+import outpace
 from outpace.api.llm import LLM
 from outpace.bench.tune import TuneResult
 from outpace.cli import doctor as doctor_file
@@ -76,6 +77,14 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path) -> None:
     assert found["tokens"] == generate(run, tiny, "--raw")["tokens"]
 
 
+def test_the_answer_continues_a_prefill(run: Run, tiny: Path) -> None:
+    found = generate(run, tiny, "--prefill", "hello w")
+    with outpace.load(str(tiny)) as llm:
+        messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "hello w"}]
+        expected = llm.chat(messages, continue_final_message=True, max_tokens=12)
+        assert tuple(found["tokens"]) == expected.tokens != llm.chat(messages[:1], max_tokens=12).tokens
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -100,6 +109,7 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path) -> None:
         (["--draft", "layers:99"], "between 0 and 1"),
         (["--draft", "no/such/draft"], "does not exist"),
         (["--raw", "--system", "Be brief."], "--system needs the chat template"),
+        (["--raw", "--prefill", "12"], "--prefill needs the chat template"),
         (["surplus"], "surplus"),
     ],
 )

@@ -165,7 +165,7 @@ def test_tools_that_the_template_ignores(thinking: Served) -> None:
 def test_a_schema_is_followed_after_a_thought(
     thinking: Served, speculation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool_calls, "thought_rules", lambda *_: 'thought: /[a-z]{1,9}/ "</think>"')
+    monkeypatch.setattr(tool_calls, "thought_rules", lambda *_: 'thought: /[a-z]{1,9}/ "</think>" /[ \\n]*/')
     asked = {"response_format": FORMAT, "max_tokens": 200, "seed": 3, "outpace": {"speculation": speculation}}
     whole = thinking.chat(**asked).json
     message, usage = whole["choices"][0]["message"], whole["usage"]

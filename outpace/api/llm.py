@@ -15,7 +15,7 @@ from typing import Any
 
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, read_params, read_params_each
-from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
+from outpace.api.prompts import Prompt, chat_tokens, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
 from outpace.api.text import StopStrings, TextAssembler
@@ -221,14 +221,26 @@ class LLM(AbstractContextManager["LLM"]):
         messages: str | Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         choice: int = 0,
         plain: bool = False,
         drafter: str | None = None,
         **options: Any,
     ) -> Result:
         """Answer a conversation, rendered by the model's chat template; a text is one message of the user, like the
-        prompt of the command `outpace generate`. The options are those of `stream`."""
-        prompt = messages_of(messages)
+        prompt of the command `outpace generate`.
+
+        `continue_final_message`: the answer continues the text of the last message, the assistant's, which is not part
+        of the result. `add_generation_prompt`: the prompt ends with the template's start of an answer. The other
+        options are those of `stream`.
+        """
+        prompt = chat_tokens(
+            messages_of(messages),
+            self.tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         return self.stream(prompt, sampling_params, choice=choice, plain=plain, drafter=drafter, **options).finish()
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:

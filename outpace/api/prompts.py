@@ -24,12 +24,22 @@ def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
     if items is not None and _are_tokens(items):
         return items
     if items is not None and _are_messages(items):
-        _check_roles(items, tokenizer)
-        messages: list[int] = tokenizer.chat(items)
-        return messages
+        return chat_tokens(items, tokenizer)
     raise UserError(
         f"the prompt is {reprlib.repr(prompt)}, it must be text, a list of chat messages or a list of token ids"
     )
+
+
+def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **rendering: bool) -> list[int]:
+    """Return the token ids of a conversation; `rendering` are options of `Tokenizer.render`.
+
+    The answer also continues a last message with "prefix": True, as in the APIs of DeepSeek and Mistral.
+    """
+    _check_roles(messages, tokenizer)
+    if messages and messages[-1].get("prefix"):
+        rendering["continue_final_message"] = True
+    ids: list[int] = tokenizer.chat(messages, **rendering)
+    return ids
 
 
 def prompts_of(prompts: Prompt | Iterable[Prompt]) -> list[Any]:

@@ -48,6 +48,7 @@ def generate(
     sampling: SamplingFlags,
     answer: AnswerFlags,
     system: str | None = SYSTEM,
+    prefill: str | None = flag(None, "Begin of the answer, which is not written again.", metavar="TEXT", panel=TEXT),
     raw: bool = flag(False, "Continue the text as it is, without the chat template.", panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
@@ -59,7 +60,7 @@ def generate(
     from outpace.api.params import SamplingParams
 
     params = SamplingParams(**sampling.options(), **answer.options(as_json))
-    conversation = _conversation(prompt, system, raw)
+    conversation = _conversation(prompt, system, prefill, raw)
     with process.at_safe_points(), model.open(ctx.obj, quiet=as_json) as llm:
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
@@ -83,16 +84,21 @@ def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
     return is_complete
 
 
-def _conversation(prompt: str, system: str | None, raw: bool) -> Prompt:
+def _conversation(prompt: str, system: str | None, prefill: str | None, raw: bool) -> Prompt:
     if prompt == "-":
         with process.standard_input() as stream:
             prompt = stream.read().removesuffix("\n")  # the end of the last line is not part of the prompt
     if raw:
-        if system is not None:
-            raise UserError("--system needs the chat template, leave out --raw or --system")
+        for name, value in (("--system", system), ("--prefill", prefill)):
+            if value is not None:
+                raise UserError(f"{name} needs the chat template, leave out --raw or {name}")
         return prompt
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, {"role": "user", "content": prompt}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    if prefill is not None:
+        messages.append({"role": "assistant", "content": prefill, "prefix": True})
+    return messages
 
 
 def _read_prediction(file: Path | None) -> str:

@@ -152,7 +152,7 @@ def _written(library: Any, structure: Structure) -> str:
     if not structure.thought:
         return text
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-    first = {"lark_grammar": f"start: thought /[ \\n]*/ @answer\n{structure.thought}"}
+    first = {"lark_grammar": f"start: thought @answer\n{structure.thought}"}
     return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
 
 

@@ -24,7 +24,7 @@ class Structure:
     """The form of an answer.
 
     `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written with ", " and ": " and
-    no other whitespace. `thought`: Lark rules; the rule of this name, and optional space, come before the answer.
+    no other whitespace. `thought`: Lark rules; the rule of this name comes before the answer.
     """
 
     kind: str  # json, regex or lark

@@ -36,6 +36,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    prefix: bool | None = None  # the answer continues this message, the last one
 
 
 class PredictedOutput(Body):
@@ -57,6 +58,8 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     store: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: PredictedOutput | None = None
@@ -72,11 +75,17 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
     if body.store:
         raise ApiError(400, "store is true, but this server stores nothing: leave it out", param="store")
     values = body.chat_template_kwargs or {}
-    reserved = {"messages", "add_generation_prompt", "tools", "documents"} & values.keys()
+    reserved = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"} & values.keys()
     if reserved:
         raise ApiError(400, f"chat_template_kwargs may not have {min(reserved)}", param="chat_template_kwargs")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    continues = bool(body.continue_final_message or body.messages[-1].prefix)
+    if continues and body.add_generation_prompt:
+        why = "continue_final_message and add_generation_prompt are both true, set one of them"
+        raise ApiError(400, why, param="continue_final_message", code="invalid_value")
+    if body.add_generation_prompt is False:
+        values = {**values, "add_generation_prompt": False}
     return chat_request(
         body,
         tool_options(service.chat_model, body.tools, body.tool_choice, body.parallel_tool_calls),
@@ -84,6 +93,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         body.max_completion_tokens or body.max_tokens,
         n=body.n or 1,
         template_values=values,
+        continues=continues,
         response_format=body.response_format,
         structured_outputs=body.structured_outputs,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -14,6 +14,7 @@ from outpace.server.choices import Choice
 from outpace.server.errors import ApiError, PromptTooLong
 from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
 from outpace.server.tool_calls import ChatModel, TextSplitter, ToolOptions
+from outpace.tools.reasoning import has_begun_text
 
 PLAIN = "autoregressive"
 DEFAULT_CHAT_TOKENS = 4096
@@ -45,14 +46,23 @@ def chat_request(
     *,
     n: int = 1,
     template_values: Mapping[str, Any] = {},
+    continues: bool = False,
     response_format: Any = None,
     structured_outputs: Any = None,
     **sampling: Any,
 ) -> GenerationRequest:
-    """Render a conversation. `sampling` are arguments of SamplingParams."""
+    """Render a conversation. `continues`: the answer continues the last message. `sampling` are arguments of
+    SamplingParams."""
+    if continues:
+        template_values = {**template_values, "continue_final_message": True}
     prompt = tools.render(messages, template_values)
+    continued = messages[-1]["content"] if continues else ""
+    begin = tools.thought(prompt, continued)
+    if has_begun_text(continued):
+        is_structured = structured_outputs is not None or (response_format or {}).get("type", "text") != "text"
+        tools = tools.within_text(is_structured)
     most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(tools.model.llm, prompt))
-    sampling |= tools.constraints(prompt, response_format, structured_outputs)
+    sampling |= tools.constraints(begin, response_format, structured_outputs)
     return GenerationRequest(
         (prompt,),
         sampling_params(body, most, **sampling),
@@ -60,8 +70,8 @@ def chat_request(
         n,
         drafting_options(body, tools.model),
         bool(body.return_rounds),
-        tools.splitter(prompt),
-        tools.thought_counter(prompt),
+        tools.splitter(begin),
+        tools.thought_counter(begin),
     )
 
 

@@ -154,9 +154,15 @@ def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
     )
 
 
+def _continues(body: ConversationBody) -> bool:
+    """Return whether the answer continues the last message."""
+    return body.messages[-1].role == "assistant"
+
+
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
     """Count the tokens of a conversation's prompt."""
-    return {"input_tokens": len(_tool_options(body, service).render(template_messages(body), {}))}
+    values = {"continue_final_message": _continues(body)}
+    return {"input_tokens": len(_tool_options(body, service).render(template_messages(body), values))}
 
 
 def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
@@ -168,6 +174,7 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
         _tool_options(body, service),
         template_messages(body),
         body.max_tokens,
+        continues=_continues(body),
         response_format=(body.output_config and body.output_config.format) or body.output_format,
         stop=body.stop_sequences or [],
     )

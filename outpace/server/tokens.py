@@ -21,6 +21,7 @@ class TokenizeBody(Body):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -38,8 +39,11 @@ def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        begins = body.add_generation_prompt is not False
-        tokens = tokenizer.chat(template_messages(body.messages), add_generation_prompt=begins)
+        tokens = tokenizer.chat(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+        )
     else:
         assert text is not None
         tokens = tokenizer.continuation(text) if body.add_special_tokens is False else tokenizer.encode(text)

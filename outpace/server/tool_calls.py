@@ -24,7 +24,15 @@ from outpace.tools.definitions import (
     takes_tools,
     with_tool_prompt,
 )
-from outpace.tools.reasoning import CLOSE, ReasoningParser, ThoughtDelta, begins_open, has_thoughts, thought_tokens
+from outpace.tools.reasoning import (
+    ReasoningParser,
+    Thought,
+    ThoughtDelta,
+    has_thoughts,
+    hides_thoughts,
+    thought_after,
+    thought_tokens,
+)
 
 TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
 AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments
@@ -98,40 +106,50 @@ class ToolOptions:
                 raise ApiError(400, why, param="tools", code="tools_not_supported")
         return tuple(model.tokenizer.chat(messages, **values))
 
-    def constraints(self, prompt: Sequence[int], response_format: Any, structured_outputs: Any) -> dict[str, Any]:
-        """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
+    def within_text(self, is_structured: bool) -> ToolOptions:
+        """Return the options for an answer that continues a text; raise ApiError for one that has to begin anew."""
+        if is_structured or self.choice.kind in ("required", "named"):
+            what = "a structured answer" if is_structured else f"tool_choice {self.choice.kind!r}"
+            why = f"{what} must begin anew, it cannot continue the last message"
+            raise ApiError(400, why, param="messages", code="invalid_value")
+        # Without a mark, a call is a whole answer.
+        return self if self.model.call_format.start else replace(self, choice=ToolChoice("none"))
+
+    def thought(self, prompt: Sequence[int], continued: str = "") -> Thought:
+        """Return where the answer begins; `continued` is the text of the last message, if the answer continues it."""
+        tail = self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
+        return thought_after(tail, self.model.has_thoughts, continued)
+
+    def constraints(self, begin: Thought, response_format: Any, structured_outputs: Any) -> dict[str, Any]:
+        """Return the fields of SamplingParams that make the answer follow the tools and the requested structure.
+
+        `begin` is where the answer begins.
+        """
         given = {"response_format": response_format, "structured_outputs": structured_outputs}
         found = {name: value for name, value in given.items() if value is not None}
-        tokenizer, tail = self.model.tokenizer, self._tail(prompt)
-        is_closed = tail.rstrip().endswith(CLOSE)  # by which templates turn reasoning off
-        thinks = begins_open(tail) or (self.model.has_thoughts and not is_closed)
-        thought = thought_rules(tokenizer, begins_open(tail)) if thinks else ""
+        tokenizer = self.model.tokenizer
+        thought = "" if begin is Thought.NONE else thought_rules(tokenizer, begin.is_open)
+        shown = {"skip_special_tokens": False} if thought and hides_thoughts(tokenizer) else {}
         structure = structure_of(tokenizer, self.model.call_format, self.tools, self.choice, self.parallel, thought)
         if structure is None:
-            return _after_thought(thought, found) if thought and found else found
+            return shown | (_after_thought(thought, found) if thought and found else found)
         if structured_outputs is not None or (response_format or {}).get("type", "text") != "text":
             raise ApiError(400, "tools cannot be combined with a structured answer", param="tools")
         special = {"skip_special_tokens": False} if self.model.call_format.keeps_special else {}
-        return {"structured_outputs": structure, **special}
+        return {"structured_outputs": structure, **shown, **special}
 
-    def splitter(self, prompt: Sequence[int]) -> Callable[[], TextSplitter]:
-        """Return a factory of splitters for the choices of a prompt."""
-        is_open = begins_open(self._tail(prompt))
-        thinks, has_calls = self.model.has_thoughts or is_open, self.choice.kind != "none"
+    def splitter(self, begin: Thought) -> Callable[[], TextSplitter]:
+        """Return a factory of splitters for the choices of a prompt; `begin` is where they begin."""
+        has_calls = self.choice.kind != "none"
         return lambda: TextSplitter(
-            ReasoningParser(is_open) if thinks else None,
+            None if begin is Thought.NONE else ReasoningParser(begin),
             CallParser(self.model.call_format, self.tools) if has_calls else None,
         )
 
-    def thought_counter(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int] | None:
-        """Return a function that counts the reasoning tokens of an answer; None if the model does not reason."""
-        is_open, spelled = begins_open(self._tail(prompt)), self.model.tokenizer.spelled
-        if not (self.model.has_thoughts or is_open):
-            return None
-        return lambda tokens: thought_tokens(map(spelled, tokens), is_open)
-
-    def _tail(self, prompt: Sequence[int]) -> str:
-        return self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
+    def thought_counter(self, begin: Thought) -> Callable[[Sequence[int]], int] | None:
+        """Return a function that counts the reasoning tokens of an answer; None if it does not reason."""
+        spelled = self.model.tokenizer.spelled
+        return None if begin is Thought.NONE else lambda tokens: thought_tokens(map(spelled, tokens), begin.is_open)
 
 
 def _after_thought(thought: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,17 +39,22 @@ def structure_of(
         lines.append(f"arguments_{number}: %json {_parameters(tool)}")
     is_forced = choice.kind in ("required", "named")
     lines += _answer(tokenizer, family, is_forced, parallel and choice.kind != "named")
-    lines += ["start: thought /[ \\n]*/ answer", thought] if thought else ["start: answer"]
+    lines += ["start: thought answer", thought] if thought else ["start: answer"]
     return Structure("lark", "\n".join(lines))
 
 
 def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
-    """Return the rule `thought` of a Lark grammar: all text up to </think>. `is_open`: the prompt has begun it."""
-    begins = "" if is_open else f"{_mark(tokenizer, OPEN)} "
+    """Return the rule `thought` of a Lark grammar: all text up to </think> and the white space after it.
+
+    `is_open`: the prompt has begun a thought, which the answer then has to end. Otherwise the model decides whether it
+    thinks.
+    """
     close = _mark(tokenizer, CLOSE)
-    if close.startswith("<"):  # a special token, which no other text matches
-        return f"thought: {begins}{_ANY} {close}"
-    return f"thought: {begins}thinking\nthinking[lazy]: {_ANY} {close}"
+    is_special = close.startswith("<")  # no other text matches it
+    thought = f"{_ANY} {close}" if is_special else "thinking"
+    rest = "" if is_special else f"\nthinking[lazy]: {_ANY} {close}"
+    whole = f"{thought} /[ \\n]*/" if is_open else f"({_mark(tokenizer, OPEN)} {thought} /[ \\n]*/)?"
+    return f"thought: {whole}{rest}"
 
 
 def _parameters(tool: Tool) -> str:

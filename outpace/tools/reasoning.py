@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 from typing import NamedTuple
 
+from outpace.models.text.special_tokens import THOUGHT_BEGIN as OPEN
+from outpace.models.text.special_tokens import THOUGHT_END as CLOSE
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.calls import TextDelta, held_back, merge_deltas
 
-OPEN, CLOSE = "<think>", "</think>"
+
+class Thought(Enum):
+    """Where an answer begins: outside of thoughts, where the model may begin one, or within one that the template or,
+    continued in the middle, the last message has begun."""
+
+    NONE = "none"
+    OPTIONAL = "optional"
+    BEGUN = "begun"
+    CONTINUED = "continued"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer begins within a thought."""
+        return self in (Thought.BEGUN, Thought.CONTINUED)
 
 
 class ThoughtDelta(NamedTuple):
@@ -18,13 +34,36 @@ class ThoughtDelta(NamedTuple):
 
 
 def has_thoughts(tokenizer: Tokenizer) -> bool:
-    """Return whether the model writes thoughts: its template or its vocabulary contains the marks."""
-    return CLOSE in tokenizer.template_text or tokenizer.id_of(CLOSE) is not None
+    """Return whether the model may write thoughts: its chat template knows them. Tokens for the marks alone, which
+    families share with models that do not think, say nothing."""
+    return CLOSE in tokenizer.template_text
 
 
-def begins_open(prompt: str) -> bool:
-    """Return whether a rendered prompt has already begun the thought."""
-    return prompt.rstrip().endswith(OPEN)
+def hides_thoughts(tokenizer: Tokenizer) -> bool:
+    """Return whether the marks are special tokens, without which a thought and its answer would be one text."""
+    return not tokenizer.special_ids.isdisjoint({tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)})
+
+
+def thought_after(prompt: str, thinks: bool, continued: str = "") -> Thought:
+    """Return where the answer to a prompt begins.
+
+    `prompt`: its text, or the end of it. `thinks`: the model may write thoughts. `continued`: the text of the last
+    message, if the answer continues it.
+    """
+    if continued.rfind(OPEN) > continued.rfind(CLOSE):
+        return Thought.CONTINUED
+    if has_begun_text(continued):
+        return Thought.NONE
+    if prompt.rstrip().endswith(OPEN):
+        return Thought.BEGUN
+    is_closed = prompt.rstrip().endswith(CLOSE)  # by which templates turn reasoning off
+    return Thought.OPTIONAL if thinks and not is_closed else Thought.NONE
+
+
+def has_begun_text(continued: str) -> bool:
+    """Return whether a message that is to be continued has begun its text, after a thought if it has one."""
+    text = continued.rpartition(CLOSE)[2]
+    return bool(text.strip()) and OPEN not in text
 
 
 def thought_tokens(spelled: Iterable[bytes], is_open: bool) -> int:
@@ -44,10 +83,11 @@ def thought_tokens(spelled: Iterable[bytes], is_open: bool) -> int:
 class ReasoningParser:
     """Splits a streamed text into thought and text, character by character."""
 
-    def __init__(self, is_open: bool = False) -> None:
-        """`is_open`: the text begins within a thought."""
-        self._is_open, self._held = is_open, ""
-        self._is_start = True  # at the beginning, or right after the thought: space there is dropped
+    def __init__(self, thought: Thought = Thought.OPTIONAL) -> None:
+        """`thought`: where the text begins."""
+        self._is_open, self._held = thought.is_open, ""
+        # At the beginning, or right after the thought: white space there is dropped.
+        self._is_start = thought is not Thought.CONTINUED
 
     def push(self, text: str) -> list[ThoughtDelta | TextDelta]:
         """Return what is certain after this text."""

@@ -18,6 +18,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json, read_text
 from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.special_tokens import THOUGHT_BEGIN
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
+CUT = "CONTINUE_THIS_TEXT_HERE"  # marks the end of a message that is to be continued
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _READING, _LAST = Lock(), list[Any]()  # hash and content of the file read last
 
@@ -119,17 +121,45 @@ class Tokenizer:
         """The texts of all chat templates, joined."""
         return "\n".join(template.text for template in self._templates.values())
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **values: Any,
+    ) -> str:
         """Render the conversation with the chat template; `values` (tools, ...) are passed to it.
 
+        `continue_final_message`: the answer continues the last message, the assistant's, instead of following it.
         Raises UserError if the model has no chat template or the template refuses the messages.
         """
+        if continue_final_message:
+            return self._render_begun(messages, values)
         values = {"tools": None, "documents": None, **self.special_texts, **values}
         name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
             raise UserError(f"this model has no chat template{others}: give it text as it is, --raw")
         return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
+
+    def _render_begun(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        """Render a conversation up to where its last message breaks off."""
+        *before, last = messages or [{}]
+        parts = last.get("content")
+        content = [*parts] if isinstance(parts, list) else [{"type": "text", "text": parts}]
+        text = content[-1].get("text") if content and isinstance(content[-1], Mapping) else None
+        if last.get("role") != "assistant" or not isinstance(text, str) or last.get("tool_calls"):
+            raise UserError("only a text of the assistant, without tool calls, can be continued as the last message")
+        if text.lstrip().startswith(THOUGHT_BEGIN):  # templates move or drop a thought in a message
+            begun = self.render(before, **values)
+            opened = begun.rstrip().removesuffix(THOUGHT_BEGIN)
+            return (opened if opened != begun.rstrip() else begun) + text
+        content[-1] = {**content[-1], "text": text + CUT}  # nothing that the template trims ends the text
+        marked = {**last, "content": content if isinstance(parts, list) else text + CUT}
+        begun, found, _ = self.render([*before, marked], add_generation_prompt=False, **values).rpartition(CUT)
+        if not found:
+            raise UserError("this model's chat template does not write the last message, so it cannot be continued")
+        return begun
 
     def close(self) -> None:
         """End the process that renders chat templates; a later use starts another."""
