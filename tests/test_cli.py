@@ -316,6 +316,14 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     rows = json.loads(run("theory", "--acceptance", "0.9,0.5", "--lengths", "3", "--json")[1])["lengths"]
     assert [row["tokens"] for row in rows] == pytest.approx([1.9, 2.35, 2.575])
     assert {row["in_parallel"] for row in rows} == {None}
+    found = json.loads(run("theory", "--acceptance", "0.9,0.5", "--drafts", "0.5,0", "--json")[1])
+    assert found["limits"]["limit_in_turn"] == pytest.approx(2.8)
+    assert [batch["drafts"] for batch in found["batches"]] == [1, 2, 3]
+    assert [batch["ideal_speedup"] for batch in found["batches"]] == pytest.approx([2.8, 2.9, 2.9])
+    assert [1 / batch["rejections_per_token"] for batch in found["batches"]] == pytest.approx([2.8, 2.9, 2.9])
+    shown = run("theory", "--drafts", "0.5")[1]
+    assert "one draft: 20.0 rejections in 100 tokens, ideal speedup 5.00" in shown
+    assert "2 drafts after each rejection: 18.2 rejections in 100 tokens, ideal speedup 5.50" in shown
     shown = run("theory", "--acceptance", "1.0", "--cost", "0")[1]
     assert all(said in shown for said in ("limit sequential: none", "11.00"))
 
@@ -325,6 +333,8 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     [
         ("--acceptance", "high", "acceptance is 'high'"),
         ("--acceptance", "1.2", "acceptance is 1.2"),
+        ("--drafts", "0.5,1.5", "drafts is 1.5"),
+        ("--drafts", "0.5;1", "drafts is '0.5;1'"),
         ("--cost", "-1", "cost"),
         ("--verify", "-1", "verify"),
         ("--overhead", "nan", "overhead"),

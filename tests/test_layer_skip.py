@@ -22,6 +22,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
+from outpace.core.types import Observation
 from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters import layer_skip
 from outpace.drafters.layer_skip import (
@@ -174,6 +175,32 @@ def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
     assert set(lengths[0.0]) == {6}
     assert set(lengths[1.0]) == {1}
     assert 1 < sum(lengths[0.5]) / len(lengths[0.5]) < 6
+
+
+@pytest.mark.parametrize(("target", "step"), [(0.9, 0.5), (0.5, 0.5), (0.2, 1.0), (0.9, 0.0)])
+def test_the_threshold_follows_the_acceptance_rate(target: float, step: float) -> None:
+    """As in section 4.3 of Draft & Verify, from what the engine counts of each round."""
+    rounds: list[tuple[float, bool]] = []
+
+    class Noted(LayerSkipDrafter):
+        def observe(self, state: SkipState, seen: Observation) -> None:
+            rounds.append((state.confidence, state.is_unsure))
+            super().observe(state, seen)
+
+    model = llama(DEEP)
+    options = Options(confidence=0.4, acceptance_target=target, confidence_step=step)
+    with Engine(model, Noted(model, Sublayers((2,), ()), options)) as engine:
+        run = engine.submit(make_request(text(model, 9), max_tokens=80), Speculative, Speculative.Options(6))
+        finish(engine, [run])
+    rate, confidence = target, 0.4
+    for (used, is_unsure), round_ in zip(rounds, run.history.steps, strict=False):
+        assert used == pytest.approx(confidence)
+        rate = 0.5 * rate + 0.5 * round_.accepted / round_.drafted
+        goal = confidence + step if rate < target else confidence - step if is_unsure else confidence
+        confidence = min(max(0.9 * confidence + 0.1 * goal, 0.0), 1.0)
+    values = [used for used, _ in rounds]
+    assert len(values) > 15
+    assert len(set(values)) == 1 if step == 0.0 else max(values) > 0.4 > min(values) or target != 0.5
 
 
 def test_the_search_finds_layers_that_do_nothing() -> None:

@@ -65,7 +65,7 @@ def test_ssd_gives_what_its_paper_expects(alpha: float, length: int, width: int)
     outcome = simulated("ssd", alpha, length, length + 2.0, width)
     hit, tokens = sum(outcome_chances(alpha, length)[:width]), theory.expected_tokens(alpha, length)
     primary, backup = ((length + more) / (length + 2.0) for more in (1, 0))
-    expected = theory.ssd_speedup(hit, tokens, tokens, primary, backup)
+    expected = tokens / (hit * max(1.0, primary) + (1.0 - hit) * (1.0 + backup))
     assert plain_over(outcome) == pytest.approx(expected, rel=0.03)
     assert outcome.figures.mean_accepted_length == pytest.approx(tokens, rel=0.03)
 

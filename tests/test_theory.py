@@ -57,15 +57,50 @@ def test_a_draft_helps_only_where_it_is_accepted_more_often_than_it_costs(alpha:
     gamma = theory.best_length(alpha, c)
     gain = theory.speedup(theory.expected_tokens(alpha, gamma), gamma, c)
     assert (gamma > 0 and gain > 1.0) == (alpha > c)  # Leviathan et al., corollary 3.9
-    assert gain <= theory.sequential_limit(alpha)
+    assert gain <= theory.tokens_per_rejection([alpha])
 
 
 def test_limits() -> None:
-    assert theory.sequential_limit(0.75) == pytest.approx(4.0)
-    assert theory.sequential_limit(1.0) == math.inf
+    assert theory.tokens_per_rejection([0.75]) == pytest.approx(4.0)
+    assert theory.tokens_per_rejection([1.0]) == theory.tokens_per_rejection([0.5, 1.0]) == math.inf
+    assert theory.tokens_per_rejection([0.0, 1.0]) == 1.0
+    assert theory.tokens_per_rejection([0.9, 0.5, 0.2]) == pytest.approx(
+        1 + 0.9 + 0.45 + 0.09 + 0.018 + 0.0036, abs=1e-3
+    )
     assert theory.expected_tokens(0.75, 500) == pytest.approx(4.0)
     assert theory.parallel_limit(0.1) == pytest.approx(10.0)
     assert theory.parallel_limit(0.0) == math.inf
     assert theory.pearl_speedup(1.0, 10, 0.1) == pytest.approx(10.0)
     assert theory.card_limit(5.0, 1.25, 0.1, 2.0) == pytest.approx(4.0)
     assert theory.card_limit(5.0, 1.25, 0.2, 2.0) == pytest.approx(2.5)
+
+
+TARGET, DRAFT = [0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
+
+
+def tvs(count: int) -> list[float]:
+    """TV of what `count` rejections in a row have left of the target's p, and of q."""
+    p, found = TARGET, []
+    for _ in range(count):
+        rest = [max(own - other, 0.0) for own, other in zip(p, DRAFT, strict=True)]
+        found.append(math.fsum(rest))
+        p = [value / found[-1] for value in rest]
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_expected_rejections_are_those_of_every_way_to_accept_and_reject(count: int) -> None:
+    """Yin et al., theorems 1 and 4: `count` drafts of the token after each rejection, one of any other."""
+    left = math.prod(tvs(count))
+    tokens = 400
+    chance, rejections = 1.0, 0.0  # of a token after a rejection
+    for _ in range(tokens):
+        rejected = chance * left + (1.0 - chance) * tvs(1)[0]
+        rejections += rejected
+        chance = rejected
+    alphas = [1.0 - distance for distance in tvs(count)]
+    first = theory.any_acceptance(alphas)
+    assert first == pytest.approx(1.0 - left)
+    assert tokens / rejections == pytest.approx(theory.tokens_per_rejection([first, alphas[0]]), rel=0.01)
+    assert count > 1 or theory.tokens_per_rejection(alphas) == pytest.approx(1.0 / tvs(1)[0])
+    assert tokens / rejections < 1.0 / tvs(1)[0] + 1.01, "more drafts gain at most one token"

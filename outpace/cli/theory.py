@@ -20,6 +20,11 @@ def theory(
         "Acceptance rate of a drafted token (alpha); or one for each position, with commas between them, as"
         " `outpace bench` reports them: the last one holds for all further positions.",
     ),
+    drafts: str = flag(
+        "",
+        "Acceptance rates of the second, third, ... draft of the same token, each after the rejection of those before"
+        " it, with commas between them: what several drafts after each rejection gain.",
+    ),
     cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
     verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
     overhead: float = flag(0.0, "Other time in a round, as a share of a plain pass."),
@@ -27,26 +32,53 @@ def theory(
     as_json: bool = JSON,
 ) -> None:
     """Show possible gains of speculation: tokens a round, speedups by draft length, and their limits."""
-    says = f"acceptance is {acceptance!r}, it must be numbers with commas between them, as in 0.8,0.7"
-    positions: list[float] = numbers(acceptance, float, says)
-    for position in positions:
-        check_range("acceptance", position, 0.0, 1.0)
+    positions, others = _rates("acceptance", acceptance), _rates("drafts", drafts) if drafts else []
     for name, share in (("cost", cost), ("verify", verify), ("overhead", overhead)):
         check_range(name, share, 0.0, 100.0)
     check_whole("lengths", lengths, 1, 256)
     rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)]
     bounds = {
-        "limit_in_turn": formulas.sequential_limit(positions[-1]),
+        "limit_in_turn": formulas.tokens_per_rejection(positions),
         "limit_in_parallel": formulas.parallel_limit(cost),
     }
     limits = {name: value if value < float("inf") else None for name, value in bounds.items()}
+    batches = [_batch(positions, others[:count]) for count in range(len(others) + 1)]
     if as_json:
-        display.print_json({"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits})
+        display.print_json(
+            {"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits, "batches": batches}
+        )
         return
     display.stdout().print(_table(rows))
     for name, limit in limits.items():
         title = name.replace("in_turn", "sequential").replace("_", " ")
-        display.stdout().print(f"{title}: {'none' if limit is None else f'{limit:.2f}'}")
+        display.stdout().print(f"{title}: {_speed(limit)}")
+    for batch in batches:
+        count, rejections = batch["drafts"], 100 * batch["rejections_per_token"]
+        title = "one draft" if count == 1 else f"{count} drafts after each rejection"
+        speed = _speed(batch["ideal_speedup"])
+        display.stdout().print(
+            f"{title}: {rejections:.1f} rejections in 100 tokens, ideal speedup {speed} (Yin et al.)"
+        )
+
+
+def _rates(name: str, text: str) -> list[float]:
+    says = f"{name} is {text!r}, it must be numbers with commas between them, as in 0.8,0.7"
+    rates: list[float] = numbers(text, float, says)
+    for rate in rates:
+        check_range(name, rate, 0.0, 1.0)
+    return rates
+
+
+def _batch(positions: list[float], others: list[float]) -> dict[str, Any]:
+    """Return the bounds of Yin et al. if there are `others` too after each rejection, whose drafts cost nothing."""
+    first = formulas.any_acceptance([positions[0], *others])
+    tokens = formulas.tokens_per_rejection([first, *(positions[1:] or positions)])
+    ideal = tokens if tokens < float("inf") else None
+    return {"drafts": 1 + len(others), "rejections_per_token": 1.0 / tokens, "ideal_speedup": ideal}
+
+
+def _speed(limit: float | None) -> str:
+    return "none" if limit is None else f"{limit:.2f}"
 
 
 def _row(positions: list[float], gamma: int, cost: float, verify: float, overhead: float) -> dict[str, Any]:

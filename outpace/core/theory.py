@@ -39,9 +39,25 @@ def best_length(alpha: float, c: float, most: int = 64) -> int:
     return max(range(most + 1), key=lambda gamma: speedup(expected_tokens(alpha, gamma), gamma, c))
 
 
-def sequential_limit(alpha: float) -> float:
-    """Return the limit of sequential drafting with a free draft: 1 / (1 - alpha)."""
-    return math.inf if alpha >= 1.0 else 1.0 / (1.0 - alpha)
+def tokens_per_rejection(acceptances: Sequence[float]) -> float:
+    """Return the tokens per rejection of drafts without an end; the last acceptance holds for all further positions.
+
+    1 / (1 - alpha) if all positions are alike. This is the limit of sequential drafting with a free draft, and what Yin
+    et al., arXiv:2411.00841, call the ideal speedup T / E[rejections], where E[rejections] is the sum of E[TV(p, q)]
+    over the T tokens, the least that an exact rule can reach that judges one token after another, and TV is 1 - alpha.
+    """
+    *before, last = acceptances
+    rest = math.prod(before) * last
+    return expected_tokens_by_position(before) + (0.0 if not rest else math.inf if last >= 1.0 else rest / (1.0 - last))
+
+
+def any_acceptance(acceptances: Sequence[float]) -> float:
+    """Return the probability that one of several drafts of the same token is accepted: 1 - product of the TVs.
+
+    Each draft's acceptance is that after the rejection of those before it. With M drafts after every rejection, of
+    which one is followed, this holds for the first token after a rejection. Yin et al., theorem 4.
+    """
+    return 1.0 - math.prod(1.0 - alpha for alpha in acceptances)
 
 
 def parallel_limit(c: float) -> float:
@@ -53,16 +69,6 @@ def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
     """Return PEARL's speedup with gamma tokens drafted while the target verifies. Liu et al., arXiv:2408.11850."""
     tokens = float(gamma) if alpha >= 1.0 else (1.0 - alpha**gamma) / ((1.0 - alpha) * (1.0 + alpha - alpha**gamma))
     return tokens / max(gamma * c, 1.0)
-
-
-def ssd_speedup(hit: float, on_hit: float, on_miss: float, primary: float, backup: float) -> float:
-    """Return SSD's speedup over plain decoding. Kumar, Dao, May, arXiv:2603.03251.
-
-    `hit`: share of outcomes that were drafted for; `on_hit`, `on_miss`: tokens of such rounds; `primary`, `backup`:
-    times of drafting for outcomes and of drafting after a miss, in target passes.
-    """
-    tokens = hit * on_hit + (1.0 - hit) * on_miss
-    return tokens / (hit * max(1.0, primary) + (1.0 - hit) * (1.0 + backup))
 
 
 def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:

@@ -4,7 +4,8 @@ Draft & Verify, arXiv:2309.08168, for given layers; SWIFT, arXiv:2410.06916, for
 choice by upper confidence bounds is GP-UCB, arXiv:0912.3995.
 
 Nothing is loaded and nothing is stored twice: the draft writes into pending slots of the target's session, which are
-dropped before the target verifies. A draft ends once it is not sure of its last token.
+dropped before the target verifies. A draft ends once it is not sure of its last token: at a threshold that follows the
+acceptance rate of the request's drafts (Draft & Verify, section 4.3).
 """
 
 from __future__ import annotations
@@ -214,6 +215,7 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
 
 
 COST = "a forward of a part of the target for each token"
+_RATE_KEPT, _CONFIDENCE_KEPT = 0.5, 0.9  # per round, of the acceptance rate and of the threshold (beta 1 and beta 2)
 _SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 
 
@@ -222,8 +224,9 @@ class Options(MethodOptions):
     """`skip_attention`, `skip_mlp`: layers whose attention or MLP is skipped, as in 3,5-8. If neither is given, sets
     are tried on the last `skip_window` tokens of answers, in one of `skip_every` drafted rounds: first `skip_ratio` of
     the layers spread evenly, then others of the same size, until one agrees with the target at a rate of `skip_enough`,
-    or `skip_trials` were made. A draft ends with a token less likely than `confidence`; `width`: tokens proposed at
-    each place."""
+    or `skip_trials` were made. A draft ends with a token less likely than a threshold, at first `confidence`. After
+    each draft it moves by a tenth of `confidence_step`: up while the acceptance rate is below `acceptance_target`,
+    otherwise down if the draft ended at it; 0: it is constant. `width`: tokens proposed at each place."""
 
     skip_attention: str | None = None
     skip_mlp: str | None = None
@@ -233,6 +236,8 @@ class Options(MethodOptions):
     skip_enough: float = number(0.93, 0.0, 1.0)
     skip_trials: int = whole(1000, 1)
     confidence: float = number(0.8, 0.0, 1.0)
+    confidence_step: float = number(0.01, 0.0, 1.0)
+    acceptance_target: float = number(0.9, 0.0, 1.0)
     width: int = whole(1, 1, 512)
     tree_nodes: int = whole(256, 2, 16384)
 
@@ -249,9 +254,13 @@ class Options(MethodOptions):
 
 @dataclass
 class SkipState(ExpansionState):
-    """`offers`: the proposals below a tree node, by id. `is_unsure`: the draft is over for this round. `rounds`: rounds
-    drafted since a set was tried on this text."""
+    """`confidence`: the threshold at which drafts end. `acceptance`: the acceptance rate of recent drafts. `layers`:
+    length of this round's draft so far. `offers`: the proposals below a tree node, by id. `is_unsure`: the draft is
+    over for this round. `rounds`: rounds drafted since a set was tried on this text."""
 
+    confidence: float = 0.0
+    acceptance: float = 0.0
+    layers: int = 0
     offers: dict[int, TopK] = field(default_factory=dict)
     is_unsure: bool = False
     rounds: int = 0
@@ -282,7 +291,10 @@ class LayerSkipDrafter(ModelRunningDrafter):
         return 0
 
     def open(self, request: Request) -> SkipState:
-        return SkipState(request, list(request.prompt))
+        options = self._options
+        return SkipState(
+            request, list(request.prompt), confidence=options.confidence, acceptance=options.acceptance_target
+        )
 
     def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> list[int]:
         """Run one forward of the shortened target over the frontiers of all trees; return the number of nodes added to
@@ -300,8 +312,10 @@ class LayerSkipDrafter(ModelRunningDrafter):
 
     def observe(self, state: SkipState, seen: Observation) -> None:
         self._pick_models.learn(state.request, state.offers, seen)
+        if state.layers:
+            self._adapt(state, seen)
         self._expander.follow(state, seen)
-        state.offers, state.is_unsure = {}, False
+        state.offers, state.is_unsure, state.layers = {}, False, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted models of the target's picks."""
@@ -315,9 +329,22 @@ class LayerSkipDrafter(ModelRunningDrafter):
         self.sublayers = sublayers
         self._expander.model = self._target.skip_sublayers(*sublayers)
 
+    def _adapt(self, state: SkipState, seen: Observation) -> None:
+        """Update the acceptance rate and the threshold after a draft, by the rules of Draft & Verify."""
+        options, offers = self._options, state.offers
+        walked = [
+            (offers[node][0], token) for node, token in zip(seen.node_ids, seen.tokens, strict=True) if node in offers
+        ]
+        accepted = sum(token in tokens[: options.width] for tokens, token in walked)
+        state.acceptance += (1.0 - _RATE_KEPT) * (accepted / state.layers - state.acceptance)
+        step = (1.0 - _CONFIDENCE_KEPT) * options.confidence_step
+        if state.acceptance < options.acceptance_target:
+            state.confidence = min(state.confidence + step, 1.0)
+        elif state.is_unsure:
+            state.confidence = max(state.confidence - step, 0.0)
+
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + _SPARE))
-        least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
             pick_model, surest = self._pick_models.of(state.request), -math.inf
             for node in frontier:
@@ -329,7 +356,8 @@ class LayerSkipDrafter(ModelRunningDrafter):
                 surest = max(surest, chances[0])
                 children = [(tree.scores[node] + c, node, t) for t, c in zip(tokens, chances, strict=False)]
                 tree.attach_children(children[: self._options.tree_nodes - len(tree)], self._options.width)
-            state.is_unsure = surest < least
+            state.layers += 1
+            state.is_unsure = surest < (math.log(state.confidence) if state.confidence else -math.inf)
 
     def _try(self, state: SkipState) -> None:
         """Make one trial of the search if one is due: before a round's first draft, when nothing is pending."""

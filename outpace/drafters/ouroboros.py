@@ -1,12 +1,12 @@
 """A draft model whose drafts are extended by phrases: several tokens per draft step, and longer drafts.
 
-Ouroboros: Zhao et al., 2024, arXiv:2402.13720; no training beyond the draft model's.
+Ouroboros: Zhao et al., 2024, arXiv:2402.13720, without its Jacobi iteration of the draft model, which here drafts one
+token at a time between phrases; no training beyond the draft model's.
 
 Phrases of the pool that follow the last token, and those that follow the draft's end, are attached to the tree. The
 next forward of the draft reads all of them together with the end itself, and the draft continues after the last token
 that it would have proposed too; the others remain as suffixes for the target to verify. The pool learns from texts, and
-from the target's tokens after rejected ones. Each cache salt has its own pool. In the paper the draft model also looks
-ahead by Jacobi iteration.
+from the target's tokens after rejected ones. Each cache salt has its own pool.
 """
 
 from __future__ import annotations
