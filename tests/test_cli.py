@@ -322,8 +322,8 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     assert [batch["ideal_speedup"] for batch in found["batches"]] == pytest.approx([2.8, 2.9, 2.9])
     assert [1 / batch["rejections_per_token"] for batch in found["batches"]] == pytest.approx([2.8, 2.9, 2.9])
     shown = run("theory", "--drafts", "0.5")[1]
-    assert "one draft: 20.0 rejections in 100 tokens, ideal speedup 5.00" in shown
-    assert "2 drafts after each rejection: 18.2 rejections in 100 tokens, ideal speedup 5.50" in shown
+    assert "Yin et al., 1 draft: ideal speedup 5.00, 20.0 rejections in 100 tokens" in shown
+    assert "Yin et al., 2 drafts: ideal speedup 5.50, 18.2 rejections in 100 tokens" in shown
     shown = run("theory", "--acceptance", "1.0", "--cost", "0")[1]
     assert all(said in shown for said in ("limit sequential: none", "11.00"))
 

@@ -22,8 +22,8 @@ def theory(
     ),
     drafts: str = flag(
         "",
-        "Acceptance rates of the second, third, ... draft of the same token, each after the rejection of those before"
-        " it, with commas between them: what several drafts after each rejection gain.",
+        "Acceptance rates of the second, third, ... draft of the same token, each after the earlier ones were rejected,"
+        " with commas between them: what several drafts after each rejection gain.",
     ),
     cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
     verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
@@ -54,11 +54,9 @@ def theory(
         display.stdout().print(f"{title}: {_speed(limit)}")
     for batch in batches:
         count, rejections = batch["drafts"], 100 * batch["rejections_per_token"]
-        title = "one draft" if count == 1 else f"{count} drafts after each rejection"
+        title = f"Yin et al., {count} draft{'s' if count > 1 else ''}"
         speed = _speed(batch["ideal_speedup"])
-        display.stdout().print(
-            f"{title}: {rejections:.1f} rejections in 100 tokens, ideal speedup {speed} (Yin et al.)"
-        )
+        display.stdout().print(f"{title}: ideal speedup {speed}, {rejections:.1f} rejections in 100 tokens")
 
 
 def _rates(name: str, text: str) -> list[float]:

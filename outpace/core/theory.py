@@ -54,7 +54,7 @@ def tokens_per_rejection(acceptances: Sequence[float]) -> float:
 def any_acceptance(acceptances: Sequence[float]) -> float:
     """Return the probability that one of several drafts of the same token is accepted: 1 - product of the TVs.
 
-    Each draft's acceptance is that after the rejection of those before it. With M drafts after every rejection, of
+    Each draft's acceptance is that after the earlier ones were rejected. With M drafts after every rejection, of
     which one is followed, this holds for the first token after a rejection. Yin et al., theorem 4.
     """
     return 1.0 - math.prod(1.0 - alpha for alpha in acceptances)
