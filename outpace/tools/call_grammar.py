@@ -12,7 +12,8 @@ from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
 
-_COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT = {"x-guidance": {**_SEPARATORS, "coerce_one_of": True}}  # branches exclude one another, see schema.py
 _ANY = r"/(.|\n)*/"
 
 
