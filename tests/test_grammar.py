@@ -100,8 +100,18 @@ def test_fields_of_both_apis_are_read() -> None:
     assert read_structure({"type": "text"}, None) is None
     assert read_structure({"type": "json_object"}, None) == schema_of({"type": "object"})
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": PERSON, "strict": True}}
-    for response_format in (wrapped, {"type": "json_schema", "schema": PERSON}):
+    nulls = {
+        "type": "json_schema",
+        "schema": None,
+        "json_schema": {"description": None, "strict": None, "schema": PERSON},
+    }
+    of_llama_cpp = ({"type": "json_object", "schema": schema} for schema in (PERSON, json.dumps(PERSON)))
+    for response_format in (wrapped, {"type": "json_schema", "schema": PERSON}, nulls, *of_llama_cpp):
         assert read_structure(response_format, None) == schema_of(PERSON)
+    for any_object in (None, {}, True, {"type": ["object", "null"]}):
+        given = {"type": "json_object", "schema": any_object, "json_schema": None}
+        assert read_structure(given, None) == schema_of({"type": "object"})
+    assert read_structure({"type": "text", "json_schema": None}, {"regex": None, "json": PERSON}) == schema_of(PERSON)
     assert read_structure(None, {"json": json.dumps(PERSON)}) == schema_of(PERSON)
     assert read_structure(None, {"json": PERSON, "disable_any_whitespace": True}) == schema_of(PERSON, compact=True)
     assert read_structure({"type": "text"}, {"regex": "a", "choice": None}) == Structure("regex", "a")
@@ -115,6 +125,13 @@ def test_fields_of_both_apis_are_read() -> None:
         ("json", None, "must be an object with a type"),
         ({"type": "yaml"}, None, "unknown type of response_format 'yaml'"),
         ({"type": "json_schema"}, None, "has no schema"),
+        ({"type": "json_schema", "json_schema": {"schema": None}}, None, "has no schema"),
+        ({"type": "json_schema", "json_schema": []}, None, "json_schema of response_format is .*must be an object"),
+        ({"type": "json_object", "schema": {"type": "array"}}, None, "has the type 'array', it must be object"),
+        ({"type": "json_object", "schema": False}, None, "has the type False, it must be object"),
+        ({"type": "json_object", "pattern": "a"}, None, "unknown field 'pattern' of response_format"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "grammar": "a"}}, None, "'grammar' of json_schema"),
+        ({"type": "text", "json_schema": {"schema": {}}}, None, "type text has a schema"),
         ({"type": "json_schema", "json_schema": {"schema": 3}}, None, "must be an object"),
         ({"type": "json_object"}, {"regex": "a"}, "give one of them"),
         (None, "regex", "must be an object with one of"),

@@ -123,7 +123,12 @@ class Grammars:
             limits = schema.enforceable(json.loads(structure.text))
             asked = replace(structure, text=json.dumps(limits, ensure_ascii=False))
         began = time.perf_counter()
-        matcher = _within(SECONDS, asked, self._matcher)
+        try:
+            matcher = _within(SECONDS, asked, self._matcher)
+        except UserError:
+            if not structure.fallback:
+                raise
+            matcher = _within(SECONDS, replace(structure, text=structure.fallback, fallback=""), self._matcher)
         with self._lock:
             self.compiled, self.seconds = self.compiled + 1, self.seconds + time.perf_counter() - began
             self._known[structure] = matcher
