@@ -33,10 +33,11 @@ QWEN3_METADATA = {
     "tokenizer.chat_template": QWEN3_TEMPLATE,
 }
 CHANGES = ARCHITECTURES | {"qwen3": QWEN3}
+PHI_GAIN = float((1 + np.log(128 / 96) / np.log(96)) ** 0.5)  # as llama.cpp's converter computes it
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", QWEN3_METADATA),
     "gemma3": ("Gemma3TextConfig", GEMMA_METADATA | {"gemma3.block_count": 7}),
-    "phi3": ("Phi3Config", PHI_METADATA),
+    "phi3": ("Phi3Config", PHI_METADATA | {"phi3.rope.scaling.attn_factor": PHI_GAIN}),
 }
 WORDS = [5, 90, 17, 200, 33, 61, 120, 7, 44, 250, 19, 70, 3, 8, 155, 21] * 3  # beyond Gemma's window
 

@@ -64,7 +64,8 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
         original |= {name: np.round(original[name] * 64) / np.float32(64) for name in norms}
     more = {}
     if architecture == "phi3":
-        metadata |= PHI_METADATA
+        metadata |= PHI_METADATA | {"phi3.rope.scaling.attn_factor": 1.25}
+        config["rope_scaling"] = changes["rope_scaling"] | {"attention_factor": 1.25}
         factors = {name: np.array(changes["rope_scaling"][f"{name}_factor"], np.float32) for name in ("short", "long")}
         more = {f"rope_factors_{name}.weight": values for name, values in factors.items()}
     path = write_gguf(tmp_path / "tiny.gguf", metadata, tensors=original | more, architecture=named)

@@ -108,7 +108,6 @@ def test_not_gguf(tmp_path: Path) -> None:
     ("field", "value", "word"),
     [
         ("llama.rope.scaling.type", "longrope", "rope.scaling.type"),
-        ("llama.rope.scaling.factor", 4.0, "rope.scaling.factor"),
         ("llama.rope.dimension_count", 8, "rope.dimension_count"),
         ("llama.attention.value_length", 32, "value_length"),
         ("llama.attention.sliding_window", "all", "sliding_window"),
@@ -116,7 +115,6 @@ def test_not_gguf(tmp_path: Path) -> None:
         ("split.count", "3", "split.count '3'"),
         ("llama.expert_count", 8, "expert_count"),
         ("llama.attention.head_count", 3, "num_attention_heads"),
-        ("llama.attention.head_count", [4, 4], "num_attention_heads"),
         ("llama.block_count", None, "num_hidden_layers"),
         ("llama.block_count", 3, "model.layers.2"),
         ("llama.block_count", 1, "blk.1"),

@@ -178,6 +178,7 @@ def _read(
     formats of the file as they are.
     """
     from outpace.models.files.find import locate, open_source, resolve
+    from outpace.models.files.gguf.config import UNKNOWN_METADATA
     from outpace.models.llama.config.draft_vocab import read_draft_vocab
     from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
     from outpace.models.text.tokenizer import tokenizer_of
@@ -207,7 +208,10 @@ def _read(
     if factor != 1:
         name += f" (cost x {factor})"
         inflation = f"inflated: a pass costs as much as one of a model {factor} times as large, the text is its own"
-    notices = "; ".join(filter(None, (model.notice, inflation, reason)))
+    ours = source.config.get("outpace")
+    unknown = ours.get(UNKNOWN_METADATA) if isinstance(ours, Mapping) else None
+    ignored = f"the file's metadata {', '.join(unknown)} are unknown and were ignored" if unknown else None
+    notices = "; ".join(filter(None, (model.notice, inflation, reason, ignored)))
     return Loaded(model, tokenizer(), name, source.config, factor, notices or None)
 
 

@@ -18,6 +18,7 @@ from outpace.core.errors import UserError, install_command
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE, read_index
 from outpace.models.files.gguf.header import part_files
 from outpace.models.files.model_kind import check_text_model
+from outpace.models.files.tokenizer_folder import MORE_TEMPLATES
 
 Progress = Callable[[str, float], None]
 NAME = re.compile(
@@ -121,7 +122,8 @@ def choose_files(name: HubName, listed: Sequence[str]) -> list[str]:
     if "config.json" in top and weights:
         texts = [file for file in top if file.endswith(TEXTS) and (file != INDEX or weights != [SINGLE])]
         tokenizer = ["tokenizer.model"] if "tokenizer.model" in top and "tokenizer.json" not in top else []
-        return [file for file in [*weights, *texts, *tokenizer] if not file.endswith(".bin.index.json")]
+        templates = sorted(file for file in listed if PurePosixPath(file).parent == PurePosixPath(MORE_TEMPLATES))
+        return [file for file in [*weights, *texts, *templates, *tokenizer] if not file.endswith(".bin.index.json")]
     if len(gguf) == 1:
         return _check_parts(name, gguf[0], listed)
     if gguf:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.files.tokenizer_folder import SPECIAL_NAMES, named_templates
 from outpace.models.text.text_stream import TextStream, WindowStream
-from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
+from outpace.models.text.tokenizer import Tokenizer
 
 
 class PythonBackend:
@@ -51,7 +52,12 @@ class SlowTokenizer(Tokenizer):
     """A tokenizer written in Python, or whose decoder `text_stream` does not support: slower, with the same text."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
-        super().__init__(PythonBackend(tokenizer), _special(tokenizer), stop_ids, _templates(tokenizer))
+        super().__init__(
+            PythonBackend(tokenizer),
+            _special(tokenizer),
+            stop_ids,
+            named_templates(getattr(tokenizer, "chat_template", None)),
+        )
 
     @cached_property
     def _anchor(self) -> list[int]:
@@ -84,7 +90,9 @@ def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
     if isinstance(backend, tokenizers.Tokenizer):
         copy = tokenizers.Tokenizer.from_str(backend.to_str())
         try:
-            return Tokenizer(copy, _special(tokenizer), stop_ids, _templates(tokenizer))
+            return Tokenizer(
+                copy, _special(tokenizer), stop_ids, named_templates(getattr(tokenizer, "chat_template", None))
+            )
         except UserError:  # a decoder that text_stream does not support
             pass
     return SlowTokenizer(tokenizer, stop_ids)
@@ -94,10 +102,3 @@ def _special(tokenizer: Any) -> dict[str, str]:
     """Return the special tokens' texts by name."""
     found = {name: getattr(tokenizer, name, None) for name in SPECIAL_NAMES}
     return {name: str(text) for name, text in found.items() if text is not None}
-
-
-def _templates(tokenizer: Any) -> dict[str, str]:
-    """Return the chat templates by name."""
-    found = getattr(tokenizer, "chat_template", None)
-    named = found if isinstance(found, dict) else {"default": found}
-    return {name: text for name, text in named.items() if isinstance(text, str)}

@@ -16,7 +16,16 @@ from outpace.core.lazy import lazy_sha256
 from outpace.core.machine import trim_heap
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json, read_text
+from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json
+from outpace.models.files.tokenizer_folder import (
+    SPECIAL_NAMES,
+    add_tokens,
+    named_templates,
+    read_added_tokens,
+    read_settings,
+    read_templates,
+    token_text,
+)
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.special_tokens import THOUGHT_BEGIN
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
@@ -35,7 +44,6 @@ TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 CUT = "CONTINUE_THIS_TEXT_HERE"  # marks the end of a message that is to be continued
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _READING, _LAST = Lock(), list[Any]()  # hash and content of the file read last
 
 
@@ -59,8 +67,7 @@ class Tokenizer:
         # Some files contain training settings, which would truncate or pad.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.special_texts = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
-        self._add_bos = settings.get("add_bos_token")
+        self.special_texts = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name)))}
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
         self._stream = self._stream_factory()
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -74,17 +81,16 @@ class Tokenizer:
         Raises UserError: no tokenizer.json, damaged, or with ids beyond the model's embedding.
         """
         path = Path(path)
-        own = read_optional_json(path / "tokenizer_config.json")
-        settings = {**read_optional_json(path / "special_tokens_map.json"), **own}
+        settings = read_settings(path)
         config = read_optional_json(path / "config.json")
         stops: list[int] = []
         for name in ("generation_config.json", "config.json"):
             stops = stops or _ids(path / name, read_optional_json(path / name).get("eos_token_id"))
         file = path / "tokenizer.json"
-        raw = _load_backend(file)
+        raw = _load_backend(file, settings)
         rows = config.get("vocab_size")
         try:
-            tokenizer = cls(raw, settings, stops, _templates(path, settings))
+            tokenizer = cls(raw, settings, stops, read_templates(path, settings))
             if isinstance(rows, int) and tokenizer.size > rows:
                 tokenizer._drop_ids_from(rows)
         except UserError as error:
@@ -96,9 +102,7 @@ class Tokenizer:
 
         Special tokens written out in `text` become their ids, as in transformers.
         """
-        ids = self._encode(text, add_special=self._add_bos is None)
-        if self._add_bos and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
+        ids = self._encode(text, add_special=True)
         twice = self.bos_id is not None and ids[:2] == [self.bos_id] * 2
         return ids[1:] if twice else ids
 
@@ -282,20 +286,24 @@ class Tokenizer:
         return frozenset(found or {special[end] for end in TEXT_ENDS if end in special})
 
 
-def _load_backend(file: Path) -> tokenizers.Tokenizer:
-    """Load a tokenizer.json; the last one is cached, as draft and target mostly have equal files."""
+def _load_backend(file: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Load a tokenizer.json, with tokens that the folder's other files name; the last one is cached, as draft and
+    target mostly have equal files."""
     if not os.path.lexists(file):
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
         raise UserError(f"{file.parent} holds no tokenizer.json; {advice}")
     check_file(file, MAX_TOKENIZER_BYTES)
+    named = read_added_tokens(file.parent, settings)
     try:
         text = file.read_bytes()
-        digest = lazy_sha256(text).digest()
+        digest = lazy_sha256(text + repr(named).encode("utf-8", "surrogatepass")).digest()
         with _READING, _panics_as_errors(f"cannot be made from {file}"):
             if not _LAST or _LAST[0] != digest:
                 import tokenizers
 
-                _LAST[:] = digest, tokenizers.Tokenizer.from_buffer(text)
+                made = tokenizers.Tokenizer.from_buffer(text)
+                add_tokens(file.parent, made, named)
+                _LAST[:] = digest, made
             found: tokenizers.Tokenizer = _LAST[1]
             return found
     except UserError:
@@ -323,26 +331,6 @@ def _ids(file: Path, value: Any) -> list[int]:
     return ids
 
 
-def _token_text(value: Any) -> str | None:
-    """Return a special token's text, given as text or as an object with `content`."""
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else None
-
-
-def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name, from their own file (newer folders) or from tokenizer_config.json."""
-    file = path / "chat_template.jinja"
-    if os.path.lexists(file):
-        return {"default": read_text(file)}
-    found = read_optional_json(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-    pairs = found.items() if isinstance(found, Mapping) else ()
-    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
-
-
 def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
     """Load the tokenizer of an open model; UserError if it is missing or damaged.
 
@@ -351,10 +339,10 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
     if isinstance(source, Checkpoint):
         return Tokenizer.from_folder(source.path)
     built = source.tokenizer
-    template, ends = built.settings.get("chat_template"), built.special_ids.get("eos_token_id", [])
+    templates, ends = named_templates(built.settings.get("chat_template")), built.special_ids.get("eos_token_id", [])
     stops = ends if isinstance(ends, list) else [ends]
     try:
-        return Tokenizer(built.tokenizer, built.settings, stops, {"default": template} if template else {})
+        return Tokenizer(built.tokenizer, built.settings, stops, templates)
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from error
     finally:

@@ -18,8 +18,9 @@ from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.families import FAMILIES, GELU
-from outpace.models.llama.config.fields import FULL, SLIDING
+from outpace.models.llama.config.fields import FULL, SLIDING, number
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.rope import LARGEST_FACTOR, yarn_gain
 
 # Tensors with a divisor for the frequency of each rotary pair: of LongRoPE, and of Llama 3's scaling.
 SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight", "rope_freqs.weight"
@@ -31,29 +32,55 @@ def shortest_decimal(value: Any) -> Any:
 
 
 def read_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary embedding's scaling as in config.json; None if there is none."""
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
-    trained = own.get("rope.scaling.original_context_length")
-    if SHORT_FACTORS in header.tensors:
-        names = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
-        factors = {name: _divisors(header, tensor) for name, tensor in names.items() if tensor in header.tensors}
-        gain = shortest_decimal(own.get("rope.scaling.attn_factor"))
-        optional = {"original_max_position_embeddings": trained, "attention_factor": gain}
-        given = {name: value for name, value in optional.items() if value is not None}
-        return {"rope_type": "longrope", **factors, **given}
-    if ROPE_FACTORS in header.tensors:  # LongRoPE whose factors apply to texts of any length
-        divisors = _divisors(header, ROPE_FACTORS)
-        if all(divisor == 1 for divisor in divisors):
-            return None
-        same = {"short_factor": divisors, "long_factor": divisors}
-        return {"rope_type": "longrope", **same, "factor": 1.0, "attention_factor": 1.0}
-    if kind == "none" and factor in (0.0, 1.0):
-        return None
-    if kind not in ("linear", "yarn"):
-        shown = f"rope.scaling.type {kind!r:.50} with rope.scaling.factor {factor!r:.50}"
-        raise UserError(f"{header.path}: {shown} is not supported, allowed are linear, yarn and none")
-    scaling = {"rope_type": kind, "factor": shortest_decimal(factor)}
-    return scaling | ({"original_max_position_embeddings": trained} if trained and kind == "yarn" else {})
+    """Return the rotary embedding's scaling as in config.json; None if there is none.
+
+    As in llama.cpp, a factor without a type is linear, 0 means unset, and `attn_factor` multiplies cosines and sines of
+    every type. config.json has no such factor for unscaled and linear frequencies: LongRoPE expresses them.
+    """
+    kind, trained = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.original_context_length") or None
+    factor_name = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"  # its name until 2023
+    factor = 1.0 if kind == "none" else _number(header, own, factor_name)
+    gain = _number(header, own, "rope.scaling.attn_factor")
+    tensors = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
+    if SHORT_FACTORS not in header.tensors:  # the factors apply to texts of any length
+        tensors, trained = dict.fromkeys(tensors, ROPE_FACTORS), trained if kind == "yarn" else own["context_length"]
+    factors = {name: _divisors(header, tensor) for name, tensor in tensors.items() if tensor in header.tensors}
+    is_even = all(divisor == 1 for listed in factors.values() for divisor in listed)
+    length = {} if trained is None else {"original_max_position_embeddings": trained}
+    if kind == "yarn" and is_even:
+        return {"rope_type": kind, "factor": factor, **length, **_yarn_numbers(header, own, factor, gain)}
+    if kind not in ("linear", "none") and not (kind == "longrope" and factors):
+        named = f" with the tensor {ROPE_FACTORS}" if factors else ""
+        raise UserError(f"{header.path}: rope.scaling.type {kind!r:.50}{named} is not supported, {SCALINGS}")
+    if is_even and gain == 1.0:
+        return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+    if not factors:
+        rotated = own.get("rope.dimension_count", own["attention.key_length"])
+        factors = dict.fromkeys(tensors, [1.0] * (rotated // 2 if isinstance(rotated, int) else 1))
+    scaled = {name: [divisor * factor for divisor in listed] for name, listed in factors.items()}
+    return {"rope_type": "longrope", **scaled, **length, "factor": 1.0, "attention_factor": gain}
+
+
+SCALINGS = "allowed are linear, yarn, none, and longrope with its factors in the file"
+
+
+def _yarn_numbers(header: GgufHeader, own: Mapping[str, Any], factor: float, gain: float) -> dict[str, float]:
+    """Return YaRN's optional numbers. The file's `yarn_attn_factor` replaces YaRN's own gain, `gain` multiplies it."""
+    names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+    given = {name: f"rope.scaling.yarn_{stored}" for name, stored in names.items()}
+    found = {name: _number(header, own, stored) for name, stored in given.items() if own.get(stored)}
+    if gain != 1.0:
+        found["attention_factor"] = gain * found.get("attention_factor", yarn_gain(factor))
+    return found
+
+
+def _number(header: GgufHeader, own: Mapping[str, Any], name: str) -> float:
+    """Return a positive number, 1 if it is missing or 0."""
+    try:
+        value: float = shortest_decimal(number({name: own.get(name) or None}, name, 1.0, LARGEST_FACTOR))
+    except UserError as error:
+        raise UserError(f"{header.path}: {error}") from error
+    return value
 
 
 def _divisors(header: GgufHeader, name: str) -> list[float]:
@@ -88,20 +115,58 @@ GEMMA_PARTS = LAYER_PARTS | {
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-# Metadata that changes the arithmetic, with its neutral values.
-REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "logit_scale": (1.0,),
-    "embedding_scale": (1.0,),
-    "residual_scale": (1.0,),
-    "attention.scale": (),
-    "attention.clamp_kqv": (0.0,),
-    "attention.causal": (True,),
-    "rope.scale_linear": (1.0,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
+# What becomes of an architecture's metadata: honoured (or compared with what is computed), without effect on a text, or
+# refused unless it has a neutral value. Any other key must be off (0, false or empty) if llama.cpp knows it for other
+# architectures, else it is ignored with a notice, as llama.cpp ignores it.
+HONOURED = frozenset(
+    (
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.key_length_swa",
+        "attention.value_length",
+        "attention.value_length_swa",
+        "attention.scale",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.freq_base",
+        "rope.dimension_count",
+        "rope.dimension_count_swa",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    )
+)
+HONOURED_BY = {"gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"}}
+HARMLESS = {
+    "vocab_size": "the embedding's rows count",
+    "attention.layer_norm_epsilon": "of norms that these architectures do not have",
+    "pooling_type": "of embeddings of texts",
+    "rope.scaling.finetuned": "how the scaling was chosen",
+    "tensor_data_layout": "a note on the conversion",
 }
+UNSCALED = (0.0, 1.0)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_scale": UNSCALED,
+    "embedding_scale": UNSCALED,
+    "residual_scale": UNSCALED,
+    "attention.output_scale": UNSCALED,
+    "attention.causal": (True,),
+    "rope.scaling.alpha": UNSCALED,
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),  # below 0: unset
+}
+REQUIRED = {"context_length": "", "block_count": " (num_hidden_layers)", "attention.layer_norm_rms_epsilon": ""}
+UNKNOWN_METADATA = "unknown_metadata"  # field of config.json's `outpace`: keys that were ignored
+NEUTRAL_BY = {"gemma3": {"rope.scaling.attn_factor": UNSCALED}}  # its local layers would have it too
 
 
 @dataclass(frozen=True)
@@ -217,6 +282,9 @@ def _default_head_dim(own: Mapping[str, Any]) -> int | None:
 def read_model(header: GgufHeader) -> GgufModel:
     """Translate metadata and tensor table; UserError for other architectures or inconsistent values."""
     path, metadata = header.path, header.metadata
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UserError(f"{path} holds no model: its general.type is {kind!r:.50}")
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         check_causal_lm({"model_type": architecture}, path)
@@ -224,30 +292,66 @@ def read_model(header: GgufHeader) -> GgufModel:
         advice = "`--runtime transformers` may run the Hugging Face checkpoint of the same model"
         raise UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
     prefix = architecture + "."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    own = _own_metadata(header, prefix)
+    unknown = _check_metadata(header, architecture, own)
     own = {"attention.key_length": _default_head_dim(own), **own}
-    _check_metadata(header, prefix, own)
     settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
     settings["architectures"] = [FAMILIES[settings["model_type"]].architecture]
     settings["rope_scaling"] = read_scaling(header, own)
     settings = {name: value for name, value in settings.items() if value is not None}
-    config = _checked(header, prefix, settings)
+    config = _checked(header, prefix, own, settings)
+    if unknown:
+        settings["outpace"] = {UNKNOWN_METADATA: unknown}
     return GgufModel(settings, config, _sources(header, config), architecture in INTERLEAVED_ROPE)
 
 
-def _check_metadata(header: GgufHeader, prefix: str, own: Mapping[str, Any]) -> None:
-    for name, harmless in REFUSED_UNLESS.items():
-        if name in own and own[name] not in harmless:
-            raise UserError(f"{header.path}: {prefix}{name} {own[name]!r:.50} is not supported")
-    for name, field in {"context_length": "", "block_count": " (num_hidden_layers)"}.items():
+def _own_metadata(header: GgufHeader, prefix: str) -> dict[str, Any]:
+    """Return the architecture's metadata; a list with one value for each layer becomes that value if all are equal."""
+    own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        value = own.get(name)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            own[name] = value[0]
+    return own
+
+
+def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any]) -> list[str]:
+    """Refuse metadata that would change the arithmetic; return the keys that are ignored because nothing knows them."""
+    neutral, unknown = NEUTRAL | NEUTRAL_BY.get(architecture, {}), list[str]()
+    known = HONOURED.union(HARMLESS, HONOURED_BY.get(architecture, ())) - neutral.keys()
+    for name, value in own.items():
+        if name in known or (value in neutral[name] if name in neutral else _is_off(value)):
+            continue
+        if name not in neutral and not _is_llama_cpp_key(name):
+            unknown.append(f"{architecture}.{name}")
+            continue
+        allowed = f", only {' and '.join(map(repr, neutral[name]))}" if name in neutral else ""
+        raise UserError(f"{header.path}: {architecture}.{name} {value!r:.50} is not supported{allowed}")
+    for name, field in REQUIRED.items():
         if own.get(name) is None:
-            raise UserError(f"{header.path}: {prefix}{name}{field} is missing")
+            raise UserError(f"{header.path}: {architecture}.{name}{field} is missing")
     layers = own["block_count"]
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= len(header.tensors):
         held = f"the file holds {len(header.tensors)} tensors"
-        raise UserError(f"{header.path}: {prefix}block_count (num_hidden_layers) is {layers!r:.50}, {held}")
+        raise UserError(f"{header.path}: {architecture}.block_count (num_hidden_layers) is {layers!r:.50}, {held}")
     if "token_embd.weight" not in header.tensors:
         raise UserError(f"{header.path} holds no tensor 'token_embd.weight'")
+    return unknown
+
+
+def _is_off(value: Any) -> bool:
+    return not (any(value) if isinstance(value, list) else value)
+
+
+def _is_llama_cpp_key(name: str) -> bool:
+    """Return whether llama.cpp has this key, for whichever architecture."""
+    from gguf.constants import Keys
+
+    def is_in(section: type) -> bool:
+        values = vars(section).values()
+        return f"{{arch}}.{name}" in values or any(is_in(value) for value in values if isinstance(value, type))
+
+    return is_in(Keys)
 
 
 def _common(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,25 +364,27 @@ def _common(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": own.get("attention.head_count_kv"),
         "head_dim": own["attention.key_length"],
         "hidden_act": "silu",
-        "rms_norm_eps": shortest_decimal(own.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        "rms_norm_eps": shortest_decimal(own["attention.layer_norm_rms_epsilon"]),
         "rope_theta": shortest_decimal(own.get("rope.freq_base", 10000.0)),
         "max_position_embeddings": own["context_length"],
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
 
-def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> LlamaConfig:
+def _checked(header: GgufHeader, prefix: str, own: Mapping[str, Any], settings: Mapping[str, Any]) -> LlamaConfig:
     try:
         config = from_dict(settings)
     except UserError as error:
         raise UserError(f"{header.path}: {error!s:.300}") from error
     head_dim = config.head_dim
-    sizes = {"rope.dimension_count": config.rotary_dim or head_dim}
-    sizes |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    for name, expected in sizes.items():
-        value = header.metadata.get(prefix + name, expected)
-        if value != expected:
-            raise UserError(f"{header.path}: {prefix}{name} {value!r:.50} is not supported, heads have {head_dim}")
+    computed: dict[str, float] = {"rope.dimension_count": config.rotary_dim or head_dim}
+    lengths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    computed |= {name + end: head_dim for name in lengths for end in ("", "_swa") if name + end not in computed}
+    computed["attention.scale"] = shortest_decimal(config.attention_scale)
+    for name, expected in computed.items():
+        value = shortest_decimal(own.get(name, expected))
+        if value != expected and (value or name != "attention.scale"):
+            raise UserError(f"{header.path}: {prefix}{name} {value!r:.50} is not supported, it must be {expected:g}")
     return config
 
 

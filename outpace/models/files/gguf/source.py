@@ -29,7 +29,7 @@ from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import silent
 
 Progress = Callable[[str, float], None]
-FORMAT_VERSION = 2  # part of the folder's name: raise it when the output changes
+FORMAT_VERSION = 3  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 PIECE_VALUES = 2**22  # values dequantised at once; numpy needs several times their memory

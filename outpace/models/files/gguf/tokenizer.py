@@ -61,6 +61,9 @@ EATING = ("phi3",)  # architectures whose special tokens, except PLAIN, absorb f
 PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 END_OF_TURN_IDS = ("eot_token_id", "eom_token_id")
+TEMPLATE = "tokenizer.chat_template"  # the default one; others have their name appended, after a dot
+# Fields of tokenizer.ggml that would change a text's tokens, or those of an answer, unless they are off.
+REFUSED = ("add_sep_token", "normalizer.lowercase", "normalizer.strip_accents", "suppress_tokens")
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,11 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         if token and is_a in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    bos = vocabulary.token_at(SPECIAL_IDS["bos"])
-    add_bos = vocabulary.field("add_bos_token", bool, kind == "llama" or vocabulary.pre in WHOLE_WORDS)
-    if add_bos and bos is not None:
-        _put_bos_first(tokenizer, *bos)
-    settings = vocabulary.settings() | {"add_bos_token": add_bos and bos is not None}
+    adds = {"bos": vocabulary.field("add_bos_token", bool, kind == "llama" or vocabulary.pre in WHOLE_WORDS)}
+    adds["eos"] = vocabulary.field("add_eos_token", bool, False)
+    put = {name: vocabulary.token_at(SPECIAL_IDS[name]) if is_put else None for name, is_put in adds.items()}
+    _add_around(tokenizer, put["bos"], put["eos"])
+    settings = vocabulary.settings() | {f"add_{name}_token": token is not None for name, token in put.items()}
     return GgufTokenizer(tokenizer, len(vocabulary.tokens), settings, vocabulary.special_ids())
 
 
@@ -121,6 +124,10 @@ class _Vocabulary:
         if len(self.ids) != len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
             raise UserError(f"{self.path}: tokenizer.ggml.tokens names {twice!r:.100} twice")
+        for name in REFUSED:
+            value = metadata.get(f"tokenizer.ggml.{name}")
+            if value:
+                raise UserError(f"{self.path}: tokenizer.ggml.{name} {value!r:.50} is not supported")
         pre = self.field("pre", str, "default")
         self.pre = SAME_PRE.get(pre, pre)
 
@@ -166,8 +173,14 @@ class _Vocabulary:
         """Return the fields of tokenizer_config.json that the file decides alone."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         found = {f"{name}_token": self.token_at(field) for name, field in SPECIAL_IDS.items()}
-        template = self.metadata.get("tokenizer.chat_template")
-        templates = {"chat_template": template} if isinstance(template, str) else {}
+        texts = {key: text for key, text in self.metadata.items() if isinstance(text, str)}
+        named = {
+            key.removeprefix(TEMPLATE + "."): text for key, text in texts.items() if key.startswith(TEMPLATE + ".")
+        }
+        if TEMPLATE in texts:
+            named["default"] = texts[TEMPLATE]
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        templates = {"chat_template": named.get("default") if {*named} == {"default"} else listed} if named else {}
         return settings | {name: one[0] for name, one in found.items() if one is not None} | templates
 
     def special_ids(self) -> dict[str, Any]:
@@ -247,11 +260,14 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(tokens[lefts[place]], tokens[rights[place]]) for place in order.tolist()]
 
 
-def _put_bos_first(tokenizer: tokenizers.Tokenizer, token: str, index: int) -> None:
+def _add_around(tokenizer: tokenizers.Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
+    """Let `tokenizer` begin texts with one token and end them with another, where they are given."""
     from tokenizers import processors
 
-    template = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, index)]
-    )
+    if bos is None and eos is None:
+        return
+    single = [*([f"{bos[0]}:0"] if bos else ()), "$A:0", *([f"{eos[0]}:0"] if eos else ())]
+    special = [token for token in (bos, eos) if token is not None]
+    template = processors.TemplateProcessing(single=single, special_tokens=special)
     steps = [processors.ByteLevel(trim_offsets=False), template] if tokenizer.pre_tokenizer is not None else [template]
     tokenizer.post_processor = processors.Sequence(steps)

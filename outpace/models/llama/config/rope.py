@@ -167,7 +167,7 @@ def _yarn(at: str, inner: Mapping[str, Any], factor: float, original: int, theta
     fast = number(inner, at + "beta_fast", 32.0, LARGEST_FACTOR)
     slow = number(inner, at + "beta_slow", 1.0, LARGEST_FACTOR)
     over, under = (number(inner, at + name, 0.0, LARGEST_FACTOR) for name in ("mscale", "mscale_all_dim"))
-    gain = _gain(factor, over) / _gain(factor, under) if over and under else _gain(factor, 1.0)
+    gain = yarn_gain(factor, over) / yarn_gain(factor, under) if over and under else yarn_gain(factor)
     gain = number(inner, at + "attention_factor", gain, LARGEST_FACTOR)
     return YarnScaling(factor, slow, fast, original, gain, flag(inner, at + "truncate", True))
 
@@ -185,6 +185,6 @@ def _long(at: str, inner: Mapping[str, Any], fields: Mapping[str, Any]) -> LongS
     return LongScaling(tuple(map(float, listed)), original, gain)
 
 
-def _gain(factor: float, scale: float) -> float:
+def yarn_gain(factor: float, scale: float = 1.0) -> float:
     """Return YaRN's attention gain for a text that is `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

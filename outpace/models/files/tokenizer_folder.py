@@ -1,0 +1,132 @@
+"""Reads what a model folder says about its tokenizer next to tokenizer.json, as transformers reads it.
+
+Special and added tokens may be named only in tokenizer_config.json, or in files of older versions of transformers:
+special_tokens_map.json and added_tokens.json. Chat templates have files of their own or are in tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outpace.core.errors import UserError
+from outpace.models.files.reading import read_optional_json, read_text
+
+if TYPE_CHECKING:
+    import tokenizers
+
+CONFIG, OLD_SPECIAL, OLD_ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+DECODER = "added_tokens_decoder"  # field of CONFIG: added tokens by id
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTED = ("extra_special_tokens", "additional_special_tokens")  # fields with several special tokens
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the fields of tokenizer_config.json, and those of special_tokens_map.json unless it lists added tokens."""
+    own = read_optional_json(folder / CONFIG)
+    return own if DECODER in own else {**own, **read_optional_json(folder / OLD_SPECIAL)}
+
+
+class NamedToken(NamedTuple):
+    """A token that a file names besides tokenizer.json: fields of tokenizers.AddedToken, and its id if one is named.
+
+    `overrides`: its fields replace those in tokenizer.json.
+    """
+
+    fields: dict[str, Any]
+    token_id: int | None = None
+    overrides: bool = False
+
+
+def read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[NamedToken]:
+    """List the tokens that the folder names besides tokenizer.json. UserError for entries that are no tokens."""
+    special = [_token(folder / CONFIG, value) | {"special": True} for value in _special_tokens(settings)]
+    overrides, file = DECODER in settings, folder / (CONFIG if DECODER in settings else OLD_ADDED)
+    if overrides:
+        by_id = settings[DECODER]
+    else:
+        names = {token["content"] for token in special}
+        found = read_optional_json(file).items()
+        by_id = {
+            index: {"content": text, "special": text in names, "normalized": text not in names} for text, index in found
+        }
+    if not isinstance(by_id, Mapping) or not all(str(index).isdecimal() for index in by_id):
+        raise UserError(f"{file}: the ids of added tokens are {[*by_id]!r:.200}, they must be whole numbers")
+    named = {token_text(value) for name, value in settings.items() if name.endswith("_token")}
+    tokens = {int(index): _token(file, token) for index, token in by_id.items()}
+    listed = [
+        (index, token | ({"special": True} if token["content"] in named else {})) for index, token in tokens.items()
+    ]
+    return [
+        *(NamedToken(fields, index, overrides) for index, fields in sorted(listed, key=itemgetter(0))),
+        *map(NamedToken, special),
+    ]
+
+
+def add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, named: Sequence[NamedToken]) -> None:
+    """Add the named tokens that `tokenizer` lacks. UserError if one of them gets another id than the folder says."""
+    from tokenizers import AddedToken
+
+    there = {token.content: repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    new: list[AddedToken] = []
+    for fields, _, overrides in named:
+        token = AddedToken(**fields)
+        if token.content not in there or (overrides and repr(token) != there[token.content]):
+            there[token.content] = repr(token)
+            new.append(token)
+    tokenizer.add_tokens(new)
+    for fields, token_id, _ in named:
+        text = fields["content"]
+        if token_id is not None and tokenizer.token_to_id(text) != token_id:
+            other = tokenizer.id_to_token(token_id)
+            contradiction = f"the id {token_id}, that of {other!r:.100}" if other else f"the unknown id {token_id}"
+            raise UserError(f"{folder}: its files name {text!r:.100} with {contradiction} in tokenizer.json")
+
+
+def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name, from their own files (newer folders) or from tokenizer_config.json."""
+    files = {
+        "default": folder / TEMPLATE,
+        **{file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))},
+    }
+    found = {name: read_text(file) for name, file in files.items() if os.path.lexists(file)}
+    single = read_optional_json(folder / "chat_template.json").get("chat_template")  # of models with a processor
+    return found or named_templates(single or settings.get("chat_template"))
+
+
+def named_templates(value: Any) -> dict[str, str]:
+    """Return the chat templates in a field `chat_template`: a text, or a list of objects with `name` and `template`."""
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
+    named = value if isinstance(value, Mapping) else {"default": value}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def token_text(value: Any) -> str | None:
+    """Return a special token's text, given as text or as an object with `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the special tokens in fields *_token and in lists, in the order in which transformers gives them ids."""
+    for name in dict.fromkeys((*SPECIAL_NAMES, *settings)):
+        if name.endswith("_token") and token_text(settings.get(name)):
+            yield settings[name]
+    listed: Any = next((settings[name] for name in LISTED if settings.get(name)), [])
+    yield from listed.values() if isinstance(listed, Mapping) else listed if isinstance(listed, list) else ()
+
+
+def _token(file: Path, value: Any) -> dict[str, Any]:
+    """Return the fields of a token that is given as text or as an object; UserError if it is neither."""
+    text = token_text(value)
+    given = value if isinstance(value, Mapping) else {}
+    flags = {name: given[name] for name in FLAGS if name in given}
+    if not text or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise UserError(f"{file}: {value!r:.200} is no token, it must be a text or an object with content and flags")
+    return {"content": text, **flags}
