@@ -63,6 +63,36 @@ def test_every_file_and_command_that_is_named_is_there(page: Path) -> None:
     assert not set(TARGETS.findall(text)) - made
 
 
+CODE = "\n".join(
+    path.read_text()
+    for folder, kinds in (("outpace", "py"), ("kernels/src", "[ch]*"), ("tests", "py"))
+    for path in sorted((REPOSITORY / folder).rglob(f"*.{kinds}"))
+)
+
+
+def unknown_names(text: str) -> Iterator[str]:
+    """Yield the names of code in a page that the code does not have, or not in the file that is named after them."""
+    text = " ".join(text.split())
+    for name in re.findall(r"`([A-Za-z_][\w.]*)`", text):
+        if not re.search(rf"\b{name.rpartition('.')[2]}\b", CODE):
+            yield name
+    for name, file in re.findall(r"`([A-Za-z_][\w.]*)` \(`((?:\w+/)+\w+\.(?:py|cpp|h))`", text):
+        path = next((at for at in (REPOSITORY / file, REPOSITORY / "outpace" / file) if at.exists()), None)
+        if path is None or not re.search(rf"(def|class) {name.rpartition('.')[2]}\b", path.read_text()):
+            yield f"{name} in {file}"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/card.md", "docs/drafters.md", "CONTRIBUTING.md"])
+def test_every_name_of_code_is_in_the_code(page: str) -> None:
+    assert not list(unknown_names(prose(REPOSITORY / page)))
+
+
+def test_an_unknown_name_is_noticed() -> None:
+    gone = "Draft" + "Heads"  # in one piece this file would have it
+    text = f"`Engine.submit` (`engine/engine.py`), `{gone}`, `Engine.submit` (`engine/prefill.py`)"
+    assert list(unknown_names(text)) == [gone, "Engine.submit in engine/prefill.py"]
+
+
 def test_a_dead_link_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

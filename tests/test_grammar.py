@@ -100,8 +100,18 @@ def test_fields_of_both_apis_are_read() -> None:
     assert read_structure({"type": "text"}, None) is None
     assert read_structure({"type": "json_object"}, None) == schema_of({"type": "object"})
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": PERSON, "strict": True}}
-    for response_format in (wrapped, {"type": "json_schema", "schema": PERSON}):
+    nulls = {
+        "type": "json_schema",
+        "schema": None,
+        "json_schema": {"description": None, "strict": None, "schema": PERSON},
+    }
+    of_llama_cpp = ({"type": "json_object", "schema": schema} for schema in (PERSON, json.dumps(PERSON)))
+    for response_format in (wrapped, {"type": "json_schema", "schema": PERSON}, nulls, *of_llama_cpp):
         assert read_structure(response_format, None) == schema_of(PERSON)
+    for any_object in (None, {}, True, {"type": ["object", "null"]}):
+        given = {"type": "json_object", "schema": any_object, "json_schema": None}
+        assert read_structure(given, None) == schema_of({"type": "object"})
+    assert read_structure({"type": "text", "json_schema": None}, {"regex": None, "json": PERSON}) == schema_of(PERSON)
     assert read_structure(None, {"json": json.dumps(PERSON)}) == schema_of(PERSON)
     assert read_structure(None, {"json": PERSON, "disable_any_whitespace": True}) == schema_of(PERSON, compact=True)
     assert read_structure({"type": "text"}, {"regex": "a", "choice": None}) == Structure("regex", "a")
@@ -115,6 +125,13 @@ def test_fields_of_both_apis_are_read() -> None:
         ("json", None, "must be an object with a type"),
         ({"type": "yaml"}, None, "unknown type of response_format 'yaml'"),
         ({"type": "json_schema"}, None, "has no schema"),
+        ({"type": "json_schema", "json_schema": {"schema": None}}, None, "has no schema"),
+        ({"type": "json_schema", "json_schema": []}, None, "json_schema of response_format is .*must be an object"),
+        ({"type": "json_object", "schema": {"type": "array"}}, None, "has the type 'array', it must be object"),
+        ({"type": "json_object", "schema": False}, None, "has the type False, it must be object"),
+        ({"type": "json_object", "pattern": "a"}, None, "unknown field 'pattern' of response_format"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "grammar": "a"}}, None, "'grammar' of json_schema"),
+        ({"type": "text", "json_schema": {"schema": {}}}, None, "type text has a schema"),
         ({"type": "json_schema", "json_schema": {"schema": 3}}, None, "must be an object"),
         ({"type": "json_object"}, {"regex": "a"}, "give one of them"),
         (None, "regex", "must be an object with one of"),
@@ -138,22 +155,21 @@ def test_an_invalid_structure_is_refused(response_format: Any, structured_output
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (schema_of({"not": {}}), "'not'"),
+        (schema_of({"not": {"type": "null"}}), "'not'"),
         (schema_of({"properties": {"a": {"anyOf": [{"uniqueItem": True}]}}}), "'uniqueItem'"),
-        (schema_of({"items": {"nullable": True}}), "'nullable'"),
         (schema_of({"x-guidance": {"lenient": True}}), "'x-guidance'"),
         (schema_of({"version": {"a": {}}, "$ref": "#/version/a"}), "cannot be enforced"),  # its limits are unknown
         *((schema_of({name: 1}), f"'{name}'") for name in MISSPELT),
-        (schema_of({"type": "zzz"}), "Invalid type: zzz"),
-        (schema_of({"type": "string", "format": "zzz"}), "Unknown format: zzz"),
-        (schema_of(False), "cannot be enforced"),
+        (schema_of({"type": "zzz"}), "type of the JSON schema is 'zzz', it must be one or several of"),
+        (schema_of({"type": "string", "format": "zzz"}), "unknown format of a JSON schema 'zzz'"),
+        (schema_of(False), "allows no value"),
         (schema_of({"items": 3}), "where a schema belongs"),
-        (schema_of({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (schema_of({"type": "string", "pattern": "(?=a)b"}), "looks ahead or back"),
         (schema_of({"properties": {f"p{n}": {} for n in range(1001)}}), "more than 1000 properties"),
         (schema_of(nested(schema.DEEPEST + 1)), "deeper than 64 levels"),
         (Structure("regex", "("), "regex"),
         (Structure("regex", ""), "no text but the empty one"),
-        (Structure("lark", "start: a"), "unknown name"),
+        (Structure("lark", "start: a"), "line 1, column 8: unknown name"),
         (Structure("lark", '{"grammars": []}'), "cannot be enforced"),
     ],
 )
@@ -187,9 +203,9 @@ def test_a_keyword_without_a_meaning_is_an_annotation(note: str, grammars: Gramm
 
 def test_values_and_property_names_are_kept() -> None:
     """Values that are listed are not schemas, and property names are not keywords."""
-    kept = {"enum": [{"version": 1}], "const": {"self": 1}, "default": {"x": 1}, "properties": {"not": {}, "name": {}}}
+    kept = {"enum": [{"version": 1}], "const": {"self": 1}, "properties": {"not": {}, "name": {}}}
     assert schema.enforceable(kept) == kept
-    assert schema.enforceable(True) is True
+    assert schema.enforceable(True) == {}
 
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["it computes", "it waits"])

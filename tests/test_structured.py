@@ -108,7 +108,9 @@ def test_a_grammar_may_be_compiled_beforehand(tiny_folder: str) -> None:
         llm.compile(outpace.SamplingParams(structured_outputs=ASKED["regex"]))
         assert llm.grammars.compiled == 1
         with pytest.raises(UserError, match="'not'"):
-            llm.compile(outpace.SamplingParams(response_format={"type": "json_schema", "schema": {"not": {}}}))
+            llm.compile(
+                outpace.SamplingParams(response_format={"type": "json_schema", "schema": {"not": {"const": 1}}})
+            )
 
 
 def test_options_that_allow_no_token_are_an_error(tiny_folder: str) -> None:

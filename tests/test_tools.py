@@ -259,10 +259,41 @@ def test_a_named_tool_is_the_only_one(tokenizer: Tokenizer) -> None:
 
 
 def test_parameters_that_cannot_be_enforced_are_refused_by_name(tokenizer: Tokenizer) -> None:
-    function = {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}
+    function = {"name": "f", "parameters": {"properties": {"a": {"not": {"const": 1}}}}}
     bad = read_tools([{"type": "function", "function": function}])
-    with pytest.raises(UserError, match=r"parameters of tool f: .*'not'"):
-        structure_of(tokenizer, HERMES, bad, ToolChoice("auto"))
+    strict = read_tools([{"type": "function", "function": {**function, "strict": True}}])
+    for tools, choice in ((bad, ToolChoice("required")), (bad, ToolChoice("named", "f")), (strict, ToolChoice("auto"))):
+        with pytest.raises(UserError, match=r"parameters of tool f: .*'not'"):
+            structure_of(tokenizer, HERMES, tools, choice)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},  # refused by our own check
+        {"type": "object", "patternProperties": {"^a": {}, "b$": {}}},  # refused by the library
+        {"type": "object", "properties": {"a": {"enum": [f"x{n}" for n in range(9000)]}}},  # too large
+    ],
+    ids=["uniqueItems", "patternProperties", "size"],
+)
+def test_a_model_may_call_a_tool_whose_parameters_cannot_be_enforced(bad: Any, tokenizer: Tokenizer) -> None:
+    """Other tools of the request stay usable. What a strict tool takes is enforced nevertheless."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": bad}}, strict])
+    structure = structure_of(tokenizer, HERMES, tools, ToolChoice("auto"))
+    assert structure is not None
+    constraint = Grammars(tokenizer).constraint(structure, 0)
+    calls = [
+        ("f", '{"a": "x1"}' if "enum" in str(bad) else '{"a": [1, 1]}'),
+        ("weather", A),
+        ("weather", '{"city": 7}'),
+    ]
+    allowed = []
+    for name, arguments in calls:
+        text = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        tokens = tokenizer.continuation(text)
+        allowed.append(constraint.allowed([], tokens) == len(tokens))
+    assert allowed == [True, True, False]
 
 
 def test_templates_say_whether_they_take_tools(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 from outpace.core.errors import UserError, install_command
 from outpace.grammar import schema
 from outpace.grammar.matcher import GrammarConstraint, unpacked
+from outpace.grammar.regexes import in_ascii, with_plain_classes
 from outpace.grammar.structure import NAMES, Structure
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -62,7 +64,7 @@ KEPT = 64  # grammars in the cache
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 _FREE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
 _COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ", "key_separator": ": "}
-_FIXED = {"coerce_one_of": False, "lenient": False}  # options that a schema must not override
+_FIXED = {"coerce_one_of": True, "lenient": False}  # branches of oneOf exclude one another, see schema.py
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 1_000_000,
@@ -72,9 +74,23 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}  # of a regex, in ASCII
 _LOOK = 0.01  # polling interval, as a fraction of the limit
-_LONGEST = 300  # characters of llguidance's message in an error
+_LONGEST = 300  # characters of a reason in an error
+_ECHO = re.compile(r"\s*\d+ \| ")  # a line of the grammar in llguidance's message
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_INNER = re.compile("<non-verbose/>|JSON|json_schema|grammars")
+_REASONS = (  # what llguidance says, and what an error says instead
+    (r"lookarounds not supported yet; Word", r"word boundaries such as \\b are not supported"),
+    (r"lookarounds not supported", "anchors within a regex are not supported"),
+    (r"regex parse error: .*error: (.*)", r"a regex is wrong: \1"),
+    (r"patternProperty regexes (.+) and (.+) are", r"two of its patternProperties, \1 and \2, may fit one name"),
+    (r"min/maxProperties only", "minProperties or maxProperties counts properties that are not required"),
+    (r"circular references", "a $ref that leads back to its own schema has other keywords next to it"),
+    (r"Pointer '(.*?)' does not exist", r"$ref leads to #\1, which does not exist"),
+    (r"Resource '(.*?)' is not present", r"$ref leads to \1, outside of the schema"),
+    (r"Unsatisfiable schema|NoExtensionBias|Regex is empty", "no text fits all of its limits"),
+    (r"[mM]ultiple ?[oO]f", "multipleOf is 0 or has too many digits"),
+)
 
 
 class Grammars:
@@ -107,7 +123,12 @@ class Grammars:
             limits = schema.enforceable(json.loads(structure.text))
             asked = replace(structure, text=json.dumps(limits, ensure_ascii=False))
         began = time.perf_counter()
-        matcher = _within(SECONDS, asked, self._matcher)
+        try:
+            matcher = _within(SECONDS, asked, self._matcher)
+        except UserError:
+            if not structure.fallback:
+                raise
+            matcher = _within(SECONDS, replace(structure, text=structure.fallback, fallback=""), self._matcher)
         with self._lock:
             self.compiled, self.seconds = self.compiled + 1, self.seconds + time.perf_counter() - began
             self._known[structure] = matcher
@@ -146,7 +167,7 @@ def _written(library: Any, structure: Structure) -> str:
         options = (_COMPACT if structure.compact else _FREE) | _FIXED
         text: str = library.grammar_from_json_schema(structure.text, overrides=options)
     elif structure.kind == "regex":
-        text = library.grammar_from_regex(in_ascii(structure.text))
+        text = library.grammar_from_regex(in_ascii(with_plain_classes(structure.text)))
     else:
         text = library.grammar_from_lark(in_ascii(structure.text))
     if not structure.thought:
@@ -154,20 +175,6 @@ def _written(library: Any, structure: Structure) -> str:
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     first = {"lark_grammar": f"start: thought @answer\n{structure.thought}"}
     return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
-
-
-def in_ascii(regex: str) -> str:
-    r"""Return a regex, or a Lark grammar, whose \d, \w and \s match ASCII only, as in other engines.
-
-    Those of llguidance match all of Unicode.
-    """
-
-    def replaced(escape: re.Match[str]) -> str:
-        letter = escape[1]
-        characters = _CLASSES.get(letter.lower())
-        return f"[{'^' if letter.isupper() else ''}{characters}]" if characters else escape[0]
-
-    return re.sub(r"\\(.)", replaced, regex, flags=re.DOTALL)
 
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:
@@ -211,5 +218,17 @@ def _used(clocks: Sequence[int], waited: float) -> float:
 
 
 def _refused(structure: Structure, said: str) -> UserError:
-    words = " ".join(said.partition("<state>")[0].split()) or "no reason given"
-    return UserError(f"the {NAMES[structure.kind]} cannot be enforced: {words[:_LONGEST]}")
+    """Return the error for what llguidance said, in words about what the user gave."""
+    lines = itertools.takewhile(lambda line: not _ECHO.match(line), said.partition("<state>")[0].splitlines())
+    words = " ".join(" ".join(lines).split())
+    is_own = structure.kind == "lark" and not _INNER.search(words)  # its places are those of the user's text
+    why = (
+        _PLACE.sub(r"line \1, column \2: ", words)
+        if is_own
+        else "it is too complex, or its limits contradict each other"
+    )
+    for found, reason in _REASONS:
+        if match := re.search(found, words):
+            why = match.expand(reason)
+            break
+    return UserError(f"the {NAMES[structure.kind]} cannot be enforced: {why[:_LONGEST]}")

@@ -1,112 +1,522 @@
-"""Checks that a JSON schema can be enforced, and compiled in bounded time.
+"""Reduces a JSON schema to what the grammar enforces.
 
-A keyword that the grammar cannot enforce is refused by name, never ignored silently. A keyword that no known draft or
-dialect defines is an annotation, which validators ignore, and so does this module (JSON Schema 2020-12, Core, 6.5:
-unknown keywords), unless it looks like a misspelt keyword.
+A keyword with its value has one of three levels. It has no effect on the answer and is left out: titles, unknown
+annotations (JSON Schema 2020-12, Core, 6.5), `uniqueItems: false`, a format of strings for a number. Or it is
+enforced, where necessary in other words. Or it is refused by name: a limit is never ignored silently, and an unknown
+keyword that resembles a known one counts as misspelt.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import itertools
+import math
+import reprlib
+import sys
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError, unknown
+from outpace.grammar.regexes import has_lookaround, with_plain_classes
 
 PROPERTIES = 1000  # most properties in the whole schema
 NOTES = 200  # most distinct unknown keywords: each is compared with all known ones
 DEEPEST = 64  # most nested schemas
-_TEXTS = ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
-_NAMES = ("$schema", "$id", "id", "$anchor", "$comment", "contentMediaType", "contentEncoding")
+_BRANCHES = 100  # most branches of oneOf whose pairs are compared
+_EXACT = 2**53  # up to here, the grammar represents all whole numbers
+_LARGEST = 2**63 - 1024  # the largest bound of a grammar
+_SMALLEST = 1e-30
+_NOTES = frozenset(
+    (
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$comment", "$vocabulary", "$recursiveAnchor"),
+        *("contentMediaType", "contentEncoding", "contentSchema"),
+    )
+)
+_NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")  # of schemas, for references
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONES = ("items", "additionalItems", "additionalProperties")
-_RULES = (
-    *("type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
-    *("minLength", "maxLength", "pattern", "format"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+_COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
+_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_TEXTS = (*_NAMES, "$ref", "pattern", "format")
+_RULES = (*_TEXTS, *_COUNTS, *_LEAST, *_MOST, "multipleOf", "type", "enum", "const", "required")
+_REWRITTEN = ("discriminator", "nullable", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_REFUSED = frozenset(
+    (
+        # of the drafts of JSON Schema
+        *("if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
+        *("dependencies", "dependentSchemas", "dependentRequired", "$dynamicRef", "$recursiveRef"),
+        *("extends", "disallow", "divisibleBy", "requires", "optional", "unique", "maxDecimal"),
+        *("minimumCanEqual", "maximumCanEqual"),
+        # of MongoDB and Ajv
+        *("bsonType", "$data", "$merge", "$patch", "switch", "constant", "typeof", "instanceof"),
+        *("range", "exclusiveRange", "regexp", "transform", "prohibited", "patternRequired", "uniqueItemProperties"),
+        *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
+        *("allRequired", "anyRequired", "oneRequired", "deepRequired", "deepProperties"),
+        *("select", "selectCases", "selectDefault", "strictProperties"),
+        # common mistakes for a supported keyword
+        *("min", "max", "minValue", "maxValue", "ref"),
+        "x-guidance",  # llguidance's options
+    )
 )
-_REFUSED = (
-    # of the drafts of JSON Schema
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
-    *("dependencies", "dependentSchemas", "dependentRequired", "unevaluatedItems", "unevaluatedProperties"),
-    *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary"),
-    *("extends", "disallow", "divisibleBy", "requires", "optional", "unique", "maxDecimal"),
-    *("minimumCanEqual", "maximumCanEqual"),
-    # of OpenAPI, MongoDB and Ajv
-    *("nullable", "discriminator", "bsonType", "$data", "$merge", "$patch", "switch", "constant", "typeof"),
-    "instanceof",
-    *("range", "exclusiveRange", "regexp", "transform", "prohibited", "patternRequired", "uniqueItemProperties"),
-    *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
-    *("allRequired", "anyRequired", "oneRequired", "deepRequired", "deepProperties"),
-    *("select", "selectCases", "selectDefault", "strictProperties"),
-    # common mistakes for a supported keyword
-    *("min", "max", "minValue", "maxValue", "ref"),
-    "x-guidance",  # llguidance's options
-)
-_NOTES = frozenset((*_TEXTS, *_NAMES))
-KNOWN = frozenset((*_NOTES, *_MAPS, *_LISTS, *_ONES, *_RULES))
-_NOTED = frozenset(name.lower() for name in _NOTES)
-_LIMITING = frozenset(name.lower() for name in (*KNOWN - _NOTES, *_REFUSED))
+_ENFORCED = frozenset((*_MAPS, *_LISTS, *_ONES, *_RULES, *_REWRITTEN))
+_NOTED = frozenset(name.lower() for name in (*_NOTES, *_NAMES))
+_LIMITING = {name.lower(): name for name in (_ENFORCED | _REFUSED).difference(_NAMES)}
 _ALIKE = 0.85  # similarity from which a name counts as misspelt
 _SHORT = 4  # letters; shorter names resemble too many words
 _LONG_ENOUGH = [name for name in _LIMITING if len(name) >= _SHORT]
 _OWN = ("_", "@", "//", "x-")  # prefixes of comments, of JSON-LD and of extensions
 
+_NUMBER = frozenset(("integer", "fraction"))
+_TYPES = {name: frozenset((name,)) for name in ("null", "boolean", "integer", "string", "array", "object")}
+_TYPES["number"] = _NUMBER
+_ALL_TYPES = frozenset((*_TYPES, "fraction")) - {"number"}
+_OF_TYPE = {
+    **dict.fromkeys(("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"), "array"),
+    **dict.fromkeys(("dependencies", "dependentSchemas", "dependentRequired", "propertyNames"), "object"),
+    **{"unevaluatedProperties": "object", "pattern": "string", "format": "string"},
+}
+_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")  # which evaluate items and properties too
+_UUID = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-%s[0-9a-fA-F]{3}-[0-9a-fA-F]{12}$"
+_BASE64 = "^(?:[%s]{4})*(?:[%s]{2}(?:==)%s|[%s]{3}=%s)?$"
+_FORMATS = {  # as patterns
+    "uuid": _UUID % ("[0-9a-fA-F]", "[0-9a-fA-F]"),
+    **{f"uuid{version}": _UUID % (version, "[89abAB]") for version in range(1, 9)},
+    **dict.fromkeys(("base64", "byte"), _BASE64 % (("A-Za-z0-9+/",) * 2 + ("", "A-Za-z0-9+/", ""))),
+    "base64url": _BASE64 % (("A-Za-z0-9_-",) * 2 + ("?", "A-Za-z0-9_-", "?")),
+    "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
+    "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+}
+_NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}  # enforced by ASCII alone
+_KNOWN_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri")
+_FREE_FORMATS = ("binary", "password", "path", "file-path", "directory-path", "textarea", "markdown", "html")
+_LOOKAHEADS = (  # what zod and pydantic write, as patterns without lookahead that say the same
+    ("^(?!\\.)(?!.*\\.\\.)", ("^[^.]", "^(?:\\.?[^.]+)*\\.?$")),  # no dot at the beginning, no two dots
+    ("^(?!^[-+.]*$)", ("[^-+.]",)),
+)
+
 
 def enforceable(schema: Any) -> Any:
-    """Return the schema without unknown annotations.
+    """Return a schema that llguidance enforces, all of whose answers are valid by the given one.
 
-    Raises UserError for a schema that is too large or too deep, or has a keyword that cannot be enforced.
+    Raises UserError for a schema that is too large, too deep or invalid, or has a keyword that cannot be enforced.
     """
-    return _Checker().check(schema, 1)
+    return _Reducer(schema).whole()
 
 
-class _Checker:
-    """Checks one schema and all schemas in it, which count together."""
+class _Reducer:
+    """Reduces one schema and all schemas in it, which count together."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Any) -> None:
+        self._root = root
         self._properties = 0
         self._notes: set[str] = set()
+        self._reduced: dict[int, dict[str, Any]] = {}  # by the id of the original
+        self._tags: dict[int, tuple[Mapping[str, Any], str]] = {}  # a property that this object must have
 
-    def check(self, schema: Any, depth: int) -> Any:
-        """Return a schema at this depth without unknown annotations; UserError if it cannot be enforced."""
+    def whole(self) -> Any:
+        """Return the whole schema, reduced."""
+        found = self._reduce(self._root, 1)
+        if found is False:
+            raise UserError("the JSON schema allows no value")
+        for original, (_, tag) in self._tags.items():
+            if (inner := self._reduced.get(original)) is not None and tag not in inner.get("required", ()):
+                inner["required"] = [*inner.get("required", ()), tag]
+        return {} if found is True else found
+
+    def _reduce(self, schema: Any, depth: int) -> Any:
+        """Return a schema at this depth, reduced."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
             raise UserError(f"the JSON schema holds {schema!r:.50} where a schema belongs")
         if depth > DEEPEST:
             raise UserError(f"the JSON schema is deeper than {DEEPEST} levels")
-        kept = {keyword: value for keyword, value in schema.items() if self._is_known(keyword)}
+        given = {keyword: value for keyword, value in schema.items() if value is not None or keyword == "const"}
+        kept = {keyword: _checked(keyword, given[keyword]) for keyword in given if self._has_effect(keyword, given)}
+        if _limits_nothing(kept.get("not", False)):
+            return False
+        kept = self._rewritten(kept)
         for name in _MAPS:
-            if isinstance(inner := kept.get(name), Mapping):
+            if (inner := kept.get(name)) is not None:
                 self._properties += len(inner)
                 if self._properties > PROPERTIES:
                     raise UserError(f"the JSON schema has more than {PROPERTIES} properties and definitions")
-                kept[name] = {key: self.check(value, depth + 1) for key, value in inner.items()}
+                kept[name] = {key: self._reduce(value, depth + 1) for key, value in inner.items()}
         for name in (*_LISTS, *_ONES):
             if isinstance(inner := kept.get(name), list):
-                kept[name] = [self.check(one, depth + 1) for one in inner]
+                kept[name] = [self._reduce(one, depth + 1) for one in inner]
             elif inner is not None:
-                kept[name] = self.check(inner, depth + 1)
+                kept[name] = self._reduce(inner, depth + 1)
+        self._reduced[id(schema)] = kept
         return kept
 
-    def _is_known(self, keyword: str) -> bool:
-        """Return whether a keyword is enforced or a known annotation; UserError if it limits values in another way."""
-        if keyword not in KNOWN and keyword not in self._notes:
-            if _has_meaning(keyword):
-                raise unknown("or unsupported keyword of a JSON schema", keyword, KNOWN)
+    def _has_effect(self, keyword: str, schema: Mapping[str, Any]) -> bool:
+        """Return whether a keyword may limit values; UserError if it does and cannot be enforced."""
+        if keyword in _NOTES or _is_idle(keyword, schema):
+            return False
+        if keyword in _ENFORCED:
+            return True
+        if keyword in _REFUSED:
+            raise _unsupported(keyword, schema[keyword])
+        if keyword not in self._notes:
+            if near := _resembles(keyword):
+                raise UserError(f"the JSON schema has {keyword!r:.60}, is {near!r} meant? A comment may begin with x-")
             self._notes.add(keyword)
             if len(self._notes) > NOTES:
                 raise UserError(f"the JSON schema has more than {NOTES} different keywords that are not known")
-        return keyword in KNOWN
+        return False
+
+    def _rewritten(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """Return the same limits in keywords that llguidance knows."""
+        kept = {{"$dynamicAnchor": "$anchor"}.get(name, name): value for name, value in kept.items()}
+        if kept.pop("nullable", False) and "type" in kept:
+            kept["type"] = list(dict.fromkeys([*_listed(kept["type"]), "null"]))
+        for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if keyword in kept and isinstance(kept.get(plain, []), list):
+                if isinstance(kept.get(plain), list) or any(name in kept for name in _IN_PLACE):
+                    raise _unsupported(keyword, kept[keyword])
+                kept[plain] = kept[keyword]
+            kept.pop(keyword, None)
+        if "not" in kept:
+            raise _unsupported("not", kept["not"])
+        if "propertyNames" in kept:
+            kept = self._with_names(kept)
+        if (discriminator := kept.pop("discriminator", None)) is not None:
+            self._discriminate(kept, discriminator)
+        if "oneOf" in kept:
+            self._check_exclusive(kept["oneOf"])
+        return _with_counts(_with_formats(kept))
+
+    def _with_names(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """Replace `propertyNames` by properties, or by a pattern of properties."""
+        asked = kept.pop("propertyNames")
+        names = self._resolved(asked)
+        is_text = "string" in _types(names) and names
+        names = {name: value for name, value in names.items() if name not in (*_NOTES, "type")}
+        if is_text and not names:
+            return kept
+        others = kept.get("additionalProperties", True)
+        if is_text and set(names) <= {"enum", "const"} and "patternProperties" not in kept:
+            allowed = [name for name in _values(names) or () if isinstance(name, str)]
+            kept["properties"] = {name: kept.get("properties", {}).get(name, others) for name in allowed}
+        elif is_text and (pattern := _name_pattern(names)) and not {"properties", "patternProperties"} & kept.keys():
+            kept["patternProperties"] = {pattern: others}
+        else:
+            raise _unsupported("propertyNames", asked)
+        return {**kept, "additionalProperties": False}
+
+    def _discriminate(self, kept: Mapping[str, Any], discriminator: Any) -> None:
+        """Require the property that distinguishes the branches, as OpenAPI does."""
+        tag = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
+        branches = [*kept.get("oneOf", ()), *kept.get("anyOf", ())]
+        if not isinstance(tag, str) or not branches:
+            raise _unsupported("discriminator", discriminator)
+        for _ in range(DEEPEST):
+            resolved = [self._resolved(branch) for branch in branches]
+            for branch in resolved:
+                if not {"oneOf", "anyOf"} & branch.keys():
+                    self._tags[id(branch)] = (branch, tag)
+            branches = [inner for branch in resolved for name in ("oneOf", "anyOf") for inner in branch.get(name) or ()]
+
+    def _check_exclusive(self, branches: Sequence[Any]) -> None:
+        """Raise UserError unless at most one branch of oneOf fits any value: the grammar enforces one of them."""
+        resolved = [self._resolved(branch) for branch in branches]
+        listed = [_values(branch) for branch in resolved]
+        keys = [_key(value) for values in listed for value in values or ()]
+        if None not in listed and len(set(keys)) == len(keys):
+            return
+        if len(branches) > _BRANCHES:
+            raise UserError(f"oneOf of the JSON schema has more than {_BRANCHES} branches, use anyOf")
+        for one, other in itertools.combinations(resolved, 2):
+            if not self._are_exclusive(one, other, 8):
+                why = "may fit one value both: use anyOf, or give each a required property with a const of its own"
+                raise UserError(f"two branches of oneOf in the JSON schema {why}")
+
+    def _are_exclusive(self, one: Any, other: Any, depth: int) -> bool:
+        """Return whether it is certain that no value fits both schemas."""
+        one, other = self._resolved(one), self._resolved(other)
+        if not depth or not one or not other:
+            return False
+        for first, second in ((one, other), (other, one)):
+            if first.get("not") in ({}, True):
+                return True
+            for name, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
+                inner = first.get(name)
+                if inner and enough(self._are_exclusive(branch, second, depth - 1) for branch in inner):
+                    return True
+        if not _types(one) & _types(other):
+            return True
+        values = [_values(one), _values(other)]
+        if None not in values:
+            return not {_key(value) for value in values[0] or ()} & {_key(value) for value in values[1] or ()}
+        if _types(one) & _types(other) != _TYPES["object"]:
+            return False
+        names = {name for schema in (one, other) for name in self._required(schema)}
+        return any(self._are_exclusive(_property(one, name), _property(other, name), depth - 1) for name in names)
+
+    def _required(self, schema: Mapping[str, Any]) -> list[str]:
+        tag = self._tags.get(id(schema))
+        required = schema.get("required")
+        return [*(required if isinstance(required, list) else ()), *([tag[1]] if tag else ())]
+
+    def _resolved(self, schema: Any) -> Mapping[str, Any]:
+        """Follow references, whatever keywords are next to them; return an empty schema if that is impossible."""
+        for _ in range(DEEPEST):
+            if isinstance(schema, bool):
+                return {} if schema else {"not": {}}
+            if not isinstance(schema, Mapping):
+                return {}
+            reference = schema.get("$ref")
+            if reference is None:
+                return schema
+            schema = _target(self._root, reference)
+        return {}
 
 
-def _has_meaning(keyword: str) -> bool:
-    """Return whether a keyword that is not enforced limits values in some dialect, or looks like one that does."""
-    if keyword in _REFUSED:
-        return True
+def _resembles(keyword: str) -> str | None:
+    """Return the keyword that limits values and that an unknown one resembles."""
     lower = keyword.lower()[:60]
     if keyword.startswith(_OWN) or lower in _NOTED:
-        return False
-    return lower in _LIMITING or bool(difflib.get_close_matches(lower, _LONG_ENOUGH, 1, _ALIKE))
+        return None
+    near = [lower] if lower in _LIMITING else difflib.get_close_matches(lower, _LONG_ENOUGH, 1, _ALIKE)
+    return _LIMITING[near[0]] if near else None
+
+
+def _unsupported(keyword: str, value: Any) -> UserError:
+    return UserError(f"the JSON schema has {keyword!r} ({reprlib.repr(value)}), which is not supported")
+
+
+def _is_idle(keyword: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword with its value limits nothing where it is."""
+    value = schema[keyword]
+    if keyword in _OF_TYPE and "type" in schema and _OF_TYPE[keyword] not in _listed(schema["type"]):
+        return True
+    match keyword:
+        case "minimum" | "maximum":
+            return value in (-sys.float_info.max, sys.float_info.max) and (value > 0) == (keyword == "maximum")
+        case "uniqueItems":
+            return value is False or schema.get("maxItems") in (0, 1)
+        case "not" | "nullable":
+            return value is False
+        case "if":
+            return not {"then", "else"} & schema.keys()
+        case "then" | "else":
+            return "if" not in schema or _limits_nothing(value)
+        case "contains":
+            return schema.get("minContains") == 0 and "maxContains" not in schema
+        case "minContains" | "maxContains":
+            return "contains" not in schema or (value == 0 and keyword == "minContains")
+        case "dependencies" | "dependentSchemas" | "dependentRequired" if isinstance(value, Mapping):
+            return all(inner == [] or _limits_nothing(inner) for inner in value.values())
+        case "unevaluatedItems" | "unevaluatedProperties":
+            return _limits_nothing(value)
+        case "propertyNames" if isinstance(value, Mapping):
+            without_type = {name: inner for name, inner in value.items() if name != "type"}
+            return "string" in _listed(value.get("type", "string")) and _limits_nothing(without_type)
+        case "propertyNames":
+            return value is True
+    return False
+
+
+def _limits_nothing(schema: Any) -> bool:
+    """Return whether a schema has annotations only."""
+    return schema is True or (isinstance(schema, Mapping) and all(name in _NOTES for name in schema))
+
+
+def _checked(keyword: str, value: Any) -> Any:
+    """Return a keyword's value, as the grammar can hold it; raise UserError for a wrong one."""
+    if keyword in ("const", "enum"):
+        _check_numbers(keyword, value)
+    if keyword in _COUNTS:
+        is_count = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+        return int(value) if is_count else _refuse(keyword, value, "a whole number from 0")
+    if keyword in (*_LEAST, *_MOST, "multipleOf"):
+        if isinstance(value, bool) and keyword.startswith("exclusive"):  # of draft 4
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            _refuse(keyword, value, "a number")
+        return value if keyword == "multipleOf" else _bound(keyword, value)
+    if keyword in _TEXTS and not isinstance(value, str):
+        _refuse(keyword, value, "a text")
+    if keyword in _MAPS and not isinstance(value, Mapping):
+        _refuse(keyword, value, "an object")
+    if keyword in (*_LISTS, "enum") and not (isinstance(value, list) and value):
+        _refuse(keyword, value, "a list that is not empty")
+    if keyword == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        _refuse(keyword, value, "a list of property names")
+    if keyword == "type" and not all(isinstance(name, str) and name in _TYPES for name in _listed(value) or [None]):
+        _refuse(keyword, value, f"one or several of {', '.join(sorted(_TYPES))}")
+    return value
+
+
+def _refuse(keyword: str, value: Any, allowed: str) -> Any:
+    raise UserError(f"{keyword} of the JSON schema is {reprlib.repr(value)}, it must be {allowed}")
+
+
+def _bound(keyword: str, value: float) -> float:
+    """Return a bound that the grammar represents exactly, a little narrower where it must be."""
+    if 0 < abs(value) < _SMALLEST:
+        _refuse(keyword, value, f"0 or at least {_SMALLEST}")
+    if abs(value) <= _EXACT:
+        return value
+    inward = math.inf if keyword in _LEAST else -math.inf
+    if abs(value) > _LARGEST:
+        if (value > 0) == (inward > 0):
+            _refuse(keyword, value, f"within {_LARGEST} of 0")
+        return _LARGEST if value > 0 else -_LARGEST
+    held = float(value)
+    return int(math.nextafter(held, inward) if (held < value if inward > 0 else held > value) else held)
+
+
+def _check_numbers(keyword: str, value: Any) -> None:
+    """Raise UserError for a whole number that a double does not hold: the grammar would have another one."""
+    if isinstance(value, int) and abs(value) > _EXACT and (abs(value) > 10**308 or int(float(value)) != value):
+        raise UserError(f"{keyword} of the JSON schema has {value!r:.40}, a number with too many digits to be enforced")
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _check_numbers(keyword, inner)
+
+
+def _with_formats(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with formats and patterns that llguidance has."""
+    patterns = []
+    if (name := kept.pop("format", None)) is not None:
+        known = _NARROWER.get(name, name)
+        if known in _KNOWN_FORMATS:
+            kept["format"] = known
+        elif name in _FORMATS:
+            patterns.append(_FORMATS[name])
+        elif name not in _FREE_FORMATS and "pattern" not in kept:
+            names = sorted({*_KNOWN_FORMATS, *_NARROWER, *_FORMATS, *_FREE_FORMATS})
+            raise unknown("format of a JSON schema", name, names)
+    if (pattern := kept.pop("pattern", None)) is not None:
+        patterns += _plain_patterns(pattern)
+    if kept.get("patternProperties"):
+        kept["patternProperties"] = {_plain_name(name): inner for name, inner in kept["patternProperties"].items()}
+    if patterns:
+        kept["pattern"] = patterns[0]
+    if more := [{"pattern": pattern} for pattern in patterns[1:]]:
+        kept["allOf"] = [*kept.get("allOf", ()), *more]
+    return kept
+
+
+def _plain_patterns(pattern: str) -> list[str]:
+    """Return patterns without lookahead that together match the same texts."""
+    for begin, others in _LOOKAHEADS:
+        if pattern.startswith(begin) and not has_lookaround(rest := "^" + pattern[len(begin) :]):
+            return [with_plain_classes(rest), *others]
+    return [_plain_name(pattern)]
+
+
+def _plain_name(pattern: str) -> str:
+    if has_lookaround(pattern):
+        raise UserError(f"the pattern {pattern!r:.100} looks ahead or back, which is not supported")
+    return with_plain_classes(pattern)
+
+
+def _name_pattern(names: Mapping[str, Any]) -> str | None:
+    """Return one pattern for all limits of names; None if there is none."""
+    match names:
+        case {"pattern": str(pattern), **rest} if not rest or set(rest) == {"format"}:
+            return pattern
+        case {"format": str(name), **rest} if not rest:
+            return _FORMATS.get(name)
+    if set(names) <= {"minLength", "maxLength"}:
+        least, most = names.get("minLength", 0), names.get("maxLength", "")
+        return f"^[\\s\\S]{{{least},{most}}}$"
+    return None
+
+
+def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with numbers of properties that llguidance counts: it does only if all are required.
+
+    It does not see whether a name occurs twice, so it ensures at most one property more than the required ones.
+    """
+    properties, required = kept.get("properties", {}), kept.get("required", ())
+    is_closed = kept.get("additionalProperties") is False and not kept.get("patternProperties")
+    optional = [name for name in properties if name not in required]
+    least, most = kept.get("minProperties", 0) - len(required), kept.get("maxProperties", math.inf)
+    if least <= 0:
+        kept.pop("minProperties", None)
+    if is_closed and most >= len(required) + len(optional):
+        kept.pop("maxProperties", None)
+    if "minProperties" in kept and optional:
+        del kept["minProperties"]
+        if is_closed and least == len(optional):
+            kept["required"] = [*required, *optional]
+        elif least == 1:
+            one = {"anyOf": [{"required": [name]} for name in optional]}
+            kept["allOf"] = [*kept.get("allOf", ()), one]
+        else:
+            raise _unsupported("minProperties", least + len(required))
+    elif least > 1:
+        raise _unsupported("minProperties", least + len(required))
+    if "maxProperties" in kept and optional:
+        raise _unsupported("maxProperties", most)
+    return kept
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types of the values that a schema allows, a superset."""
+    found = _ALL_TYPES
+    if schema.get("type") is not None:
+        names = [*_listed(schema["type"]), *(["null"] if schema.get("nullable") else [])]
+        found = frozenset().union(*(_TYPES.get(name, _ALL_TYPES) for name in names))
+    if (values := _values(schema)) is not None:
+        found &= frozenset().union(*(_type(value) for value in values))
+    return found
+
+
+def _type(value: Any) -> frozenset[str]:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return _TYPES[names.get(type(value), "null")]
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists, None if it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _key(value: Any) -> Any:
+    """Return what is equal for equal JSON values: true is not 1, but 1.0 is."""
+    if isinstance(value, list):
+        return tuple(map(_key, value))
+    if isinstance(value, Mapping):
+        return frozenset((name, _key(inner)) for name, inner in value.items())
+    return (isinstance(value, bool), value)
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of a property; an empty one if that is not certain."""
+    properties = schema.get("properties") or {}
+    if name in properties:
+        return properties[name]
+    return {} if schema.get("patternProperties") else schema.get("additionalProperties", {})
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """Return the schema that a reference within the document leads to; an empty one for other references."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return {}
+    found = root
+    for part in _parts(reference):
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return {}
+    return found
+
+
+def _parts(reference: str) -> Iterator[str]:
+    for part in reference[1:].split("/")[1:]:
+        yield urllib.parse.unquote(part).replace("~1", "/").replace("~0", "~")

@@ -17,6 +17,7 @@ from outpace.core.errors import UserError, unknown
 LARGEST = 2**16  # most bytes of a schema, a regex or a grammar
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 FORMATS = ("text", "json_object", "json_schema")
+_FORMAT_FIELDS = ("name", "description", "schema", "strict")
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,19 @@ class Structure:
     """The form of an answer.
 
     `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written with ", " and ": " and
-    no other whitespace. `thought`: Lark rules; the rule of this name comes before the answer.
+    no other whitespace. `thought`: Lark rules; the rule of this name comes before the answer. `fallback` replaces a
+    `text` that cannot be enforced.
     """
 
     kind: str  # json, regex or lark
     text: str
     compact: bool = False
     thought: str = ""
+    fallback: str = ""
 
     def __post_init__(self) -> None:
         size = len(self.text.encode("utf-8", "surrogatepass"))
-        if size > LARGEST:
+        if size > LARGEST and not self.fallback:
             raise UserError(f"the {NAMES[self.kind]} has {size} bytes, at most {LARGEST} are allowed")
 
 
@@ -88,14 +91,37 @@ def _response_format(value: Any) -> Structure | None:
     kind = value["type"]
     if kind not in FORMATS:
         raise unknown("type of response_format", kind, FORMATS)
+    given = _members("response_format", value, ("type", "json_schema", *_FORMAT_FIELDS))
+    inner = given.get("json_schema", given)
+    if not isinstance(inner, Mapping):
+        raise UserError(f"json_schema of response_format is {reprlib.repr(inner)}, it must be an object")
+    found = _members("json_schema", inner, _FORMAT_FIELDS) if inner is not given else given
+    asked = found.get("schema")
+    if kind == "text" and asked is not None:
+        raise UserError("response_format of type text has a schema: its type must be json_schema or json_object")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return schema_of({"type": "object"})
-    inner = value.get("json_schema", value)
-    if not isinstance(inner, Mapping) or "schema" not in inner:
+    if asked is None and kind == "json_schema":
         raise UserError("response_format of type json_schema has no schema: put it in json_schema.schema")
-    return schema_of(inner["schema"])
+    return schema_of(_of_object(asked) if kind == "json_object" else asked)
+
+
+def _of_object(asked: Any) -> Any:
+    """Return a schema that also requires an object."""
+    limits = {} if asked is None else json.loads(schema_of(asked).text)
+    kinds = limits.get("type", "object") if isinstance(limits, Mapping) else limits
+    if kinds is not True and "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise UserError(f"the schema of json_object has the type {reprlib.repr(kinds)}, it must be object")
+    return {**(limits if isinstance(limits, Mapping) else {}), "type": "object"}
+
+
+def _members(name: str, value: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the members of an object that are not null; raise UserError for one that is not known."""
+    found = {member: inner for member, inner in value.items() if inner is not None}
+    for member in found:
+        if member not in allowed:
+            raise unknown("field", str(member)[:60], allowed, of=name)
+    return found
 
 
 def _structured_outputs(value: Any) -> Structure | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.grammar import schema
@@ -12,7 +13,9 @@ from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
 
-_COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT = {"x-guidance": {**_SEPARATORS, "coerce_one_of": True}}  # branches exclude one another, see schema.py
+_OBJECT = {"type": "object"}
 _ANY = r"/(.|\n)*/"
 
 
@@ -26,21 +29,24 @@ def structure_of(
 ) -> Structure | None:
     """Return the form of the answer; None if no tool may be called.
 
-    `parallel` allows several calls; `thought` is how the answer begins, from `thought_rules`. Raises UserError for
-    parameters that cannot be enforced.
+    `parallel` allows several calls; `thought` is how the answer begins, from `thought_rules`. Parameters that cannot be
+    enforced may be any object, but raise UserError if a call is forced or the tool is strict.
     """
     if choice.kind == "none" or not tools:
         return None
     offered = [tool for tool in tools if choice.name in (None, tool.name)]
+    is_forced = choice.kind in ("required", "named")
     lines = ["call: " + " | ".join(f"call_{number}" for number in range(len(offered)))]
+    lines += _answer(tokenizer, family, is_forced, parallel and choice.kind != "named")
+    lines += ["start: thought answer", thought] if thought else ["start: answer"]
     for number, tool in enumerate(offered):
         head = f"{{{quoted('name')}: {quoted(tool.name)}, {quoted(family.arguments)}: "
         lines.append(f"call_{number}: {quoted(head)} arguments_{number} {quoted('}')}")
-        lines.append(f"arguments_{number}: %json {_parameters(tool)}")
-    is_forced = choice.kind in ("required", "named")
-    lines += _answer(tokenizer, family, is_forced, parallel and choice.kind != "named")
-    lines += ["start: thought answer", thought] if thought else ["start: answer"]
-    return Structure("lark", "\n".join(lines))
+    exact = [_parameters(tool, is_forced or tool.is_strict) for tool in offered]
+    if is_forced:
+        return Structure("lark", _with_arguments(lines, exact))
+    free = [found if tool.is_strict else _OBJECT for tool, found in zip(offered, exact, strict=True)]
+    return Structure("lark", _with_arguments(lines, exact), fallback=_with_arguments(lines, free))
 
 
 def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
@@ -57,12 +63,19 @@ def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
     return f"thought: {whole}{rest}"
 
 
-def _parameters(tool: Tool) -> str:
+def _parameters(tool: Tool, is_enforced: bool) -> Any:
     try:
-        limits = schema.enforceable(tool.parameters)
+        return schema.enforceable(tool.parameters)
     except UserError as error:
-        raise UserError(f"parameters of tool {tool.name}: {error}") from error
-    return json.dumps({**limits, **_COMPACT})
+        if is_enforced:
+            raise UserError(f"parameters of tool {tool.name}: {error}") from error
+        return _OBJECT
+
+
+def _with_arguments(lines: Sequence[str], schemas: Sequence[Any]) -> str:
+    """Return a grammar with the rules of the calls' arguments."""
+    rules = (f"arguments_{number}: %json {json.dumps({**one, **_COMPACT})}" for number, one in enumerate(schemas))
+    return "\n".join([*lines, *rules])
 
 
 def _answer(tokenizer: Tokenizer, family: CallFormat, is_forced: bool, parallel: bool) -> list[str]:

@@ -60,6 +60,11 @@ class Tool:
     parameters: Mapping[str, Any]
     raw: Mapping[str, Any] = field(repr=False)
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether its arguments must follow the parameters even if the model decides to call it."""
+        return self.raw["function"].get("strict") is True
+
 
 @dataclass(frozen=True)
 class ToolChoice:

@@ -1,0 +1,42 @@
+"""Translates regexes as users write them (for Python, JavaScript and other engines) to those of llguidance (Rust)."""
+
+from __future__ import annotations
+
+import re
+
+_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}  # in ASCII
+_UNIT = re.compile(r"\\.|\[:\^?[a-z]+:\]|&&|~~|.", re.DOTALL)  # what has one meaning, in a class or outside
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+
+
+def in_ascii(regex: str) -> str:
+    r"""Return a regex, or a Lark grammar, whose \d, \w and \s match ASCII only, as in other engines.
+
+    Those of llguidance match all of Unicode.
+    """
+    return re.sub(r"\\(.)", _escape_in_ascii, regex, flags=re.DOTALL)
+
+
+def _escape_in_ascii(escape: re.Match[str]) -> str:
+    letter = escape[1]
+    characters = _CLASSES.get(letter.lower())
+    return f"[{'^' if letter.isupper() else ''}{characters}]" if characters else escape[0]
+
+
+def with_plain_classes(regex: str) -> str:
+    """Return a regex in whose classes `[`, `&&` and `~~` are characters. llguidance nests and intersects classes."""
+    written, in_class = "", False
+    for unit in _UNIT.findall(regex):
+        if not in_class:
+            in_class = unit == "["
+        elif unit == "]" and not written.endswith(("[", "[^")):
+            in_class = False
+        elif unit in ("[", "&&", "~~"):
+            unit = "".join(f"\\{character}" for character in unit)
+        written += unit
+    return written
+
+
+def has_lookaround(regex: str) -> bool:
+    """Return whether a regex looks ahead or back, which no grammar can."""
+    return _LOOKAROUND.search(re.sub(r"\\.", "", regex, flags=re.DOTALL)) is not None
