@@ -43,6 +43,9 @@ REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1, 1.0),
     "attention_multiplier": (),
     "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "attention_chunk_size": (),
+    "per_layer_config": ({},),
 }
 MLP_NORM = "post_attention_layernorm"  # the norm before the MLP, if attention has no output norm
 

@@ -147,12 +147,12 @@ def _scaling(kind: str, at: str, inner: Mapping[str, Any], fields: Mapping[str, 
         return None
     if kind == "longrope":
         return _long(at, inner, fields)
-    factor = number(inner, at + "factor", None, LARGEST_FACTOR)
     if kind == "linear":
-        return LinearScaling(factor)
-    length = "original_max_position_embeddings"
-    original = size(inner, at + length, size(fields, "max_position_embeddings", 2048))
-    original = size(fields, length, original)  # as in transformers, the outer field has precedence
+        return LinearScaling(number(inner, at + "factor", None, LARGEST_FACTOR))
+    length, declared = "original_max_position_embeddings", size(fields, "max_position_embeddings", 2048)
+    # as in transformers, the outer field has precedence, and YaRN's factor may follow from both lengths
+    original = size(fields, length, size(inner, at + length, declared))
+    factor = number(inner, at + "factor", declared / original if kind == "yarn" else None, LARGEST_FACTOR)
     if kind == "yarn":
         return _yarn(at, inner, factor, original, theta)
     slow, fast = (number(inner, f"{at}{speed}_freq_factor", None, LARGEST_FACTOR) for speed in ("low", "high"))

@@ -1,0 +1,120 @@
+"""Every field of the configs that transformers writes is honoured, without effect on a text, or refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import transformers
+from transformers import modeling_rope_utils
+
+from outpace.core.errors import UserError
+from outpace.models.llama.config.families import FAMILIES
+from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.config.rope import COMMON, OWN
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+}
+# Fields without effect on a text's scores, and why.
+HARMLESS = {
+    **dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range"), "of training"),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "tokens, which the tokenizer reads"),
+    **dict.fromkeys(("id2label", "label2id", "problem_type"), "of classifiers"),
+    **dict.fromkeys(("use_cache", "output_attentions", "output_hidden_states", "return_dict"), "what a pass returns"),
+    **dict.fromkeys(("transformers_version", "_name_or_path"), "where the config comes from"),
+    "dtype": "of the stored weights; the runtime has its own",
+    "chunk_size_feed_forward": "of memory",
+    "pretraining_tp": "of training on several devices",
+    "is_encoder_decoder": "refused when a model is located, by its kind",
+    "_sliding_window_pattern": "already applied in layer_types",
+}
+# Without another field they mean nothing, or what is computed has no other value.
+GIVEN: dict[str, dict[str, Any]] = {
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+    "max_window_layers": {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
+    "use_sliding_window": {"sliding_window": 9, "max_window_layers": 1, "layer_types": None},
+    "no_rope_layer_interval": {"no_rope_layers": None},
+    "original_max_position_embeddings": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+}
+OTHERS: dict[str, Any] = {
+    "max_window_layers": 3,
+    "sliding_window": 9,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "no_rope_layers": [0, 1, 1, 1],
+    "no_rope_layer_interval": 2,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    "original_max_position_embeddings": 50,
+    "use_bidirectional_attention": True,
+    "attn_logit_softcapping": 30.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 32,
+}
+UNNAMED = {
+    "is_causal": False,
+    "attention_chunk_size": 16,
+    "per_layer_config": {"1": {"hidden_size": 32}},
+}  # read by none
+
+
+def written(family: str) -> dict[str, Any]:
+    """The config.json that transformers writes for a small model of this family."""
+    fields = transformers.AutoConfig.for_model(family, **SIZES).to_dict()
+    return fields | {"architectures": [FAMILIES[family].architecture], "model_type": family}
+
+
+def other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value / 2 if isinstance(value, float) else max(1, value // 2)
+    return "another" if isinstance(value, str) else ["another"]
+
+
+def outcome(fields: dict[str, Any]) -> object:
+    """What becomes of a config.json: the model, or the error."""
+    try:
+        return from_dict(fields)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_field_is_ignored(family: str) -> None:
+    fields = written(family)
+    assert from_dict(fields)
+    for name in {*fields, *UNNAMED} - HARMLESS.keys():
+        given, value = fields | GIVEN.get(name, {}), UNNAMED.get(name, OTHERS.get(name, other(fields.get(name))))
+        assert outcome(given | {name: value}) != outcome(given), name
+    for name in HARMLESS.keys() & fields.keys():
+        assert from_dict(fields | {name: other(fields[name])}) == from_dict(fields), name
+    for name, value in UNNAMED.items():
+        assert name in str(outcome(fields | {name: value}))
+
+
+def test_no_number_of_rotary_scalings_is_ignored() -> None:
+    """All that transformers reads of rope_parameters is known for some type, and refused for the others."""
+    source = inspect.getsource(modeling_rope_utils)
+    read = set(re.findall(r"rope_parameters(?:_dict)?(?:\[|\.get\()\"([a-z_]+)\"", source))
+    assert len(read) > 12
+    assert read - {"layer_type"} <= COMMON.union(*OWN.values())
+    for kind, own in OWN.items():
+        for name in read - COMMON - own:
+            with pytest.raises(UserError, match="rope_parameters"):
+                from_dict(SIZES | {"model_type": "llama", "rope_parameters": {"rope_type": kind, name: 2.0}})
+
+
+def test_the_factor_of_yarn_may_follow_from_the_lengths() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    named = from_dict(SIZES | {"model_type": "llama", "rope_parameters": yarn | {"factor": 4.0}})
+    assert from_dict(SIZES | {"model_type": "llama", "rope_parameters": yarn | {"factor": None}}) == named
