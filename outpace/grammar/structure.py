@@ -130,6 +130,8 @@ def _structured_outputs(value: Any) -> Structure | None:
     if not isinstance(value, Mapping):
         kinds = ", ".join(KINDS)
         raise UserError(f"structured_outputs is {reprlib.repr(value)}, it must be an object with one of {kinds}")
+    if value and all(asked is None for asked in value.values()):
+        return None
     given = {name: asked for name, asked in value.items() if asked is not None and asked is not False}
     compact = given.pop("disable_any_whitespace", False) is True
     for name in given:

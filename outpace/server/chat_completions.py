@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, chat_request
+from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
 from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, SamplingBody, StreamOptions
 from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
@@ -19,10 +19,11 @@ from outpace.tools.reasoning import ThoughtDelta
 
 
 class TextPart(Body):
-    """A text part of a message. Images, audio and files are not supported."""
+    """A text part of a message, or a refusal. Images, audio and files are not supported."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+    cache_control: dict[str, Any] | None = None  # accepted without effect
 
 
 class ChatMessage(Body):
@@ -36,6 +37,10 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    annotations: list[Any] | None = None  # accepted without effect, as the next one
+    cache_control: dict[str, Any] | None = None
+    audio: None = None  # with a value, this and the next one are not supported
+    function_call: None = None
     prefix: bool | None = None  # the answer continues this message, the last one
 
 
@@ -57,6 +62,8 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None  # accepted without effect
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -92,7 +99,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         template_messages(body.messages),
         body.max_completion_tokens or body.max_tokens,
         n=body.n or 1,
-        template_values=values,
+        template_values={**reasoning_values(body.reasoning_effort), **values},
         continues=continues,
         response_format=body.response_format,
         structured_outputs=body.structured_outputs,
@@ -110,11 +117,12 @@ def _template_message(given: ChatMessage) -> dict[str, Any]:
     if given.role == "user" and not given.content and given.content != "":
         raise ApiError(400, "a user message has no content, it must be a text or a list of parts", param="messages")
     role = "system" if given.role == "developer" else given.role
-    message: dict[str, Any] = {"role": role, "content": _text(given.content)}
+    message: dict[str, Any] = {"role": role, "content": _text(given.content) or given.refusal or ""}
     if given.tool_calls:
         message["tool_calls"] = [_template_call(call) for call in given.tool_calls]
-    names = ("name", "tool_call_id", "reasoning_content")
-    return message | {name: value for name in names if (value := getattr(given, name)) is not None}
+    more = {"name": given.name, "tool_call_id": given.tool_call_id}
+    more["reasoning_content"] = given.reasoning_content or given.reasoning
+    return message | {name: value for name, value in more.items() if value is not None}
 
 
 def _text(content: str | list[TextPart] | None, separator: str = "\n") -> str:
@@ -122,10 +130,11 @@ def _text(content: str | list[TextPart] | None, separator: str = "\n") -> str:
 
 
 def _template_call(given: dict[str, Any]) -> dict[str, Any]:
+    """Convert the arguments to an object. Clients also send none, or an empty text, for a call without arguments."""
     function = given.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments") or "{}", str):
         return given
-    return {**given, "function": {**function, "arguments": parse_arguments(function["arguments"])}}
+    return {**given, "function": {**function, "arguments": parse_arguments(text)}}
 
 
 class ChatFormat(ChunkFormat):

@@ -75,6 +75,12 @@ def chat_request(
     )
 
 
+def reasoning_values(effort: str | None) -> dict[str, Any]:
+    """Return the values by which chat templates choose how much a model reasons; most templates have no such value."""
+    values: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    return {**values, "enable_thinking": False} if effort == "none" else values
+
+
 def max_answer_tokens(llm: LLM, prompt: Sequence[int]) -> int:
     """Return how many tokens may follow a prompt; raise ApiError if it is empty or fills the context."""
     most = llm.target.model.max_positions

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceEnd
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, chat_request
+from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
 from outpace.server.request_body import Body, SamplingBody
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
@@ -74,7 +74,7 @@ class OutputConfig(Body):
     """The form of the answer."""
 
     format: dict[str, Any] | None = None
-    effort: str | None = None  # accepted without effect
+    effort: str | None = None
 
 
 class ConversationBody(Body):
@@ -85,7 +85,7 @@ class ConversationBody(Body):
     system: str | list[ContentBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
-    thinking: dict[str, Any] | None = None  # accepted without effect
+    thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
 
@@ -161,8 +161,13 @@ def _continues(body: ConversationBody) -> bool:
 
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
     """Count the tokens of a conversation's prompt."""
-    values = {"continue_final_message": _continues(body)}
+    values = {**_reasoning(body), "continue_final_message": _continues(body)}
     return {"input_tokens": len(_tool_options(body, service).render(template_messages(body), values))}
+
+
+def _reasoning(body: ConversationBody) -> dict[str, Any]:
+    is_off = (body.thinking or {}).get("type") == "disabled"
+    return reasoning_values("none" if is_off else body.output_config and body.output_config.effort)
 
 
 def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
@@ -174,6 +179,7 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
         _tool_options(body, service),
         template_messages(body),
         body.max_tokens,
+        template_values=_reasoning(body),
         continues=_continues(body),
         response_format=(body.output_config and body.output_config.format) or body.output_format,
         stop=body.stop_sequences or [],

@@ -263,7 +263,12 @@ def _validation_error(error: ValidationError, given: Any) -> ApiError:
     if found["type"] == "missing":
         name = ".".join([*place, str(found["loc"][-1])])
         return ApiError(400, f"{name} is missing", param=name, code="missing_field")
-    why = found["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+    why = (
+        found["msg"]
+        .replace("Input should be", "it must be")
+        .replace("must be None", "must be null")
+        .removeprefix("Value error, ")
+    )
     if not place or str(found["loc"][-1]) != place[-1]:
         why = "it has none of the types that this field accepts"
     message = f"{'.'.join(place) or 'the body'} is {reprlib.repr(value)}: {why}"

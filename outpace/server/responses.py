@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, chat_request
+from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
 from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
@@ -115,6 +115,7 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
         tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
         messages,
         body.max_output_tokens,
+        template_values=reasoning_values((body.reasoning or {}).get("effort")),
         response_format=body.text.format if body.text else None,
         logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
     )
