@@ -194,3 +194,34 @@ def test_arguments_are_numbers_that_json_can_hold() -> None:
         text = f'{{"x": {number}}}'
         assert tool_calls.parse_arguments(text) == text
     assert tool_calls.parse_arguments('{"x": 1e300}') == {"x": 1e300}
+
+
+STRICT = (  # Qwen3.5 and Mistral check these
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if call['id']|length != 9 %}{{ raise_exception('ids must have length 9') }}{% endif %}{% endfor %}"
+    "{% if message['tool_call_id'] and message['tool_call_id']|length != 9 %}{{ raise_exception('ids') }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_strict_templates_get_one_system_message_and_short_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Coding clients send system messages within a conversation, and calls with the server's ids."""
+    call = {"id": "call_1234567890", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "system", "content": "12"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1234567890", "content": "5"},
+        {"role": "developer", "content": "world"},
+    ]
+    with templated(tmp_path_factory, STRICT + WITH_TOOLS) as site:
+        found = site.chat([{"role": "system", "content": "34"}, *turns], return_token_ids=True, max_tokens=1).json
+        kept = [{**turn} for turn in turns if turn["role"] in ("user", "assistant", "tool")]
+        kept[1]["tool_calls"], kept[2]["tool_call_id"] = [{**call, "id": "123456789"}], "123456789"
+        expected = site.llm.tokenizer.chat([{"role": "system", "content": "34\n\n12\n\nworld"}, *kept])
+        assert found["prompt_token_ids"] == expected
+    with templated(tmp_path_factory, "{{ raise_exception('no ' ~ messages[0]['role']) }}") as site:
+        refused = site.chat(turns, max_tokens=1)
+        assert (refused.status, "no user" in refused.error["message"]) == (400, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -104,7 +106,13 @@ class ToolOptions:
                     "this model's chat template ignores tools: start the server with --tool-prompt, or set tool_choice"
                 )
                 raise ApiError(400, why, param="tools", code="tools_not_supported")
-        return tuple(model.tokenizer.chat(messages, **values))
+        try:
+            return tuple(model.tokenizer.chat(messages, **values))
+        except UserError as error:
+            try:
+                return tuple(model.tokenizer.chat(_for_strict_template(messages), **values))
+            except UserError:
+                raise error from None
 
     def within_text(self, is_structured: bool) -> ToolOptions:
         """Return the options for an answer that continues a text; raise ApiError for one that has to begin anew."""
@@ -150,6 +158,28 @@ class ToolOptions:
         """Return a function that counts the reasoning tokens of an answer; None if it does not reason."""
         spelled = self.model.tokenizer.spelled
         return None if begin is Thought.NONE else lambda tokens: thought_tokens(map(spelled, tokens), begin.is_open)
+
+
+def _for_strict_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation as strict templates want it: one system message, at the beginning, and ids of tool calls
+    that are nine letters and digits (Mistral)."""
+    system = "\n\n".join(str(message["content"]) for message in messages if message.get("role") == "system")
+    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in messages:
+        if message.get("role") == "system":
+            continue
+        changed = dict(message)
+        if calls := message.get("tool_calls"):
+            changed["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = _short_id(message["tool_call_id"])
+        found.append(changed)
+    return found
+
+
+def _short_id(call_id: Any) -> str:
+    text = str(call_id)
+    return text if re.fullmatch("[A-Za-z0-9]{9}", text) else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def _after_thought(thought: str, given: Mapping[str, Any]) -> dict[str, Any]:
