@@ -166,8 +166,9 @@ def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
 
 
 def _reasoning(body: ConversationBody) -> dict[str, Any]:
-    is_off = (body.thinking or {}).get("type") == "disabled"
-    return reasoning_values("none" if is_off else body.output_config and body.output_config.effort)
+    if (body.thinking or {}).get("type") == "disabled":
+        return reasoning_values("none")
+    return reasoning_values(body.output_config.effort if body.output_config else None)
 
 
 def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
