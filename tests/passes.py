@@ -24,7 +24,6 @@ from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
-from outpace.models.runtimes import missing_kernels
 
 TINY = reference.TINY
 UNTIED = replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True)
@@ -39,8 +38,6 @@ NATIVE_TINIES = {
     "phi": reference.PHI,
     "gemma": replace(reference.GEMMA, hidden_size=100, intermediate_size=70, windows=(7, None, 40, 19)),
 }
-HAS_KERNELS = missing_kernels() is None
-NEEDS_KERNELS = pytest.mark.skipif(not HAS_KERNELS, reason="outpace-kernels is not installed")
 
 
 def build(kind: Any, config: LlamaConfig = TINY, **options: Any) -> Any:
@@ -78,12 +75,10 @@ def models(*exact: bool | None) -> list[Any]:
     ours |= {kv_dtype: partial(tiny, MIXED, kv_dtype=kv_dtype) for kv_dtype in ENTRY_BYTES}
     native |= {f"native-{name}": partial(native_tiny, config) for name, config in NATIVE_TINIES.items()}
     native |= {f"native-{name}": partial(native_tiny, odd, kv_dtype=name) for name in ("float16", "int8")}
-    real = [pytest.mark.smollm2, NEEDS_KERNELS]
     return [
-        *(pytest.param(build, id=name) for name, build in ours.items()),
-        *(pytest.param(build, id=name, marks=NEEDS_KERNELS) for name, build in native.items()),
+        *(pytest.param(build, id=name) for name, build in (ours | native).items()),
         pytest.param(partial(smollm2, "llama"), id="smollm2", marks=[pytest.mark.smollm2, pytest.mark.long]),
-        pytest.param(partial(smollm2, "native"), id="native-smollm2", marks=real),
+        pytest.param(partial(smollm2, "native"), id="native-smollm2", marks=pytest.mark.smollm2),
     ]
 
 

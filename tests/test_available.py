@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from files import model_folder, weights, write_gguf
-from test_runtimes import needs_kernels
 
 from outpace.core.errors import UserError
 from outpace.core.machine import available_bytes
@@ -98,7 +97,6 @@ def needs(path: Path, kept: bool) -> int:
         return native_bytes(tensor_shapes(config), source.held, ("Q4_1",), kept)
 
 
-@needs_kernels
 def test_the_estimate_is_near_the_memory_used(tmp_path: Path) -> None:
     path = quantised(tmp_path)
     for held in ("file", "int8"):
@@ -110,7 +108,6 @@ def test_the_estimate_is_near_the_memory_used(tmp_path: Path) -> None:
         assert said < 1.5 * model.weight_bytes  # what is rounded at a time is much of a tiny model
 
 
-@needs_kernels
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_draft_is_planned_as_it_is_loaded(tmp_path: Path, free: Callable[[int], None], layers: int) -> None:
     """In four bits, however few its layers."""
@@ -122,7 +119,6 @@ def test_a_draft_is_planned_as_it_is_loaded(tmp_path: Path, free: Callable[[int]
     assert load_model(folder, is_draft=True).precision == "int4"
 
 
-@needs_kernels
 def test_too_little_memory_is_told_before_loading(tmp_path: Path, free: Callable[[int], None]) -> None:
     path = quantised(tmp_path)
     text = devices.LEAST * load_model(path).model.token_bytes

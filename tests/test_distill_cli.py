@@ -179,9 +179,6 @@ def test_what_a_later_stage_would_run_into_is_said_first(
     assert re.search(
         r"the task long has a prompt of \d+ tokens, the target's context holds 128", capsys.readouterr().err
     )
-    monkeypatch.setattr("outpace.distill.run.missing_kernels", lambda: "the native kernels are not installed")
-    assert run_command(*common, "--out", tmp_path / "out", "--tasks", few, "--runtime", "native") == 2
-    assert "the native kernels are not installed" in capsys.readouterr().err
     other = target_folder(tmp_path / "other", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert run_command(*common, "--target", other, "--out", tmp_path / "out", "--tasks", few) == 2
     assert "rope_scaling of the type 'dynamic' (only" in capsys.readouterr().err

@@ -86,8 +86,6 @@ def theirs(family: str) -> Any:
 
 @pytest.fixture(params=["native", "llama"])
 def runtime(request: pytest.FixtureRequest) -> dict[str, Any]:
-    if request.param == "native":
-        pytest.importorskip("outpace_kernels")
     return {"runtime": request.param, "dtype": "float32" if request.param == "llama" else "auto"}
 
 

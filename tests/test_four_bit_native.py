@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import outpace_kernels as kernels
 import pytest
 import torch
+from outpace_kernels import emulation
 from passes import fresh, text, tree_scores
 from test_four_bits import CUT, folders
 from test_runtimes import PROMPT
@@ -19,11 +21,6 @@ from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_model
-
-kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
-emulation = pytest.importorskip("outpace_kernels.emulation")
-if "U4_64" not in kernels.FORMATS:
-    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
 
 ROUNDED = "rounded to int8, for the kernels do not take them so: "
 
@@ -44,7 +41,7 @@ def test_a_model_equals_its_emulation(
     for name in kernels.instruction_sets():
         assert torch.equal(tree_scores(model_of(folder, instruction_set=name, threads=1))[0], expected)
     assert not torch.equal(tree_scores(model_of(plain))[0], expected)  # in int8
-    monkeypatch.setattr(native, "load_kernels", lambda: emulation)
+    monkeypatch.setattr(native, "kernels", emulation)
     assert torch.equal(tree_scores(model_of(folder))[0], expected)
 
 
@@ -86,13 +83,6 @@ def test_what_does_not_fit_is_rounded_with_a_notice(
     assert (found.precision, found.notice) == (precision, ROUNDED + slow)
     one, other = (load_model(place, dtype="int8").model for place in (folder, plain))
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
-
-
-def test_older_kernels_take_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {name: inputs for name, inputs in kernels.FORMATS.items() if not name.startswith("U4")}
-    monkeypatch.setattr(kernels, "FORMATS", old)
-    found = load_model(folders(tmp_path, "gptq", 64)[0], dtype="file")
-    assert (found.precision, found.notice) == ("int8", f"{ROUNDED}F32, U4_64")
 
 
 def test_an_added_layer_changes_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from files import CONFIG, model_folder, weights
 from passes import fresh, text
 from safetensors.numpy import load_file, save_file
-from test_runtimes import needs_kernels
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
@@ -109,7 +108,6 @@ def test_values_are_those_that_the_folder_means(pair: tuple[Path, Path]) -> None
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
 
 
-@needs_kernels
 def test_blocks_hold_what_the_folder_means(pair: tuple[Path, Path]) -> None:
     """The kernels and their emulation read the folder's values from its blocks."""
     import outpace_kernels
@@ -138,7 +136,6 @@ def test_groups_in_another_order_have_no_blocks(tmp_path: Path) -> None:
         assert (held.kind, held.data.size) == ("GPTQ in act-order", 0)
 
 
-@needs_kernels
 def test_the_native_runtime_has_the_bits_of_the_same_values(pair: tuple[Path, Path]) -> None:
     one, other = (load_model(folder, dtype="int8").model for folder in pair)
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))

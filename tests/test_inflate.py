@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder
-from passes import HAS_KERNELS, fresh, text
+from passes import fresh, text
 from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.load import load_draft, load_model
 
-RUNTIMES = ["llama", "native"] if HAS_KERNELS else ["llama"]
+RUNTIMES = ["llama", "native"]
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {},
     "biased": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},

@@ -6,18 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import outpace_kernels as kernels
 import pytest
 import reference
 import torch
 from files import model_folder
+from outpace_kernels import emulation
 from passes import native_tiny, tree_scores
 
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native import runtime as native
 from outpace.models.load import load_draft, load_model
-
-kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
-emulation = pytest.importorskip("outpace_kernels.emulation")
 
 WHOLE = replace(reference.TINY, hidden_size=64, intermediate_size=96, head_dim=32)  # of blocks of 32
 CUT = replace(reference.TINY, hidden_size=100, intermediate_size=70, head_dim=22)  # of none
@@ -79,7 +78,7 @@ def test_a_model_equals_its_emulation(config: LlamaConfig, monkeypatch: pytest.M
     assert model.precision == ("int8" if config is CUT else "int4")
     got = tree_scores(model)[0]
     assert torch.equal(got, tree_scores(native_tiny(config))[0]) == (config is CUT)  # no block is whole there
-    monkeypatch.setattr(native, "load_kernels", lambda: emulation)
+    monkeypatch.setattr(native, "kernels", emulation)
     assert torch.equal(got, tree_scores(native_tiny(config, weights="int4"))[0])
 
 

@@ -40,8 +40,6 @@ def test_they_are_refused_by_name_without_weights(
     tmp_path: Path, model_type: str, architecture: str | None, more: dict[str, Any], kind: str, runtime: str
 ) -> None:
     pytest.importorskip("transformers")
-    if runtime == "native":
-        pytest.importorskip("outpace_kernels")
     named = {"architectures": [architecture]} if architecture else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **named, **more}))
     with pytest.raises(UserError, match=rf"{tmp_path.name} is {kind} \({architecture or model_type}\){TAKEN}"):

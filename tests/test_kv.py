@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from files import model_folder
-from passes import HAS_KERNELS, NEEDS_KERNELS, text
+from passes import text
 from test_runtimes import PROMPT
 from turns import in_turn
 
@@ -24,7 +24,7 @@ from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
 
 HELD = list(ENTRY_BYTES)
-RUNTIMES = [pytest.param("native", marks=NEEDS_KERNELS), "llama", "graphs"]
+RUNTIMES = ["native", "llama", "graphs"]
 LOADED: dict[str, dict[str, Any]] = {
     "native": {"runtime": "native", "dtype": "int8"},
     "llama": {"runtime": "llama", "dtype": "float32"},
@@ -48,8 +48,6 @@ def open_pair(folder: Path, runtime: str, kv_dtype: str, **options: Any) -> LLM:
 
 @pytest.mark.parametrize(("runtime", "kv_dtype", "temperature"), in_turn(["native", "llama"], HELD, [0.0, 1.0]))
 def test_texts_are_those_of_plain_decoding(folder: Path, runtime: str, kv_dtype: str, temperature: float) -> None:
-    if runtime == "native" and not HAS_KERNELS:
-        pytest.skip("outpace-kernels is not installed")
     asked: dict[str, Any] = {"max_tokens": 20, "temperature": temperature, "seed": 3}
     with open_pair(folder, runtime, kv_dtype, method="autoregressive") as llm:
         plain = [result.tokens for result in llm.generate([PROMPT, "hello"], **asked)]
@@ -89,7 +87,6 @@ def test_a_session_takes_the_bytes_that_it_reports(folder: Path, runtime: str, k
         assert session.store.bytes >= 128 * model.token_bytes
 
 
-@NEEDS_KERNELS
 @pytest.mark.parametrize("depth", [2, 22, 32, 64, 80])
 def test_both_runtimes_store_the_same_bytes(depth: int) -> None:
     from outpace_kernels.emulation import as_bytes

@@ -13,7 +13,6 @@ import reference
 import torch
 from passes import (
     NATIVE_TINIES,
-    NEEDS_KERNELS,
     TINIES,
     TINY,
     assert_same,
@@ -32,7 +31,7 @@ from outpace.core.tree import PREFIX, depths
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 
-RUNTIMES = [tiny, pytest.param(native_tiny, marks=NEEDS_KERNELS)]
+RUNTIMES = [tiny, native_tiny]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,6 @@ def test_logits_agree_with_the_reference(config: LlamaConfig, exact: bool | None
     assert difference_to_reference(tiny(config, exact), config).abs().max() < 1e-6
 
 
-@NEEDS_KERNELS
 @pytest.mark.parametrize("config", NATIVE_TINIES.values(), ids=NATIVE_TINIES)
 def test_native_logits_follow_the_reference(config: LlamaConfig) -> None:
     """Rounding to int8 moves random models by up to a fifth; a wrong wiring moves them by more than their norm."""

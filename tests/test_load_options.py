@@ -16,7 +16,7 @@ from commands import Run
 from commands import run as run
 from commands import tiny as tiny
 from files import model_folder
-from test_runtimes import PROMPT, needs_kernels
+from test_runtimes import PROMPT
 from turns import in_turn
 
 import outpace
@@ -39,7 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("models"))
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("dtypes", "how"), in_turn([("int8", "float32"), ("float32", "int8"), ("auto", "bfloat16")], METHODS), ids=str
 )
@@ -56,7 +55,6 @@ def test_a_draft_can_have_its_own_precision(folder: Path, dtypes: tuple[str, str
         assert found.figures.accepted > 0
 
 
-@needs_kernels
 def test_the_default_precision_of_a_draft(folder: Path) -> None:
     for dtype in ("int8", "int4", "bfloat16"):
         with outpace.load(folder, folder, dtype=dtype) as llm:
@@ -65,7 +63,6 @@ def test_the_default_precision_of_a_draft(folder: Path) -> None:
         assert (llm.target.precision, llm.draft.precision) == ("int8", "int4")
 
 
-@needs_kernels
 def test_the_flag_draft_dtype(folder: Path, run: Run) -> None:
     with ModelFlags(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
         assert (llm.target.precision, llm.draft.precision) == ("int8", "float32")
@@ -85,7 +82,7 @@ def test_target_layers_share_device_and_precision(folder: Path, own: dict[str, s
         assert llm.draft.name == "layers:0"
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=needs_kernels), *FLOATS])
+@pytest.mark.parametrize("dtype", ["int8", *FLOATS])
 def test_every_model_reports_its_precision(folder: Path, dtype: str) -> None:
     target = load_model(folder, dtype=dtype)
     made_by_hand = Loaded(target.model, target.tokenizer, "by hand")

@@ -13,7 +13,7 @@ import tiny
 import torch
 from contract_parts import Head, Skipping, Witness, answered
 from doubles import make_request
-from passes import NEEDS_KERNELS, TINIES, assert_same, branch, models, native_tiny, prefilled, random_parents, text
+from passes import TINIES, assert_same, branch, models, native_tiny, prefilled, random_parents, text
 from passes import tiny as llama
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from outpace.models.hf.load import adapt
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 
-RUNTIMES = [llama, pytest.param(native_tiny, marks=NEEDS_KERNELS)]
+RUNTIMES = [llama, native_tiny]
 
 
 @pytest.fixture(params=models(None, False))
@@ -64,7 +64,6 @@ def test_hidden_states_of_a_tree_are_those_of_each_path(model: Any) -> None:
     assert_same(model, scored.logits, plain)
 
 
-@NEEDS_KERNELS
 def test_a_drafter_reads_the_same_of_a_cached_prompt() -> None:
     """Of the prompt and of all verified nodes, it reads what a fresh text gives, also for a repeated prompt."""
     model = native_tiny()
@@ -141,7 +140,7 @@ def test_vectors_in_place_of_tokens(model: Any) -> None:
         (Llama.from_tensors, 1e-5),
         (partial(Llama.from_tensors, exact=False), 1e-5),
         # the same sums in another order are equal to rounding, after which activations may get a neighbouring int8
-        pytest.param(NativeLlama.from_tensors, 0.05, marks=NEEDS_KERNELS),
+        (NativeLlama.from_tensors, 0.05),
     ],
     ids=["exact", "fast", "native"],
 )

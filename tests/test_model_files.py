@@ -12,7 +12,6 @@ import pytest
 import torch
 from files import CONFIG, split_weights, weights, write_checkpoint
 from safetensors.torch import load_file, save_file
-from test_runtimes import needs_kernels
 
 from outpace.core.errors import UserError
 from outpace.models.files.cache_folder import new_folder
@@ -261,7 +260,6 @@ def test_missing_files(folder: Path) -> None:
             Checkpoint.open(folder)
 
 
-@needs_kernels
 def test_damage_in_one_of_several_files_names_it(folder: Path) -> None:
     """The kernels read several tensors into one matrix."""
     bad = "model.layers.0.self_attn.v_proj.weight"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import outpace_kernels as kernels
 import pytest
 import reference
 import torch
@@ -28,8 +29,6 @@ from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.text.tokenizer import Tokenizer
-
-kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
 
 SETS = kernels.instruction_sets()
 LAYERS = (2, 0, 3)
@@ -70,7 +69,7 @@ def test_the_kernels_equal_their_emulation(name: str, kv_dtype: str, monkeypatch
     from outpace_kernels import emulation
 
     got = everything(tiny(TINIES[name], kv_dtype=kv_dtype))
-    monkeypatch.setattr(native, "load_kernels", lambda: emulation)
+    monkeypatch.setattr(native, "kernels", emulation)
     assert_all_equal(got, everything(tiny(TINIES[name], kv_dtype=kv_dtype)))
 
 

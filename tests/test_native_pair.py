@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import outpace_kernels as kernels
 import pytest
 import torch
 from doubles import make_request
@@ -25,8 +26,6 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part, chain
 from outpace.models.llama.native.runtime import NativeLlama
-
-kernels = pytest.importorskip("outpace_kernels")
 
 
 def parts_of(model: NativeLlama, best: int, seed: int = 1) -> list[Part]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -13,24 +12,28 @@ from test_enumeration import slow_exponential
 from torch import Tensor
 from turns import in_turn, one_of
 
+from outpace.core.kernels import kernels
 from outpace.core.logits import SparseLogits, largest_indices
 from outpace.core.logprobs import token_logprobs
 from outpace.core.noise import gumbel as gumbel_noise
 from outpace.core.noise import key_words, row_key, row_words
 from outpace.core.sampling import Sampling
-from outpace.core.types import Adjustments, LogprobsOptions, Request, Row
+from outpace.core.types import Adjustments, LogprobsOptions, Request, Row, Rule
 from outpace.rules import base, greedy, gumbel, match
 from outpace.rules.base import clear_winner, top_k_rows
 
 GREEDY, GUMBEL, MATCH = greedy.Greedy(), gumbel.Gumbel(), match.Match()
 SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 2048, 10007)
-needs_kernels = pytest.mark.skipif(base.native_rank() is None, reason="the kernels are not installed")
 
 
 def rank(scores: np.ndarray, count: int, temperature: float, keys: list[int], ids: object, whole: bool) -> list:
-    native = base.native_rank()
-    assert native is not None
-    return native(scores, count, [temperature] * len(scores), keys, ids, whole)
+    return kernels.rank(scores, count, [temperature] * len(scores), keys, ids, whole)
+
+
+def rank_by_torch(patch: pytest.MonkeyPatch) -> None:
+    """Let the rules rank by their definition, as for rows that are not float32 on the host."""
+    for kind in (base.LogProbRule, gumbel.Gumbel):
+        patch.setattr(kind, "best", Rule.best)
 
 
 def definition(row: np.ndarray, temperature: float, key: int | None, ids: np.ndarray | None, whole: bool) -> tuple:
@@ -45,7 +48,6 @@ def definition(row: np.ndarray, temperature: float, key: int | None, ids: np.nda
     return tokens[order].tolist(), values[order].tolist()
 
 
-@needs_kernels
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     "temperature", [0.8, *(pytest.param(other, marks=pytest.mark.long) for other in (1.0, 0.05, 30.0))]
@@ -67,7 +69,6 @@ def test_rows_are_ranked_as_the_definition_says(held: int, temperature: float, w
                     assert (np.abs(values - some) <= 2e-6 + 1e-12 * np.abs(some)).all()
 
 
-@needs_kernels
 def test_rows_may_lie_in_a_wider_table() -> None:
     wide, ids = np.random.default_rng(1).standard_normal((5, 300)).astype(np.float32), np.arange(200) * 2
     assert rank(wide[1:4, 50:250], 6, 0.9, [3, 4, 5], ids, True) == rank(
@@ -75,7 +76,6 @@ def test_rows_may_lie_in_a_wider_table() -> None:
     )
 
 
-@needs_kernels
 def test_what_does_not_fit_is_refused() -> None:
     scores, ids = np.zeros((2, 6), np.float32), np.arange(6)
     for bad in (
@@ -92,10 +92,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (scores, 2, [1.0, 1.0], [], ids, True, [(1, 1.0, 0.0), (1, 1.0, math.nan)]),
     ):
         with pytest.raises(ValueError, match=r"must|has the wrong shape"):
-            base.native_rank()(*bad)
+            kernels.rank(*bad)
 
 
-@needs_kernels
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_row_without_an_order_is_left_to_the_definition(odd: float) -> None:
     scores = np.random.default_rng(2).standard_normal((4, 100)).astype(np.float32)
@@ -106,10 +105,7 @@ def test_a_row_without_an_order_is_left_to_the_definition(odd: float) -> None:
     assert picks == GUMBEL.run(torch.from_numpy(scores), rows)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_there:
-        monkeypatch.setattr(base, "native_rank", lambda: None)
+def test_requests_of_many_kinds_share_a_call(way: str) -> None:
     requests = (
         Request((1,), GREEDY),
         Request((1, 2), GUMBEL, sampling=Sampling(0.8), seed=3),
@@ -133,7 +129,6 @@ FILTERS = ((1, 1.0, 0.0), (5, 1.0, 0.0), (40, 0.9, 0.0), (0, 0.95, 0.0), (0, 0.5
 FILTERS += ((0, 0.001, 0.0), (0, 1.0, 0.05), (0, 0.9, 0.1), (50, 0.95, 0.02), (0, 1.0, 1.0), (2**40, 1.0, 0.0))
 
 
-@needs_kernels
 @pytest.mark.parametrize("held", [1, 2, 17, 64, 130, 2048, 10007])
 def test_filters_leave_what_their_definition_leaves(held: int) -> None:
     """Where the kernels name a pick it is that of the definition, which is asked for all others; few are too close."""
@@ -157,7 +152,6 @@ def test_filters_leave_what_their_definition_leaves(held: int) -> None:
     assert called > 0.98 * asked
 
 
-@needs_kernels
 def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by torch, but for the token at a border in one row or another."""
     scores = torch.randn(60, 3000, generator=torch.Generator().manual_seed(3)) * 4
@@ -168,7 +162,7 @@ def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPa
             rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(60)]
             fast = top_k_rows(held, rows, 6)
             with monkeypatch.context() as patched:
-                patched.setattr(base, "native_rank", lambda: None)
+                rank_by_torch(patched)
                 slow = top_k_rows(held, rows, 6)
             for (tokens, values), (others, exact) in zip(fast, slow, strict=True):
                 same += tokens == others and values == pytest.approx(exact, abs=0.01)
@@ -182,12 +176,6 @@ def test_a_winner_is_called_where_it_is_clear() -> None:
     assert clear_winner([], []) is None
     assert clear_winner([5, 9], [1e6, 9e5]) is None  # float32 has no place for noise there
     assert clear_winner([5], [math.inf]) is None
-
-
-@pytest.mark.parametrize("found", [None, object()], ids=["missing", "old"])
-def test_kernels_that_are_missing_or_old_are_done_without(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "outpace_kernels", found)
-    assert base.native_rank.__wrapped__() is None
 
 
 def test_the_keys_of_many_positions_are_those_of_each() -> None:
@@ -212,11 +200,9 @@ VOCABULARIES = (1, 2, 63, 64, 130, 2048, 49152)
 
 @pytest.fixture(params=["native", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Rank by the kernels, or as without them."""
+    """Rank by the kernels, or by the definition."""
     if request.param == "torch":
-        monkeypatch.setattr(base, "native_rank", lambda: None)
-    elif base.native_rank() is None:
-        pytest.skip("the kernels are not installed")
+        rank_by_torch(monkeypatch)
     name: str = request.param
     return name
 
@@ -241,7 +227,6 @@ def shapes(vocab: int, seed: int) -> Tensor:
     return x
 
 
-@needs_kernels
 @pytest.mark.parametrize("seed", one_of(4, range(4)))
 def test_a_token_that_the_noise_lifts_wins_from_any_depth(seed: int) -> None:
     """The luckiest token of all, as far below the top as it can be and still win, or just lose."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from files import model_folder, smollm2_file, write_gguf
-from passes import NEEDS_KERNELS as needs_kernels
 
 from outpace.cli import doctor
 from outpace.cli.main import main
+from outpace.core import kernels
 from outpace.core.errors import UserError
 from outpace.core.lazy import num_cores
 from outpace.models import runtimes
 from outpace.models.base import UnsupportedModel
-from outpace.models.llama.native import binding
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
@@ -32,12 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "outpace_kernels", None)  # as if it were not there
-
-
-@needs_kernels
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "int8"}, {"exact": True}, {"trust_remote_code": True}, {"runtime": "native"}], ids=str
 )
@@ -56,21 +51,28 @@ def test_float_precisions_are_computed_by_torch(folder: Path, dtype: str) -> Non
     assert loaded.notice is None
 
 
-def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels: None) -> None:
-    loaded = load_model(folder)
-    assert isinstance(loaded.model, Llama)
-    assert loaded.precision == "float32"
-    assert loaded.notice == (
-        "computed in float32 by torch: the native kernels are not installed: run `pip install ./kernels` in a checkout"
-        " of outpace, with a C++20 compiler, or `pip install --find-links FOLDER outpace-kernels` where FOLDER holds a"
-        " wheel of them"
-    )
-    for options in ({"dtype": "int8"}, {"runtime": "native"}):
-        with pytest.raises(UserError, match="not installed"):
-            load_model(folder, **options)
+def test_a_process_without_the_kernels_ends_with_one_sentence() -> None:
+    code = "import sys; sys.modules['outpace_kernels'] = None; from outpace.cli.main import main; main(['doctor'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said.startswith("error: outpace needs its native kernels (")
+    assert said.endswith(f": {kernels.INSTALL}")
 
 
-@needs_kernels
+@pytest.mark.parametrize("found", ["0.1.0", "0.3.0", None])
+def test_kernels_of_another_version_are_refused(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(kernels, "version", version)
+    said = f"the native kernels are of version {found or 'unknown'}, this release needs {kernels.VERSION}: run `pip"
+    with pytest.raises(UserError, match=said):
+        kernels.check_version()
+
+
 def test_torch_runs_what_the_kernels_do_not_support(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, head_dim=258)
     loaded = load_model(folder)
@@ -104,12 +106,13 @@ def test_a_gguf_file_is_never_loaded_by_transformers(tmp_path: Path, monkeypatch
         load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma2"))
 
 
-def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notice_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder(tmp_path, head_dim=258)
     with pytest.raises(SystemExit):
         main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
     shown = " ".join(capsys.readouterr().err.split())
     assert f"{folder} and {folder}: computed in float32 by torch" in shown
-    assert shown.count(f"not installed: {binding.INSTALL}") == 1
+    assert shown.count("head_dim is 258") == 1
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
         ({"dtype": "int3", "runtime": "native"}, "unknown dtype 'int3', allowed are auto, bfloat16, file, float16"),
         ({"dtype": "int4", "runtime": "llama"}, "dtype int4 needs the runtime native"),
         ({"dtype": "file", "runtime": "llama"}, "dtype file needs the runtime native"),
-        pytest.param({"runtime": "native", "dtype": "float32"}, "float32 needs the runtime llama", marks=needs_kernels),
+        ({"runtime": "native", "dtype": "float32"}, "float32 needs the runtime llama"),
     ],
 )
 def test_a_precision_that_a_runtime_lacks_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:
@@ -128,7 +131,6 @@ def test_a_precision_that_a_runtime_lacks_is_refused(folder: Path, options: dict
         load_model(folder, **options)
 
 
-@needs_kernels
 def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
@@ -157,39 +159,24 @@ def shown(found: dict[str, Any]) -> str:
 
 
 @pytest.mark.smollm2
-@needs_kernels
 def test_doctor_reports_the_kernels_and_the_runtime() -> None:
     smollm2_file()
     found = doctor.collect()
-    sets = list(binding.load_kernels().instruction_sets())
+    sets = list(kernels.kernels.instruction_sets())
     assert found["kernels"]["instruction_sets"] == sets
     assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("file", sets[0])
     line = shown(found)
-    assert f"native kernels installed, running {sets[0]}" in line
+    assert f"native kernels {kernels.VERSION}, running {sets[0]}" in line
     assert f"computed in the file's own weights by {sets[0]}" in line
     assert "portable" in line
 
 
-@pytest.mark.parametrize("compiler", ["/usr/bin/c++", None])
-def test_doctor_reports_missing_kernels(
-    compiler: str | None, without_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
-    line = shown(doctor.collect())
-    assert f"native kernels missing: the native kernels are not installed: {binding.INSTALL}" in line
-    assert (f"(there is {compiler})" if compiler else "(none was found)") in line
-    assert "float32 by torch" in line
-
-
-def test_doctor_converts_no_model(tmp_path: Path, without_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_measures_a_file_without_a_copy_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = write_gguf(tmp_path / "model.gguf"), tmp_path / "cache"
     monkeypatch.setattr("outpace.models.files.find.shipped_model", lambda: model)
     monkeypatch.setenv("OUTPACE_CACHE", str(cache))
-    assert doctor.collect()["model"] == {"missing": doctor.NOT_CONVERTED}
+    assert doctor.collect()["model"]["pass_seconds"] > 0
     assert not [file for file in cache.rglob("*") if file.is_file()]
-    load_model(model)
-    assert doctor.collect()["model"]["pass_seconds"] > 0, "it is converted now"
 
 
 def test_an_error_of_the_tokenizer_ends_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

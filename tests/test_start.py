@@ -64,7 +64,6 @@ def test_help_and_lists_load_nothing_heavy(arguments: list[str], tmp_path: Path)
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A model's file, and the cache that holds what it is converted to."""
-    pytest.importorskip("outpace_kernels")
     folder = tmp_path_factory.mktemp("converted")
     model = str(write_gguf(folder / "tiny.gguf"))
     loaded_by([*GENERATE, "--target", model, "--draft", model], folder / "cache")

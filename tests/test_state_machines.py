@@ -526,8 +526,6 @@ def test_a_cache_is_a_table_of_nodes(depth: settings) -> None:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_session_is_a_list_of_tokens(depth: settings, runtime: str) -> None:
-    if runtime == "native":
-        pytest.importorskip("outpace_kernels")
     walk(RUNTIMES[runtime], depth)
 
 

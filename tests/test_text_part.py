@@ -67,8 +67,6 @@ def whole(folder: Path, name: str) -> Any:
 @pytest.mark.parametrize("runtime", ["llama", "native"])
 @pytest.mark.parametrize("name", KINDS)
 def test_the_language_model_scores_as_it_does_in_the_whole(name: str, runtime: str, tmp_path: Path) -> None:
-    if runtime == "native":
-        pytest.importorskip("outpace_kernels")
     theirs = whole(tmp_path, name)
     with torch.inference_mode():
         expected = theirs(input_ids=torch.tensor([WORDS]), use_cache=False).logits[0].float()

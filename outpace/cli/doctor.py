@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 SHOWN_ENTRIES = 12  # the largest entries of the cache folder, one a line
 NUM_PASSES = 24  # timed
-COMPILERS = ("c++", "g++", "clang++")
 EXTRAS = {  # of pyproject.toml: purpose and modules; `native` has its own line
     "hub": ("models by hub id", ("huggingface_hub",)),
     "grammar": ("answers by a JSON schema, a regex or a grammar", ("llguidance",)),
@@ -43,10 +41,6 @@ EXTRAS = {  # of pyproject.toml: purpose and modules; `native` has its own line
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
 }
-NOT_CONVERTED = (
-    "not measured: it is not converted yet, which takes hundreds of megabytes in the cache folder;"
-    " `outpace generate` converts it"
-)
 
 
 @flags
@@ -97,17 +91,10 @@ def collect(quiet: bool = True) -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Describe the native kernels: instruction sets, the fastest first; or why they are missing."""
-    from outpace.models.llama.native.binding import load_kernels
-    from outpace.models.runtimes import missing_kernels
+    """Describe the native kernels: their version, and the instruction sets, the fastest first."""
+    from outpace.core.kernels import VERSION, kernels
 
-    missing = missing_kernels()
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    return {
-        "missing": missing,
-        "instruction_sets": [] if missing else list(load_kernels().instruction_sets()),
-        "compiler": compiler,
-    }
+    return {"version": VERSION, "instruction_sets": list(kernels.instruction_sets())}
 
 
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
@@ -115,15 +102,11 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     from outpace.api.llm import load
 
     try:
-        with display.loading_bar(quiet) as bar:
-
-            def progress(stage: str, fraction: float) -> None:
-                if stage != "loading":  # it had to be converted first, which fills the disk
-                    raise UserError(NOT_CONVERTED)
-                bar(stage, fraction)
-
-            with load(draft=NO_DRAFT, method="autoregressive", progress=progress) as llm:
-                return _measured(llm, bandwidth)
+        with (
+            display.loading_bar(quiet) as bar,
+            load(draft=NO_DRAFT, method="autoregressive", progress=bar) as llm,
+        ):
+            return _measured(llm, bandwidth)
     except UserError as error:
         return {"missing": str(error)}
     except Exception as error:
@@ -184,14 +167,8 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _kernels_line(kernels: dict[str, Any]) -> str:
-    if kernels["missing"] is None:
-        first, *others = kernels["instruction_sets"]
-        return f"installed, running {first}" + (f" (also possible: {', '.join(others)})" if others else "")
-    compiler = f"there is {kernels['compiler']}" if kernels["compiler"] else "none was found"
-    return (
-        f"missing: {kernels['missing']} ({compiler}); until they are installed, models run in float32 by"
-        " torch, whose passes take several times as long"
-    )
+    first, *others = kernels["instruction_sets"]
+    return f"{kernels['version']}, running {first}" + (f" (also possible: {', '.join(others)})" if others else "")
 
 
 def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:

@@ -54,10 +54,6 @@ def _shown(value: object) -> str:
     return reprlib.repr(value)
 
 
-INSTALL_KERNELS = (
-    "run `pip install ./kernels` in a checkout of outpace, with a C++20 compiler, or"
-    " `pip install --find-links FOLDER outpace-kernels` where FOLDER holds a wheel of them"
-)
 _CHECKOUT = Path(__file__).parents[2]
 
 

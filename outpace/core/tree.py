@@ -10,13 +10,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from outpace.core.errors import INSTALL_KERNELS, UserError
+from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
-
-try:
-    import outpace_kernels as kernels
-except ImportError as error:
-    raise UserError(f"outpace needs its native kernels ({error}): {INSTALL_KERNELS}") from error
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,6 @@ from outpace.models.files.find import open_folder, resolve
 from outpace.models.files.packed import pack
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
-from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
@@ -64,8 +63,6 @@ def check(options: DistillOptions, target: Path | None) -> None:
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
     if options.runs("judge"):
         evaluation_prompts(options.tasks, options.prompts)
-        if options.runtime == "native" and (reason := missing_kernels()) is not None:
-            raise UserError(reason)
         if options.evaluate is None and not options.runs("train") and not (options.out / DRAFT).is_dir():
             raise UserError(f"{options.out} holds no draft yet: run `outpace distill --stage train` first")
     try:

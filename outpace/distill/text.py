@@ -18,7 +18,6 @@ from outpace.models.base import Model
 from outpace.models.files.find import shipped_model
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.load import load_model
-from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
 
 MAX_PROMPT = 768  # tokens; longer prompts are skipped
@@ -82,7 +81,7 @@ def load_target(target: Path, device: str) -> Model:
     Training text needs no exact mode, and float16 is enough for the KV cache.
     """
     model: Model
-    if device == "cpu" and missing_kernels() is None:
+    if device == "cpu":
         with suppress(UnsupportedShape):
             model = load_model(str(target), runtime="native", kv_dtype="float16").model
             return model

@@ -100,7 +100,7 @@ class BuildOptions:
         needed, name = decoder.num_nodes(options), decoder.longest
         if self.nodes is None:
             return AUTO_NODES if decoder.name == AUTO else max(needed, EngineOptions.nodes)
-        if name in self.part_options and needed > self.nodes:
+        if name and name in self.part_options and needed > self.nodes:
             raise UserError(
                 f"{name} is {getattr(options, name)}, which takes {needed} nodes in a pass, the root included, and"
                 f" nodes is {self.nodes}: raise nodes or lower {name}"

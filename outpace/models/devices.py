@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, torch
 from outpace.core.machine import available_bytes
 from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.native.binding import load_kernels, read_formats
+from outpace.models.llama.native.binding import read_formats
 from outpace.models.llama.weight_sources import source_of
 from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, NATIVE_KV, OFF, LoadOptions, has_bfloat16
 
@@ -145,10 +146,7 @@ def _weight_bytes(
         size: StoredSize = source.held(source_of(name, source.config["num_hidden_layers"]))
         return size
 
-    try:
-        readable = read_formats(load_kernels()) if formats is None else formats
-    except UserError:  # they are not installed
-        readable = ()
+    readable = read_formats(kernels) if formats is None else formats
     sizes = {INT8: native_bytes(shapes, stored, readable, False)}
     if formats is None:
         name = "float32" if options.dtype == AUTO else options.dtype

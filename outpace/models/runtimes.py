@@ -1,8 +1,7 @@
 """Runtimes that load and compute models: our own for the Llama family, and transformers for all others.
 
 On a CPU the native runtime is the default, with a file's own weights if they are in blocks, else int8. If its kernels
-are not installed or do not support the model, torch computes it in float32, and the model's `notice` says so, because
-the texts differ.
+do not support the model, torch computes it in float32, and the model's `notice` says so, because the texts differ.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError, install_command, unknown
+from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
@@ -72,17 +72,6 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
     return Loaded(model, wrapped, name, model.config.to_dict(), notice=model.notice)
 
 
-def missing_kernels() -> str | None:
-    """Return why the native runtime is not available; None if it is."""
-    from outpace.models.llama.native.binding import load_kernels
-
-    try:
-        load_kernels()
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     if options.is_spread:
         return _transformers(spec, options, progress)
@@ -102,13 +91,10 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
         return _native(spec, options, progress)
     if options.dtype != AUTO or not options.is_on_cpu or options.has_graphs:
         return _llama(spec, options, progress)
-    unavailable_reason = missing_kernels()
-    if unavailable_reason is None:
-        try:
-            return _native(spec, options, progress)
-        except UnsupportedShape as error:
-            unavailable_reason = str(error)
-    return _llama(spec, options, progress, f"computed in float32 by torch: {unavailable_reason}")
+    try:
+        return _native(spec, options, progress)
+    except UnsupportedShape as error:
+        return _llama(spec, options, progress, f"computed in float32 by torch: {error}")
 
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
@@ -144,12 +130,11 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Load by the package outpace-kernels on a CPU. `dtype` float16 means int8 weights with float16 keys and values."""
-    from outpace.models.llama.native.binding import NativeOptions, load_kernels, read_formats
+    from outpace.models.llama.native.binding import NativeOptions, read_formats
     from outpace.models.llama.native.runtime import NativeLlama
 
     if options.has_graphs:
         raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native")
-    kernels = load_kernels()
     if not options.is_on_cpu or options.trust_remote_code:
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
     if options.dtype not in (AUTO, INT8, INT4, FILE, "float16"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from outpace.core.adjust import adjust_logits, adjust_sparse
 from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
+from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
 from outpace.core.logits import Scores, SparseLogits, host_rows, stable_top_k, tensor_of
 from outpace.core.sampling import Sampling, log_probs
@@ -34,7 +34,7 @@ class LogProbRule(Rule):
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         return log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
 
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         return ranked(scores, [row.request.sampling for row in rows], count, ids=held.ids)
 
 
@@ -125,17 +125,6 @@ def _constraint(row: Row) -> Constraint:
 # Ranking a drafter's rows.
 
 
-@cache
-def native_rank() -> Callable[..., list[TopK]] | None:
-    """Return the kernels' `rank`; None if they are not installed."""
-    try:
-        from outpace_kernels import rank
-    except ImportError:
-        return None
-    function: Callable[..., list[TopK]] = rank
-    return function
-
-
 def ranked(
     scores: np.ndarray,
     samplings: Sequence[Sampling],
@@ -144,19 +133,17 @@ def ranked(
     ids: np.ndarray | None = None,
     keys: Sequence[int] = (),
     whole: bool = True,
-) -> list[TopK] | None:
+) -> list[TopK]:
     """Return the `count` best of each row [rows, held] by log q, plus the noise of the row's key if there are `keys`.
 
     If not `whole`, by x / T, which is log q up to a constant and needs no sum. The result is empty for a row with a nan
     or without a finite maximum and, if not `whole`, where rounding may decide what a filter leaves out. `ids` int64
-    [held] are the tokens of the columns; None: 0, 1, ... None without the kernels.
+    [held] are the tokens of the columns; None: 0, 1, ...
     """
-    rank = native_rank()
-    if rank is None:
-        return None
     temperatures = [sampling.temperature or 1.0 for sampling in samplings]
     filters = [[sampling.kernel_filters for sampling in samplings]] if any(s.filters for s in samplings) else []
-    return rank(scores, count, temperatures, keys, ids, whole, *filters)
+    best: list[TopK] = kernels.rank(scores, count, temperatures, keys, ids, whole, *filters)
+    return best
 
 
 def clear_winner(tokens: Sequence[int], values: Sequence[float]) -> int | None:

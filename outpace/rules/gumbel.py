@@ -32,10 +32,10 @@ class Gumbel(LogProbRule):
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjust_logits(logits, rows)
         host = host_rows(logits)
-        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
-        best = None if host is None else ranked(host, samplings, 2, keys=keys, whole=False)
-        if best is None:
+        if host is None:
             return self.run(tensor_of(logits), rows)
+        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
+        best = ranked(host, samplings, 2, keys=keys, whole=False)
         return [
             self.run(tensor_of(logits[number : number + 1]), [rows[number]])[0] if winner is None else winner
             for number, winner in enumerate(clear_winner(*two) for two in best)
@@ -55,7 +55,7 @@ class Gumbel(LogProbRule):
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         return super().rank(logits, rows) + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
 
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
         return ranked(scores, samplings, count, ids=held.ids, keys=keys)
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import OTHER_RUNTIME, Checkpoint
 from outpace.models.files.reading import RawTensor, read_optional_json
 from outpace.models.llama.config.footprint import StoredSize
-from outpace.models.llama.native.binding import load_kernels
 from outpace.models.llama.weight_sources import StoredMatrix
 
 GPTQ, AWQ = "gptq", "awq"
@@ -164,7 +164,7 @@ def pack_blocks(kind: str, scheme: QuantizationScheme, parts: Mapping[str, np.nd
     held = [np.require(parts[name], requirements=["C", "A"]).view(dtype) for name, dtype in types.items()]
     data = np.empty((outputs, block_bytes(kind, inputs)), np.uint8)
     group = inputs if scheme.group == WHOLE_ROW else scheme.group
-    load_kernels().blocks_of_words(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
+    kernels.blocks_of_words(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
     return data
 
 

@@ -1,19 +1,16 @@
-"""Loads the package outpace-kernels, says which models it supports, and holds its options."""
+"""The models that the native kernels support, and the options of the native runtime."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from outpace.core.errors import INSTALL_KERNELS as INSTALL
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.lazy import num_cores
 from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
-VERSION = "0.2.0"  # of outpace-kernels: its interface changes with every release
 WEIGHTS = (INT8, INT4, FILE, AUTO)
 
 
@@ -47,22 +44,6 @@ class NativeOptions:
 def read_formats(kernels: Any) -> tuple[str, ...]:
     """Return the formats of a file's matrices that the kernels read in place: blocks, and floats that they round."""
     return (*kernels.FORMATS, *kernels.FLOATS)
-
-
-def load_kernels() -> Any:
-    """Import outpace_kernels; raise UserError with instructions if it is missing or of another version."""
-    try:
-        import outpace_kernels
-    except ImportError as error:
-        what = "are not installed" if error.name == "outpace_kernels" else f"cannot be imported ({error})"
-        raise UserError(f"the native kernels {what}: {INSTALL}") from error
-    try:
-        found = version("outpace-kernels")
-    except PackageNotFoundError:  # importable, but not installed as a package
-        found = "unknown"
-    if found != VERSION:
-        raise UserError(f"the native kernels are of version {found}, this release needs {VERSION}: {INSTALL}")
-    return outpace_kernels
 
 
 def check_supported(kernels: Any, config: LlamaConfig) -> None:

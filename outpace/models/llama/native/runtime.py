@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.errors import unknown
+from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, torch
 from outpace.core.logits import SparseLogits, TargetOutput, TopK
 from outpace.models.base import Capability, Model, Part, Session, apply_keep, check_forest, shown_numbers
@@ -25,7 +26,6 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import (
     NativeOptions,
     check_supported,
-    load_kernels,
     read_formats,
 )
 from outpace.models.llama.native.rope_tables import NativeRopeTable
@@ -150,7 +150,7 @@ class NativeLlama(Model):
         self, config: LlamaConfig, layers: Sequence[Any], ends: EmbeddingAndHead, options: NativeOptions
     ) -> None:
         """`layers`: the results of `weights.load_layer`."""
-        self.kernels = load_kernels()
+        self.kernels = kernels
         sets = self.kernels.instruction_sets()
         if options.instruction_set not in ("", *sets):
             raise unknown("instruction_set", options.instruction_set, sets)
@@ -240,7 +240,6 @@ class NativeLlama(Model):
         Float matrices are rounded to int8, layer by layer; a file's own formats are kept as `options.weights` says.
         `head_ids` int64 [rows]: keep only these tokens' rows of the output layer; all other tokens score -inf.
         """
-        kernels = load_kernels()
         check_supported(kernels, config)
         threads = options.threads or num_cores()
         packing = Packing(kernels, threads)
