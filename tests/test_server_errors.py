@@ -100,7 +100,7 @@ def test_errors_of_completions(site: Served, fields: dict[str, Any], says: str) 
 
 
 def test_a_too_long_prompt_has_its_own_code(site: Served) -> None:
-    for found in (site.chat("hello " * 200), site.complete("hello " * 200)):
+    for found in (site.chat("hello " * 200), site.complete("hello " * 200), site.chat("hello " * 200, stream=True)):
         assert found.status == 400
         assert found.error["code"] == "context_length_exceeded"
 

@@ -109,14 +109,13 @@ async function claudeCodeWithALongPrompt() {
   assert.match(events.at(-1).result, /prompt is too long/i);
 }
 
-async function codex() {
-  const folder = project();
-  const commands = ["cat fruit.txt", "sed -i s/apples/pears/ fruit.txt"];
-  const { address, seen, server } = await proxy(commands.map((cmd) => ({ name: "exec_command", values: { cmd } })));
+// Run Codex CLI in a new home folder, without its usual instructions: the shipped model has a context of 8,192 tokens.
+function codexExec(address, folder, prompt) {
   const home = mkdtempSync(join(tmpdir(), "home-"));
-  mkdirSync(join(home, "codex"));
+  const settings = { HOME: home, CODEX_HOME: join(home, "codex") };
+  mkdirSync(settings.CODEX_HOME);
   writeFileSync(join(home, "instructions.md"), "You change files.");
-  writeFileSync(join(home, "codex", "config.toml"), `
+  writeFileSync(join(settings.CODEX_HOME, "config.toml"), `
 model = "${model}"
 model_provider = "outpace"
 model_context_window = 8192
@@ -131,8 +130,15 @@ wire_api = "responses"
 request_max_retries = 0
 stream_max_retries = 0
 `);
-  const words = ["exec", "--skip-git-repo-check", "--json", "--sandbox", "danger-full-access", task];
-  const { status, events } = await run("codex", words, folder, { HOME: home, CODEX_HOME: join(home, "codex") });
+  const words = ["exec", "--skip-git-repo-check", "--json", "--sandbox", "danger-full-access", prompt];
+  return run("codex", words, folder, settings);
+}
+
+async function codex() {
+  const folder = project();
+  const commands = ["cat fruit.txt", "sed -i s/apples/pears/ fruit.txt"];
+  const { address, seen, server } = await proxy(commands.map((cmd) => ({ name: "exec_command", values: { cmd } })));
+  const { status, events } = await codexExec(address, folder, task);
   server.close();
   assert.deepEqual([status, events.at(-1).type], [0, "turn.completed"], JSON.stringify(events.at(-1)));
   check(folder, seen);
@@ -141,6 +147,12 @@ stream_max_retries = 0
   assert(seen.some((one) => one.sent.includes("apples 3")), "the command's output was sent");
 }
 
+async function codexWithALongPrompt() {
+  const { events } = await codexExec(url, project(), "apples ".repeat(10000));
+  assert.match(events.at(-1).error.message, /ran out of room in the model's context window/);
+}
+
 await claudeCode();
 await claudeCodeWithALongPrompt();
 await codex();
+await codexWithALongPrompt();

@@ -66,6 +66,8 @@ async function vercel() {
   const called = await generateText({ ...asked, tools: { clock }, toolChoice: "required", maxOutputTokens: 100 });
   assert.equal(called.toolCalls[0].toolName, "clock");
   assert(["Rome", "Oslo"].includes(called.toolCalls[0].input.city));
+  const calling = streamText({ ...asked, tools: { clock }, toolChoice: "required", maxOutputTokens: 100 });
+  assert.deepEqual((await calling.toolCalls)[0].input, called.toolCalls[0].input);
 }
 
 await openai();
