@@ -262,6 +262,18 @@ def test_no_other_key_is_ignored(tmp_path: Path) -> None:
                 facts({key: True if name in REFUSED else "adapter"})
 
 
+def test_tokens_added_after_training_are_never_cut(tmp_path: Path) -> None:
+    """They are user-defined by their types, or named by the specification's own field."""
+    words, kinds = [*tokens()[:-1], "<think>"], [1] * len(tokens())
+    for fields in ({"token_type": [*kinds[:-1], 4]}, {"token_type": kinds, "added_tokens": ["<think>"]}):
+        named = {f"tokenizer.ggml.{name}": value for name, value in (fields | {"tokens": words}).items()}
+        with GgufSource(write_gguf(tmp_path / "a.gguf", named)) as source:
+            tokenizer = tokenizer_of(source)
+        ids = tokenizer.encode("a<think>b")
+        assert ids[1:-1] == [len(words) - 1]
+        assert tokenizer.decode(ids) == "a<think>b"
+
+
 def test_templates_and_ends_of_prompts(tmp_path: Path) -> None:
     named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools: {{ tools[0] }}"}
     around = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}

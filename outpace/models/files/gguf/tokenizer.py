@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+SPECIAL = (UNKNOWN, CONTROL)
 SPACE = "\u2581"  # SentencePiece's character for a space
 LONGEST_PIECE = 1000  # characters per token; the search for merges is quadratic
 
@@ -98,10 +99,11 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         raise UserError(f"{path}: the tokenizer cannot be built ({error!s:.200})") from error
     eats = kind == "llama" and metadata.get("general.architecture") in EATING
     types = vocabulary.numbers("token_type", [1] * len(vocabulary.tokens))
+    whole, later = (*SPECIAL, USER_DEFINED), {*vocabulary.texts("added_tokens", [])}  # added after training
     added = [
-        AddedToken(token, special=is_a != USER_DEFINED, normalized=False, rstrip=eats and token not in PLAIN)
+        AddedToken(token, special=is_a in SPECIAL, normalized=False, rstrip=eats and token not in PLAIN)
         for token, is_a in zip(vocabulary.tokens, types, strict=True)
-        if token and is_a in (UNKNOWN, CONTROL, USER_DEFINED)
+        if token and (is_a in whole or token in later)
     ]
     tokenizer.add_tokens(added)
     adds = {"bos": vocabulary.field("add_bos_token", bool, kind == "llama" or vocabulary.pre in WHOLE_WORDS)}
@@ -139,8 +141,8 @@ class _Vocabulary:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} is {value!r:.50}, it must be a {kind.__name__}")
         return value
 
-    def texts(self, name: str) -> list[str]:
-        values = self.field(name, list)
+    def texts(self, name: str, default: Any = None) -> list[str]:
+        values = self.field(name, list, default)
         if not {*map(type, values)} <= {str}:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} must hold texts")
         return values
@@ -173,12 +175,11 @@ class _Vocabulary:
         """Return the fields of tokenizer_config.json that the file decides alone."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         found = {f"{name}_token": self.token_at(field) for name, field in SPECIAL_IDS.items()}
-        texts = {key: text for key, text in self.metadata.items() if isinstance(text, str)}
-        named = {
-            key.removeprefix(TEMPLATE + "."): text for key, text in texts.items() if key.startswith(TEMPLATE + ".")
-        }
-        if TEMPLATE in texts:
-            named["default"] = texts[TEMPLATE]
+        named = {key.removeprefix(TEMPLATE): text for key, text in self.metadata.items() if key.startswith(TEMPLATE)}
+        named = {name[1:] or "default": text for name, text in named.items() if name == "" or name[0] == "."}
+        for name, text in named.items():
+            if not isinstance(text, str):
+                raise UserError(f"{self.path}: {TEMPLATE} ({name}) is {text!r:.50}, it must be a text")
         listed = [{"name": name, "template": text} for name, text in named.items()]
         templates = {"chat_template": named.get("default") if {*named} == {"default"} else listed} if named else {}
         return settings | {name: one[0] for name, one in found.items() if one is not None} | templates
