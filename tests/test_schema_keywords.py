@@ -99,6 +99,12 @@ ENFORCED: dict[str, list[tuple[Any, list[str], list[str]]]] = {
     "pattern": [
         ({"type": "string", "pattern": r"^\d+$"}, ['"12"'], ['"𝟗"', '"a"']),
         ({"type": "string", "pattern": "^[[&&a]$"}, ['"["', '"&"', '"a"'], ['"b"']),
+        (
+            {"type": "string", "pattern": r"^(?=.*[A-Z])(?=[^)]*\d).{3,}$"},
+            ['"aA1"', '"1Ab"'],
+            ['"aa1"', '"aAb"', '"A1"'],
+        ),
+        ({"type": "string", "pattern": "^(?=.{1,3}$)(a|b)+$"}, ['"aba"'], ['"abab"', '"c"', '""']),
         ({"type": "string", "pattern": DECIMAL}, ['"-1.5"', '"7."'], ['"-."', '"a"']),
         (
             {"type": "string", "format": "email", "pattern": EMAIL},
@@ -108,6 +114,12 @@ ENFORCED: dict[str, list[tuple[Any, list[str], list[str]]]] = {
         ({"type": "string", "pattern": EMAIL}, ['"a.b@c.de"'], ['"a..b@c.de"', '".a@c.de"', '"a@b"']),
     ],
     "format": [
+        (
+            {"type": "string", "format": "includes", "allOf": [{"pattern": "^a"}, {"pattern": "b"}]},  # zod's
+            ['"acb"'],
+            ['"ac"', '"b"'],
+        ),
+        ({"type": "string", "format": "jwt"}, ['"a.b.c"'], ['"a.b"', '"?.b.c"']),
         ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-13-01"']),
         ({"type": "string", "format": "iri"}, ['"https://a.b/c"'], ['"a b"']),
         ({"type": "string", "format": "base64"}, ['"aGk="', '""'], ['"aGk"', '"?"']),
@@ -229,7 +241,9 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "discriminator": [({"type": "object", "discriminator": {"propertyName": "a"}}, "'discriminator'")],
     "pattern": [
-        ({"type": "string", "pattern": "^(?=a)b"}, "looks ahead"),
+        ({"type": "string", "pattern": "^a(?=b)b"}, "looks ahead"),
+        ({"type": "string", "pattern": "^(?!a)b"}, "looks ahead"),
+        ({"type": "string", "pattern": "^(?=a)a|b"}, "looks ahead"),
         ({"type": "string", "pattern": r"\bfoo"}, "word boundaries"),
         ({"type": "string", "pattern": "("}, "unclosed group"),
     ],

@@ -30,7 +30,7 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-PATTERNS = ("^[A-Z]{3}-[0-9]{2}$", "^(red|green)$", "^\\d{1,4}$")
+PATTERNS = ("^[A-Z]{3}-[0-9]{2}$", "^(red|green)$", "^\\d{1,4}$", "^(?=.*[A-Z])(?=.*\\d).{2,6}$")
 NAMES = ("id", "name", "type", "größe", "items", "a b", "x", 'q"', "value", "url")
 
 
@@ -48,16 +48,19 @@ def schema_by(seed: int) -> dict[str, Any]:
 
 def _any(chance: random.Random, depth: int) -> dict[str, Any]:
     kinds = [_string, _string, _number, _number, _plain, _enum, _formatted]
-    return chance.choice([*kinds, _object, _array, _either] if depth else kinds)(chance, depth)
+    return chance.choice([*kinds, _object, _array, _either, _tagged, _mapped] if depth else kinds)(chance, depth)
 
 
 def _object(chance: random.Random, depth: int) -> dict[str, Any]:
     names = chance.sample(NAMES, chance.randint(1, 4))
+    required = sorted(chance.sample(names, chance.randint(1, len(names))))
+    counts = {"minProperties": chance.choice((len(required), min(len(required) + 1, len(names)), len(names)))}
     return {
         "type": "object",
         "properties": {name: _any(chance, depth - 1) for name in names},
-        "required": sorted(chance.sample(names, chance.randint(1, len(names)))),
-        "additionalProperties": False,
+        "required": required,
+        chance.choice(("additionalProperties", "unevaluatedProperties")): False,
+        **(counts if chance.random() < 0.3 else {}),
         **({"title": "A thing", "description": "Of some kind."} if chance.random() < 0.2 else {}),
     }
 
@@ -75,6 +78,28 @@ def _either(chance: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [_any(chance, depth - 1) for _ in range(2)]}
 
 
+def _tagged(chance: random.Random, depth: int) -> dict[str, Any]:
+    branches = [_object(chance, depth) for _ in range(2)]
+    for number, branch in enumerate(branches):
+        branch.pop("minProperties", None)
+        branch["properties"]["kind"] = {"const": chance.choice((number, f"kind {number}"))}
+    if chance.random() < 0.5:
+        return {"oneOf": branches, "discriminator": {"propertyName": "kind"}}
+    return {"oneOf": [{**branch, "required": [*branch["required"], "kind"]} for branch in branches]}
+
+
+def _mapped(chance: random.Random, depth: int) -> dict[str, Any]:
+    names = chance.choice(
+        ({"enum": ["a", "ü"]}, {"pattern": "^[a-c]{1,2}$"}, {"type": "string", "minLength": 1, "maxLength": 3})
+    )
+    return {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": _any(chance, depth - 1),
+        "maxProperties": 2,
+    }
+
+
 def _string(chance: random.Random, depth: int) -> dict[str, Any]:
     if chance.random() < 0.3:
         return {"type": "string", "pattern": chance.choice(PATTERNS)}
@@ -83,7 +108,7 @@ def _string(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _formatted(chance: random.Random, depth: int) -> dict[str, Any]:
-    return {"type": "string", "format": chance.choice(("date", "ipv4", "uuid"))}
+    return {"type": "string", "format": chance.choice(("date", "ipv4", "uuid", "uuid4", "base64", "password"))}
 
 
 def _number(chance: random.Random, depth: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}  # in ASCII
 _UNIT = re.compile(r"\\.|\[:\^?[a-z]+:\]|&&|~~|.", re.DOTALL)  # what has one meaning, in a class or outside
@@ -40,3 +41,27 @@ def with_plain_classes(regex: str) -> str:
 def has_lookaround(regex: str) -> bool:
     """Return whether a regex looks ahead or back, which no grammar can."""
     return _LOOKAROUND.search(re.sub(r"\\.", "", regex, flags=re.DOTALL)) is not None
+
+
+def without_lookaheads(regex: str) -> list[str]:
+    """Return regexes that all have to match where this one does: one for each positive lookahead at its beginning."""
+    found = []
+    while regex.startswith("^(?="):
+        ends = [end for end, depth, unit in _nested(regex) if depth == 0 and unit == ")"]
+        if not ends or any(depth == 0 and unit == "|" for _, depth, unit in _nested(regex)):
+            break
+        found.append(f"^(?:{regex[4 : ends[0] - 1]})")
+        regex = "^" + regex[ends[0] :]
+    return [*found, regex]
+
+
+def _nested(regex: str) -> Iterator[tuple[int, int, str]]:
+    """Yield each character outside of classes: where it ends, in how many groups it is, and the character."""
+    depth, in_class = 0, False
+    for match in _UNIT.finditer(regex):
+        unit = match[0]
+        if in_class or unit == "[":
+            in_class = unit != "]"
+            continue
+        depth += {"(": 1, ")": -1}.get(unit, 0)
+        yield match.end(), depth, unit

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError, unknown
-from outpace.grammar.regexes import has_lookaround, with_plain_classes
+from outpace.grammar.regexes import has_lookaround, with_plain_classes, without_lookaheads
 
 PROPERTIES = 1000  # most properties in the whole schema
 NOTES = 200  # most distinct unknown keywords: each is compared with all known ones
@@ -86,13 +86,14 @@ _FORMATS = {  # as patterns
     **{f"uuid{version}": _UUID % (version, "[89abAB]") for version in range(1, 9)},
     **dict.fromkeys(("base64", "byte"), _BASE64 % (("A-Za-z0-9+/",) * 2 + ("", "A-Za-z0-9+/", ""))),
     "base64url": _BASE64 % (("A-Za-z0-9_-",) * 2 + ("?", "A-Za-z0-9_-", "?")),
+    "jwt": r"^[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*$",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
 }
 _NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}  # enforced by ASCII alone
 _KNOWN_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri")
 _FREE_FORMATS = ("binary", "password", "path", "file-path", "directory-path", "textarea", "markdown", "html")
-_LOOKAHEADS = (  # what zod and pydantic write, as patterns without lookahead that say the same
+_LOOKAHEADS = (  # negative ones of zod and pydantic, as patterns that say the same
     ("^(?!\\.)(?!.*\\.\\.)", ("^[^.]", "^(?:\\.?[^.]+)*\\.?$")),  # no dot at the beginning, no two dots
     ("^(?!^[-+.]*$)", ("[^-+.]",)),
 )
@@ -388,7 +389,7 @@ def _with_formats(kept: dict[str, Any]) -> dict[str, Any]:
             kept["format"] = known
         elif name in _FORMATS:
             patterns.append(_FORMATS[name])
-        elif name not in _FREE_FORMATS and "pattern" not in kept:
+        elif name not in _FREE_FORMATS and not any("pattern" in one for one in (kept, *kept.get("allOf", ()))):
             names = sorted({*_KNOWN_FORMATS, *_NARROWER, *_FORMATS, *_FREE_FORMATS})
             raise unknown("format of a JSON schema", name, names)
     if (pattern := kept.pop("pattern", None)) is not None:
@@ -407,7 +408,7 @@ def _plain_patterns(pattern: str) -> list[str]:
     for begin, others in _LOOKAHEADS:
         if pattern.startswith(begin) and not has_lookaround(rest := "^" + pattern[len(begin) :]):
             return [with_plain_classes(rest), *others]
-    return [_plain_name(pattern)]
+    return [_plain_name(part) for part in without_lookaheads(pattern)]
 
 
 def _plain_name(pattern: str) -> str:
