@@ -57,7 +57,7 @@ class TableModel(Model):
             if part.keep is not None:
                 part.session.keep(part.keep)
             part.session.extend_bytes(part.parents)
-            for node in part.wanted:
+            for node in part.logit_rows:
                 best.append((self._best[part.tokens[node]][: max(part.best, 1)], self._values[: max(part.best, 1)]))
         return SparseLogits(np.zeros((len(best), 0), np.float32), None, VOCAB, best)
 

@@ -52,7 +52,7 @@ def session_of(model: NativeLlama, context: int, rows: int) -> NativeSession:
 
 def time_pass(model: NativeLlama, session: NativeSession, rows: int) -> float:
     """Return the milliseconds of one pass over a chain of `rows` tokens with logits for all of them."""
-    part = chain(session, [index * 31 % model.vocab_size for index in range(rows)], wanted=range(rows))
+    part = chain(session, [index * 31 % model.vocab_size for index in range(rows)], logit_rows=range(rows))
     start = time.perf_counter()
     model.score([part])
     seconds = time.perf_counter() - start

@@ -55,7 +55,7 @@ class Ours:
 
     def score(self, tokens: Sequence[int]) -> Scores:
         """Run one pass over these tokens."""
-        scores: Scores = self.model.score([chain(self._session, tokens, wanted=range(len(tokens)))]).numpy()
+        scores: Scores = self.model.score([chain(self._session, tokens, logit_rows=range(len(tokens)))]).numpy()
         return scores
 
     def forget(self) -> None:

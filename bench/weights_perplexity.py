@@ -48,7 +48,7 @@ def losses(loaded: Loaded, tokens: list[int], window: int) -> Iterator[float]:
     for start in range(0, len(tokens) - window + 1, window):
         part = tokens[start : start + window]
         session = model.open(window, window)
-        logits = np.asarray(model.score([chain(session, part, wanted=range(window - 1))]), np.float64)
+        logits = np.asarray(model.score([chain(session, part, logit_rows=range(window - 1))]), np.float64)
         logits -= logits.max(-1, keepdims=True)
         chosen = logits[np.arange(window - 1), part[1:]]
         yield from (np.log(np.exp(logits).sum(-1)) - chosen).tolist()

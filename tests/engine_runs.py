@@ -8,7 +8,23 @@ from types import ModuleType
 from outpace.core.types import Request
 from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine
+from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import TokenSequence
+
+_pause = Scheduler._pause
+
+
+def _count_pause(scheduler: Scheduler, sequence: TokenSequence) -> None:
+    sequence.context.test_pauses = num_pauses(sequence) + 1
+    _pause(scheduler, sequence)
+
+
+Scheduler._pause = _count_pause  # type: ignore[method-assign]
+
+
+def num_pauses(sequence: TokenSequence) -> int:
+    """Return how often a request was preempted for want of memory."""
+    return getattr(sequence.context, "test_pauses", 0)
 
 
 def submit(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, write
+from engine_runs import num_pauses
 from enumerating import (
     PROMPT,
     TARGETS,
@@ -141,7 +142,7 @@ def pause_differences() -> Iterator[str]:
             for run in parts.running:
                 if run.kv.session.tokens[: run.kv.session.length].tolist() != run.committed[: run.kv.session.length]:
                     yield "a session holds a different text than its request"
-        if not any(run.history.pauses for run in runs):
+        if not any(num_pauses(run) for run in runs):
             yield "no request was paused"
         if [run.tokens for run in runs] != [write(target, request) for request in requests]:
             yield "a paused request has a different text"

@@ -106,7 +106,7 @@ def branch(parents: Sequence[int], node: int) -> list[int]:
 def fresh(model: Any, tokens: Sequence[int]) -> Tensor:
     """Logits after the last token of a text that is fed at once: the slow path."""
     session = model.open(len(tokens) + 1, 300)
-    return model.score([chain(session, tokens, wanted=[len(tokens) - 1])])[0]
+    return model.score([chain(session, tokens, logit_rows=[len(tokens) - 1])])[0]
 
 
 def prefilled(model: Any, prompt: Sequence[int], room: int = 300) -> Any:

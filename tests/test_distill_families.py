@@ -94,7 +94,7 @@ def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_
     for text, expected in zip(TEXTS, logits_of(student, TEXTS), strict=True):
         assert (Pair(theirs.eval(), folder).logits(text) - expected).abs().max() < 1e-4
         session = ours.open(len(text), 1)
-        scores = ours.score([chain(session, text, wanted=range(len(text)))])
+        scores = ours.score([chain(session, text, logit_rows=range(len(text)))])
         assert (scores - expected).abs().max() < 1e-4
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from doubles import QuickToy, make_drafter, make_request, write
+from engine_runs import num_pauses
 from light import failing
 from test_memory import GIB, drafts_of, few_slots, finish, prompts
 from toy import ToySession
@@ -109,7 +110,7 @@ def test_memory_never_exceeds_the_budget_and_a_paused_request_holds_none(name: s
         runs, paused = submit_all(engine, 8, Speculative), []
         while any(run.finish_reason is None for run in runs):
             engine.step()
-            if paused or not (paused := [run for run in engine.waiting if run.history.pauses]):
+            if paused or not (paused := [run for run in engine.waiting if num_pauses(run)]):
                 continue
             assert paused[0].draft.state is not None
             held = sum(run.kv.session.slots for run in engine.running)
@@ -195,7 +196,7 @@ def test_a_resumed_request_is_drafted_again(method: ModuleType) -> None:
         while any(run.finish_reason is None for run in runs):
             engine.step()
             for run in engine.waiting:
-                if run.history.pauses:
+                if num_pauses(run):
                     before[run.key] = sum(step.accepted for step in run.history.steps)
         assert before
         for key, accepted in before.items():

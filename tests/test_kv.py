@@ -63,7 +63,7 @@ def test_fewer_bits_change_the_logits_a_little(folder: Path, runtime: str) -> No
     for kv_dtype in HELD:
         model = load_model(folder, kv_dtype=kv_dtype, **LOADED[runtime]).model
         tokens = text(model, 40)
-        scores[kv_dtype] = model.score([chain(model.open(40, 40), tokens, wanted=range(40))])
+        scores[kv_dtype] = model.score([chain(model.open(40, 40), tokens, logit_rows=range(40))])
     size = scores["float32"].norm()
     near = {kv_dtype: float((scores[kv_dtype] - scores["float32"]).norm() / size) for kv_dtype in HELD}
     assert 0 < near["float16"] < near["int8"] < 0.1

@@ -63,7 +63,7 @@ def test_native_logits_follow_the_reference(config: LlamaConfig) -> None:
 def difference_to_reference(model: Any, config: LlamaConfig) -> torch.Tensor:
     """Logits of a text minus the reference's, as a fraction of its norm."""
     tokens = text(model, 60)
-    got = model.score([chain(model.open(100, 100), tokens, wanted=range(60))])
+    got = model.score([chain(model.open(100, 100), tokens, logit_rows=range(60))])
     expected = reference.logits(config, reference.random_tensors(config).__getitem__, tokens)
     return (got - expected) / expected.norm()
 
@@ -146,13 +146,13 @@ def test_chunks_of_a_prompt_equal_the_whole(model: Any) -> None:
     for size in (1, 2, 64, 100, 132):
         model.score([chain(session, prompt[start : start + size], keep=range(session.pending))])
         start += size
-    got = model.score([chain(session, [prompt[-1]], wanted=[0], keep=range(session.pending))])[0]
+    got = model.score([chain(session, [prompt[-1]], logit_rows=[0], keep=range(session.pending))])[0]
     assert_same(model, got, fresh(model, prompt))
 
 
 def test_only_wanted_rows_are_scored(model: Any) -> None:
     session = model.open(50, 50)
-    assert model.score([chain(session, text(model, 10), wanted=[3, 9])]).shape == (2, model.vocab_size)
+    assert model.score([chain(session, text(model, 10), logit_rows=[3, 9])]).shape == (2, model.vocab_size)
     assert model.score([chain(session, [1], keep=range(10))]).shape == (0, model.vocab_size)
 
 

@@ -38,7 +38,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 def fresh_hidden(model: Model, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Logits and hidden states after the last token of a text that is fed at once."""
     last = [len(tokens) - 1]
-    scored = model.score_hidden([chain(model.open(len(tokens) + 1, 300), tokens, last)._replace(shown=last)], layers)
+    scored = model.score_hidden(
+        [chain(model.open(len(tokens) + 1, 300), tokens, last)._replace(hidden_rows=last)], layers
+    )
     assert scored.hidden is not None
     return torch.as_tensor(scored.logits)[0], scored.hidden[:, 0]
 
@@ -50,11 +52,11 @@ def last_row(model: Model, tokens: Sequence[int]) -> Tensor:
 def test_hidden_states_of_a_tree_are_those_of_each_path(model: Any) -> None:
     prompt, nodes, parents = text(model, 20), text(model, 14, 1), random_parents(14, 3)
     layers = (2, 0, model.num_layers)
-    part = Part(prefilled(model, prompt), nodes, parents, (3, 5), shown=(0, 5, 13))
+    part = Part(prefilled(model, prompt), nodes, parents, (3, 5), hidden_rows=(0, 5, 13))
     scored = model.score_hidden([part, chain(model.open(9, 0), prompt[:3])], layers)
     assert scored.hidden is not None
     assert scored.hidden.shape == (3, 3, model.config.hidden_size)
-    for place, node in enumerate(part.shown):
+    for place, node in enumerate(part.hidden_rows):
         logits, hidden = fresh_hidden(model, [*prompt, *(nodes[n] for n in branch(parents, node))], layers)
         assert_same(model, scored.hidden[:, place], hidden)
         assert_same(model, model.project(scored.hidden[-1:, place]).wide()[0], logits)
@@ -126,7 +128,9 @@ def test_a_part_with_a_length_attends_to_a_shorter_text(model: Any, skipped: tup
 
 def test_vectors_in_place_of_tokens(model: Any) -> None:
     tokens, others = text(model, 10), text(model, 10, 1)
-    own, plain = (chain(model.open(20, 20), some, range(10))._replace(shown=range(10)) for some in (others, tokens))
+    own, plain = (
+        chain(model.open(20, 20), some, range(10))._replace(hidden_rows=range(10)) for some in (others, tokens)
+    )
     scored = model.score_hidden([plain], [0])
     assert scored.hidden is not None
     both = model.score([own._replace(inputs=scored.hidden[0]), chain(model.open(20, 20), others, range(10))])

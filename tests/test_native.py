@@ -49,10 +49,10 @@ def everything(model: NativeLlama) -> list[Tensor]:
     for one in (model, model.skip_sublayers([1], [0, 2])):
         sessions = [prefilled(model, text(model, 12, seed)) for seed in range(4)]
         nodes, parents = text(model, 9, 7), random_parents(9, 2)
-        parts = [Part(session, nodes, parents, (0, 4, 8), shown=(1, 8)) for session in sessions]
+        parts = [Part(session, nodes, parents, (0, 4, 8), hidden_rows=(1, 8)) for session in sessions]
         parts[1] = parts[1]._replace(inputs=vectors)
         parts[2] = parts[2]._replace(mlp_bias=mlp_bias)
-        parts[3] = parts[3]._replace(length=5, shown=())
+        parts[3] = parts[3]._replace(length=5, hidden_rows=())
         scored = one.score_hidden(parts, LAYERS)
         assert scored.hidden is not None
         assert scored.hidden.shape == (3, 6, config.hidden_size)
@@ -167,7 +167,7 @@ def test_perplexity_is_near_the_float32_models() -> None:
     losses = []
     for model in (exact, open_smollm2()):
         count = len(tokens) - 1
-        scores = model.score([chain(model.open(count, count), tokens[:-1], wanted=range(count))])
+        scores = model.score([chain(model.open(count, count), tokens[:-1], logit_rows=range(count))])
         losses.append(torch.nn.functional.cross_entropy(scores.float(), torch.tensor(tokens[1:])).item())
     assert abs(losses[1] - losses[0]) < 0.05  # nats
 

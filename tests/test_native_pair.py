@@ -13,7 +13,7 @@ import outpace_kernels as kernels
 import pytest
 import torch
 from doubles import make_request
-from engine_runs import finish, submit
+from engine_runs import finish, num_pauses, submit
 from passes import NATIVE_TINIES, native_tiny, random_parents, text
 
 from outpace.core.drafting import BuildContext
@@ -29,7 +29,7 @@ from outpace.models.llama.native.runtime import NativeLlama
 
 
 def parts_of(model: NativeLlama, best: int, seed: int = 1) -> list[Part]:
-    """A tree after a text, another tree below one of its nodes, and a chunk of another text with no wanted rows."""
+    """A tree after a text, another tree below one of its nodes, and a chunk of another text with no logit rows."""
     session = model.open(200, 100)
     model.score([chain(session, text(model, 37))])
     session.keep(range(37))
@@ -186,4 +186,4 @@ def test_requests_that_pause_because_memory_is_full_write_their_texts(target: Na
     slots = target.session_bytes(128) + draft.session_bytes(512)
     with drafted(target, draft, batch=4, kv_memory=2.2 * slots / 2**30, reuse=False) as engine:
         runs = write(engine, requests)
-    assert any(run.history.pauses for run in runs)
+    assert any(num_pauses(run) for run in runs)

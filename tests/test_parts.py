@@ -56,7 +56,7 @@ def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
 
     for _ in range(60):  # the target's own greedy text, so that both drafters agree once it repeats itself
         session.truncate(0)
-        scores = TARGET.score([chain(session, text, wanted=[len(text) - 1])])
+        scores = TARGET.score([chain(session, text, logit_rows=[len(text) - 1])])
         session.keep(range(len(text)))
         text.append(int(scores.argmax()))
     state, tree = drafter.open(request(*text[:50])), TokenTree(text[49])

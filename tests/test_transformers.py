@@ -115,7 +115,7 @@ def test_a_forest_scores_as_its_trees_one_by_one(model: TransformersModel) -> No
 def test_only_wanted_rows_are_scored(model: TransformersModel) -> None:
     session = model.open(50, 50)
     tokens = text(model, 10)
-    got = model.score([chain(session, tokens, wanted=[9, 3])])
+    got = model.score([chain(session, tokens, logit_rows=[9, 3])])
     assert_close(got, torch.stack([fresh(model, tokens), fresh(model, tokens[:4])]))
     assert model.score([chain(session, [1], keep=range(10))]).shape == (0, model.vocab_size)
     assert model.score([]).shape == (0, model.vocab_size)

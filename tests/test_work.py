@@ -56,7 +56,7 @@ class Counted(QuickToy):
     def score(self, forest: Sequence[Part]) -> Tensor:
         self.work["passes"] += 1
         self.work["rows"] += sum(len(part.tokens) for part in forest)
-        self.work["wanted"] += sum(len(part.wanted) for part in forest)
+        self.work["wanted"] += sum(len(part.logit_rows) for part in forest)
         return super().score(forest)
 
 

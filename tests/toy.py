@@ -61,14 +61,14 @@ class Toy(Model):
         return ToySession(capacity, max_pending)
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Return float64 logits [wanted rows, vocab] and hidden states [layers, shown rows, vocab]."""
+        """Return float64 logits [logit rows, vocab] and hidden states [layers, hidden rows, vocab]."""
         rows, shown = list[Tensor](), list[Tensor]()
         for part in forest:
             contexts = self._contexts(part)
-            for node in part.wanted:
+            for node in part.logit_rows:
                 is_plain = part.inputs is None and part.mlp_bias is None
                 rows.append(self._row(contexts[node]) if is_plain else self._stream(contexts[node], part, node)[-1])
-            for node in part.shown:
+            for node in part.hidden_rows:
                 stream = self._stream(contexts[node], part, node)
                 shown.append(torch.stack([stream[layer] for layer in layers]))
         nothing = torch.empty(0, self.vocab_size, dtype=torch.float64)
@@ -84,7 +84,7 @@ class Toy(Model):
         return SparseLogits(hidden, None, self.vocab_size)
 
     def _contexts(self, part: Part) -> dict[int, list[int]]:
-        """Store a part's tokens; return for each wanted or shown node the trailing tokens that it sees, itself last."""
+        """Store a part's tokens; return for each node with an output the trailing tokens that it sees, itself last."""
         session = part.session
         before = session.pending
         visible = session.extend(part.parents)
@@ -92,7 +92,7 @@ class Toy(Model):
         session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
         end = start if part.length is None else part.length
         committed = session.tokens[max(0, end - self.num_layers) : end].tolist()
-        nodes = {*part.wanted, *part.shown}
+        nodes = {*part.logit_rows, *part.hidden_rows}
         return {node: committed + session.tokens[np.flatnonzero(visible[node]) + start].tolist() for node in nodes}
 
     def _row(self, context: Sequence[int]) -> Tensor:

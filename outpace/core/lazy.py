@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # from which torch takes its number of threads
 _SIBLINGS = "devices/system/cpu/cpu{number}/topology/thread_siblings_list"
-_asked: list[int] = []  # number of threads set before torch was imported
+_thread_counts: list[int] = []  # number of threads set before torch was imported
 
 
 class _Torch:
@@ -25,9 +25,9 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         module = import_module("torch")
-        for count in _asked:
+        for count in _thread_counts:
             module.set_num_threads(count)
-        _asked.clear()
+        _thread_counts.clear()
         found = getattr(module, name)
         setattr(self, name, found)
         return found
@@ -48,7 +48,7 @@ def num_threads() -> int:
         return torch.get_num_threads()
     given = [os.environ.get(name, "") for name in _ENVIRONMENT]
     numbers = [int(text) for text in given if text.isdecimal() and int(text)]
-    return _asked[0] if _asked else (numbers or [_whole_cores()])[0]
+    return _thread_counts[0] if _thread_counts else (numbers or [_whole_cores()])[0]
 
 
 def set_num_threads(count: int) -> None:
@@ -56,7 +56,7 @@ def set_num_threads(count: int) -> None:
     if is_torch_loaded():
         torch.set_num_threads(count)
     else:
-        _asked[:] = [count]
+        _thread_counts[:] = [count]
 
 
 def cpu_ids() -> Collection[int]:

@@ -30,8 +30,8 @@ class TargetOutput(NamedTuple):
     norm. `best`: see `SparseLogits`.
     """
 
-    logits: Scores  # [wanted rows, vocab]
-    hidden: Tensor | None = None  # [layers, shown rows, width]
+    logits: Scores  # [logit rows, vocab]
+    hidden: Tensor | None = None  # [layers, hidden rows, width]
     best: Sequence[TopK] = ()
 
 

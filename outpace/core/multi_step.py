@@ -92,14 +92,15 @@ class SupportsMultiStep:
     several_steps: bool | None = None  # whether it saves time; None: unsupported
 
     def draft_steps(
-        self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
+        self, requests: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, num_proposals: int
     ) -> list[list[ExpandedNode]] | None:
         """Take `steps` steps; the first one is scored already.
 
         Return the expanded nodes of each text, in order.
 
         `scored` has the rows of the first step's nodes, one text after another. A step expands at most `width` nodes
-        per text and proposes `offered` tokens below each. Afterwards all expanded nodes are pending in the sessions.
+        per text and proposes `num_proposals` tokens below each. Afterwards all expanded nodes are pending in the
+        sessions.
         Returns None, with nothing changed, if this is not possible.
         """
         return None

@@ -152,8 +152,10 @@ class MultiStepExpander:
         width = self._options.width
         most = max_open_nodes(width, count)
         opened = [_opened(job, most) for job in jobs]
-        asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
-        taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
+        requests = [
+            self._request(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)
+        ]
+        taken = self._model.draft_steps(requests, held, count, width, width + SPARE)
         if taken is None:
             return None
         self._is_new, self._owed = True, float(count)
@@ -198,7 +200,7 @@ class MultiStepExpander:
         left = round(self._usual) - state.multi_step.taken + 1
         return 1 << (max(min(left, most), 1).bit_length() - 1)
 
-    def _asked(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> MultiStepRequest:
+    def _request(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> MultiStepRequest:
         state, tree, frontier = job
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]

@@ -244,8 +244,8 @@ class Engine(AbstractContextManager["Engine"]):
         for sequence, share in zip(reading, shares, strict=True):
             if share:
                 tokens = sequence.committed[sequence.prefilled : sequence.prefilled + share]
-                wanted = range(len(tokens)) if sequence.needs_prompt_logprobs else ()
-                chunks.append((sequence, chain(sequence.kv.session, tokens, wanted, sequence.kv.keep)))
+                logit_rows = range(len(tokens)) if sequence.needs_prompt_logprobs else ()
+                chunks.append((sequence, chain(sequence.kv.session, tokens, logit_rows, sequence.kv.keep)))
         return chunks
 
     def _verify(self, batch: Batch) -> BatchOutput:

@@ -115,7 +115,6 @@ class Scheduler:
         self._memory.release(sequence)
         if sequence.needs_prompt_logprobs:
             sequence.history.prompt_logprobs.clear()
-        sequence.history.pauses += 1
         insort(self.waiting, sequence, key=_age)
 
 

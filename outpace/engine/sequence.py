@@ -108,7 +108,6 @@ class History:
     first_token: float = 0.0  # when the first round ended; 0 before
     ended: float = 0.0  # when the last round ended
     stale: int = 0  # a worker's candidates that arrived after the text had diverged from them
-    pauses: int = 0  # how often it was preempted for want of memory
     steps: list[RoundStats] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
     drafted: Counter[str] = field(default_factory=Counter)  # verified draft tokens by source

@@ -54,8 +54,8 @@ class _PassParts:
 
     def add(self, part: Part) -> None:
         logits, hidden = self.num_logit_rows, self.num_hidden_rows
-        self.num_logit_rows += len(part.wanted)
-        self.num_hidden_rows += len(part.shown)
+        self.num_logit_rows += len(part.logit_rows)
+        self.num_hidden_rows += len(part.hidden_rows)
         self.parts.append(part)
         self.part_rows.append(_PartRows(slice(logits, self.num_logit_rows), slice(hidden, self.num_hidden_rows)))
 
@@ -185,10 +185,10 @@ def _chunk_part(sequence: TokenSequence, part: Part) -> Part:
     if not sequence.needs_prompt_feedback:
         return part
     every = range(len(part.tokens))
-    return part._replace(wanted=every if needs.top else part.wanted, shown=every if needs.layers else ())
+    return part._replace(logit_rows=every if needs.top else part.logit_rows, hidden_rows=every if needs.layers else ())
 
 
 def _tree_part(sequence: TokenSequence, tree: TokenTree, best: int) -> Part:
     every, kv = range(len(tree)), sequence.kv
-    shown = every if sequence.draft.needs.layers or sequence.request.rule.traits.hidden_layers else ()
-    return Part(kv.session, tuple(tree.tokens), tuple(tree.parents), every, kv.keep, shown, best=best)
+    hidden_rows = every if sequence.draft.needs.layers or sequence.request.rule.traits.hidden_layers else ()
+    return Part(kv.session, tuple(tree.tokens), tuple(tree.parents), every, kv.keep, hidden_rows, best=best)

@@ -162,31 +162,31 @@ class Session:
 class Part(NamedTuple):
     """One session's share of a forward pass: new tree nodes, and what to return for them.
 
-    `parents` are pending nodes (the session's earlier ones, then the new ones, counted on) or PREFIX. `wanted` lists
-    the new nodes, numbered from 0, whose logits are returned. `keep` is applied first: those pending nodes are
+    `parents` are pending nodes (the session's earlier ones, then the new ones, counted on) or PREFIX. `logit_rows`
+    lists the new nodes, numbered from 0, whose logits are returned. `keep` is applied first: those pending nodes are
     committed and all others are dropped; with None all stay pending. `best`: number of top tokens to return for each
-    wanted row, from models that can; see `SparseLogits`.
+    logit row, from models that can; see `SparseLogits`.
 
-    The other fields need capabilities of the model. `shown`: new nodes whose hidden states are returned. `length`: the
-    nodes follow only this many of the committed tokens. `mlp_bias` [layers, MLP width] is added to the MLPs' up
-    projections. `inputs` [nodes, width] replace the tokens' embeddings.
+    The other fields need capabilities of the model. `hidden_rows`: new nodes whose hidden states are returned.
+    `length`: the nodes follow only this many of the committed tokens. `mlp_bias` [layers, MLP width] is added to the
+    MLPs' up projections. `inputs` [nodes, width] replace the tokens' embeddings.
     """
 
     session: Any
     tokens: Sequence[int]
     parents: Sequence[int]
-    wanted: Sequence[int]
+    logit_rows: Sequence[int]
     keep: Sequence[int] | None = None
-    shown: Sequence[int] = ()
+    hidden_rows: Sequence[int] = ()
     length: int | None = None
     mlp_bias: Tensor | None = None
     inputs: Tensor | None = None
     best: int = 0
 
 
-def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep: Sequence[int] = ()) -> Part:
+def chain(session: Any, tokens: Sequence[int], logit_rows: Sequence[int] = (), keep: Sequence[int] = ()) -> Part:
     """Make a part that continues the committed tokens by one branch. Pending nodes outside `keep` are dropped."""
-    return Part(session, tokens, range(PREFIX, len(tokens) - 1), wanted, keep)
+    return Part(session, tokens, range(PREFIX, len(tokens) - 1), logit_rows, keep)
 
 
 def apply_keep(forest: Sequence[Part]) -> list[Part]:
@@ -267,12 +267,12 @@ class Model(SupportsMultiStep):
         raise NotImplementedError
 
     def score(self, forest: Sequence[Part]) -> Tensor:
-        """Apply each part's `keep`, run one forward pass, and return the wanted nodes' logits: [wanted rows, vocab]"""
+        """Apply each part's `keep`, run one forward pass, and return the nodes' logits: [logit rows, vocab]"""
         check_forest(self, forest)
         return self._score(apply_keep(forest))
 
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Run a pass as `score` does; also return hidden states of the shown nodes after these numbers of layers.
+        """Run a pass as `score` does; also return hidden states of the nodes after these numbers of layers.
 
         They are taken before the final norm; 0 means the input of the first layer.
         """
@@ -339,11 +339,11 @@ def check_forest(model: Model, forest: Sequence[Part]) -> None:
 
 
 def row_numbers(forest: Sequence[Part]) -> list[int]:
-    """Return the wanted rows, counted over the nodes of all parts."""
+    """Return the logit rows, counted over the nodes of all parts."""
     starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
-    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.wanted]
+    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.logit_rows]
 
 
-def shown_numbers(forest: Sequence[Part]) -> list[int]:
+def hidden_row_numbers(forest: Sequence[Part]) -> list[int]:
     """Return the rows whose hidden states are returned, counted over the nodes of all parts."""
-    return row_numbers([part._replace(wanted=part.shown) for part in forest])
+    return row_numbers([part._replace(logit_rows=part.hidden_rows) for part in forest])

@@ -57,8 +57,8 @@ class ReplaySession(Session):
         self.marks[start : start + len(source)] = self.marks[source]
 
 
-class _WantedNode(NamedTuple):
-    """A wanted node: the position in the answer that its row predicts, and its mark."""
+class _ScoredNode(NamedTuple):
+    """A logit row: the position in the answer that its row predicts, and its mark."""
 
     answer: IndexedAnswer
     position: int
@@ -80,13 +80,13 @@ class Replay(Model):
         return ReplaySession(capacity, room)
 
     def _score(self, forest: Sequence[Part]) -> Tensor:
-        """Return the logits of the wanted nodes, float32 [wanted rows, vocab]."""
-        return self._rows([node for part in forest for node in self._wanted_nodes(part)])
+        """Return the logits, float32 [logit rows, vocab]."""
+        return self._rows([node for part in forest for node in self._scored_nodes(part)])
 
-    def _rows(self, nodes: Sequence[_WantedNode]) -> Tensor:
+    def _rows(self, nodes: Sequence[_ScoredNode]) -> Tensor:
         raise NotImplementedError
 
-    def _wanted_nodes(self, part: Part) -> Iterator[_WantedNode]:
+    def _scored_nodes(self, part: Part) -> Iterator[_ScoredNode]:
         session: ReplaySession = part.session
         before = session.pending
         session.extend(part.parents)
@@ -96,9 +96,9 @@ class Replay(Model):
             above = ON_PATH if parent == PREFIX else int(session.marks[session.length + parent])
             position = session.length + session.pending_depths[node]
             session.marks[session.length + node] = _mark(session.answer, position, above, token)
-        for node in part.wanted:
+        for node in part.logit_rows:
             predicted = session.length + session.pending_depths[before + node] + 1 - session.answer.start
-            yield _WantedNode(session.answer, predicted, int(session.marks[session.length + before + node]))
+            yield _ScoredNode(session.answer, predicted, int(session.marks[session.length + before + node]))
 
 
 def _mark(answer: IndexedAnswer, position: int, above: int, token: int) -> int:
@@ -117,7 +117,7 @@ def _mark(answer: IndexedAnswer, position: int, above: int, token: int) -> int:
 class ReplayTarget(Replay):
     """Predicts the recorded token on the path, and token 0 elsewhere."""
 
-    def _rows(self, nodes: Sequence[_WantedNode]) -> Tensor:
+    def _rows(self, nodes: Sequence[_ScoredNode]) -> Tensor:
         rows = torch.zeros(len(nodes), self.vocab_size)
         for row, (answer, position, mark) in enumerate(nodes):
             if mark == ON_PATH and 0 <= position < len(answer.tokens):
@@ -138,7 +138,7 @@ class ReplayDraft(Replay):
         spent, self._spent = self._spent, 0.0
         return spent
 
-    def _rows(self, nodes: Sequence[_WantedNode]) -> Tensor:
+    def _rows(self, nodes: Sequence[_ScoredNode]) -> Tensor:
         rows = np.full((len(nodes), self.vocab_size), -np.inf, dtype=np.float32)
         for row, (answer, position, mark) in enumerate(nodes):
             known = len(answer.draft_tokens)

@@ -232,8 +232,8 @@ class CountingModel:
         return getattr(self._model, name)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
-        """Run a forward; one without wanted rows, as of a prompt, takes no simulated time and is not counted."""
-        if rows := sum(len(part.wanted) for part in forest):
+        """Run a forward; one without logit rows, as of a prompt, takes no simulated time and is not counted."""
+        if rows := sum(len(part.logit_rows) for part in forest):
             self.forwards[rows] += 1
         return self._model.score_held(forest)
 

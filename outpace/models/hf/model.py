@@ -167,14 +167,14 @@ class TransformersModel(Model):
         return self._passes.score(forest, width=self.vocab_size, as_trees=self.supports_trees)
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Score, and return the hidden states before each of `layers`. [layers, shown rows, width]"""
-        scored = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
+        """Score, and return the hidden states before each of `layers`. [layers, hidden rows, width]"""
+        scored = [part._replace(logit_rows=sorted({*part.logit_rows, *part.hidden_rows})) for part in forest]
         rows = self._passes.score(scored, width=self.vocab_size, as_trees=self.supports_trees, layers=layers)
-        wanted, shown, first = [], [], 0
+        logit_rows, hidden_rows, first = [], [], 0
         for part, scored_part in zip(forest, scored, strict=True):
-            places = {node: first + place for place, node in enumerate(scored_part.wanted)}
-            wanted += [places[node] for node in part.wanted]
-            shown += [places[node] for node in part.shown]
-            first += len(scored_part.wanted)
-        hidden = rows[shown][:, self.vocab_size :].unflatten(1, (len(layers), -1))  # [shown rows, layers, width]
-        return TargetOutput(rows[wanted][:, : self.vocab_size], hidden.transpose(0, 1))
+            places = {node: first + place for place, node in enumerate(scored_part.logit_rows)}
+            logit_rows += [places[node] for node in part.logit_rows]
+            hidden_rows += [places[node] for node in part.hidden_rows]
+            first += len(scored_part.logit_rows)
+        hidden = rows[hidden_rows][:, self.vocab_size :].unflatten(1, (len(layers), -1))  # [hidden rows, layers, width]
+        return TargetOutput(rows[logit_rows][:, : self.vocab_size], hidden.transpose(0, 1))

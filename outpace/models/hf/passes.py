@@ -147,8 +147,8 @@ class ForwardPasses:
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:
-        """Return rows of the wanted nodes, part after part: `width` scores, then hidden states before each of `layers`.
-        [wanted rows, width + hidden]
+        """Return rows of nodes, part after part: `width` scores, then hidden states before each of `layers`.
+        [logit rows, width + hidden]
 
         With `as_trees` a tree is one forward with a mask, otherwise one forward for each branch. A chain needs no mask.
         """
@@ -167,7 +167,7 @@ class ForwardPasses:
         return logits[0]
 
     def _score_part(self, part: Part, columns: RowLayout, as_trees: bool) -> Tensor:
-        """Return the wanted rows of one session's part."""
+        """Return the logit rows of one session's part."""
         session = part.session
         before = session.pending
         sees = session.extend(part.parents)
@@ -178,7 +178,7 @@ class ForwardPasses:
         if not as_trees:
             return self._chains(part, sees, _branches(part.parents, before), before, columns)
         seen = TreeMask(session.length, list(session.pending_depths), sees)
-        return self._forward(part, nodes, np.arange(before), seen, list(part.wanted), columns)
+        return self._forward(part, nodes, np.arange(before), seen, list(part.logit_rows), columns)
 
     def _chains(
         self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: RowLayout
@@ -192,13 +192,13 @@ class ForwardPasses:
         for branch in branches:
             above = np.flatnonzero(sees[branch[0]])[:-1]
             inside = branch[: max(0, self.max_positions - session.length - len(above))]
-            wanted = [node for node in inside.tolist() if node in part.wanted]
+            logit_rows = [node for node in inside.tolist() if node in part.logit_rows]
             if len(inside):
-                found = self._forward(part, inside, above, None, wanted, columns, before)
-                rows.update(zip(wanted, found, strict=True))
+                found = self._forward(part, inside, above, None, logit_rows, columns, before)
+                rows.update(zip(logit_rows, found, strict=True))
         missing = self._zeros(columns)
-        wanted_rows = [rows.get(node, missing[0]) for node in part.wanted]
-        return torch.stack(wanted_rows) if wanted_rows else missing[:0]
+        found_rows = [rows.get(node, missing[0]) for node in part.logit_rows]
+        return torch.stack(found_rows) if found_rows else missing[:0]
 
     def _zeros(self, columns: RowLayout) -> Tensor:
         """Return the row of a node that was not computed. [1, width + hidden]"""
@@ -211,11 +211,11 @@ class ForwardPasses:
         nodes: np.ndarray,
         above: np.ndarray,
         seen: TreeMask | None,
-        wanted: Sequence[int],
+        logit_rows: Sequence[int],
         columns: RowLayout,
         before: int | None = None,
     ) -> Tensor:
-        """Run one forward of new nodes after the prefix and the pending nodes `above`; return the wanted rows."""
+        """Run one forward of new nodes after the prefix and the pending nodes `above`; return the logit rows."""
         session = part.session
         start = session.length
         pending = nodes + (len(above) if before is None else before)
@@ -226,13 +226,13 @@ class ForwardPasses:
         last = self.max_positions - 1  # a tree may reach past the context; such nodes are never committed
         positions = [min(start + session.pending_depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
-        places = np.searchsorted(nodes, wanted).tolist() if len(wanted) else [len(nodes) - 1]
+        places = np.searchsorted(nodes, logit_rows).tolist() if len(logit_rows) else [len(nodes) - 1]
         try:
             with self._led("call", session.number, tokens, positions, seen, places, columns):
                 scores = self.call(session, tokens, positions, seen, places, columns)
         finally:
             session.on_layers("show", SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
-        return scores[: len(wanted)]
+        return scores[: len(logit_rows)]
 
     def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
         """Wrap a forward so that the other ranks repeat it."""

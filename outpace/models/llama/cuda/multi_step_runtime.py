@@ -48,22 +48,22 @@ class SteppingLlama(GraphLlama):
         return None if any(self._skipped) else not self.captures.is_eager
 
     def draft_steps(
-        self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
+        self, requests: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, num_proposals: int
     ) -> list[list[ExpandedNode]] | None:
-        bucket = StepBucket(next_power_of_two(len(asked)), width, steps, offered)
-        if any(self._skipped) or offered > self.vocab_size or not _fits(asked, bucket):
+        bucket = StepBucket(next_power_of_two(len(requests)), width, steps, num_proposals)
+        if any(self._skipped) or num_proposals > self.vocab_size or not _fits(requests, bucket):
             return None
-        for one in asked:
+        for one in requests:
             one.session.reserve(one.session.used + bucket.taken)
             one.session.settle()
-        self._place([one.session for one in asked])
-        found = self._run_steps(asked, tensor_of(scored.values), bucket)  # [steps, batch, width, columns]
-        return [_expanded_nodes(one, found[:, one.session.place], bucket) for one in asked]
+        self._place([one.session for one in requests])
+        found = self._run_steps(requests, tensor_of(scored.values), bucket)  # [steps, batch, width, columns]
+        return [_expanded_nodes(one, found[:, one.session.place], bucket) for one in requests]
 
     @torch.inference_mode()
-    def _run_steps(self, asked: Sequence[MultiStepRequest], scores: Tensor, bucket: StepBucket) -> np.ndarray:
+    def _run_steps(self, requests: Sequence[MultiStepRequest], scores: Tensor, bucket: StepBucket) -> np.ndarray:
         """Fill the buffers, replay the graph, and wait for its results."""
-        most, noisy = max(one.session.used for one in asked) + bucket.taken, any(one.keys for one in asked)
+        most, noisy = max(one.session.used for one in requests) + bucket.taken, any(one.keys for one in requests)
         slots = min(next_power_of_two(most, LEAST), self.pool.slots)
         inputs = self._inputs(("steps", bucket), _shapes(bucket))
         rows, vocab = bucket.batch * bucket.width, scores.shape[-1]
@@ -75,10 +75,10 @@ class SteppingLlama(GraphLlama):
         key = ("steps", bucket, slots, noisy, vocab)
         work = partial(self._steps_pass, bucket, inputs.device, first, out, slots, noisy)
         host = self.captures.begin(key, inputs, work, self.pool.kv, self._hidden, first, out)
-        for one in asked:
+        for one in requests:
             _fill(host, one.session.place, one)
         inputs.send()
-        places = [one.session.place * bucket.width + node for one in asked for node in range(len(one.slots))]
+        places = [one.session.place * bucket.width + node for one in requests for node in range(len(one.slots))]
         first.index_copy_(0, to_device(places, np.int64, self.device), scores)
         self.captures.replay(key)
         found: np.ndarray = out.cpu().numpy()  # the only wait
@@ -110,15 +110,15 @@ class SteppingLlama(GraphLlama):
     def _propose(
         self, bucket: StepBucket, inputs: StepInputs, nodes: StepNodes, logits: Tensor, noisy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the proposals below each node, and their values in float64: [batch, width, offered] both"""
+        """Return the proposals below each node, and their values in float64: [batch, width, num_proposals] both"""
         rows, words = len(nodes.depths) * bucket.width, None
         if noisy:
             at = nodes.depths.clamp(max=MAX_DEPTH - 1)[..., None].expand(-1, -1, 2)
             words = inputs["keys"].gather(1, at).to(torch.int32).view(rows, 2)
         by_text = (inputs["temperature"].view(torch.float64), inputs["has_noise"] > 0)
         temperature, has_noise = (part.repeat_interleave(bucket.width, output_size=rows) for part in by_text)
-        tokens, values = proposals(logits, temperature, words, has_noise, bucket.offered)
-        shape = (bucket.batch, bucket.width, bucket.offered)
+        tokens, values = proposals(logits, temperature, words, has_noise, bucket.num_proposals)
+        shape = (bucket.batch, bucket.width, bucket.num_proposals)
         return tokens.view(shape), values.double().view(shape)
 
     def _step_forward(self, inputs: StepInputs, nodes: StepNodes, pending: Tensor, below: Tensor, slots: int) -> Tensor:
@@ -141,12 +141,12 @@ class SteppingLlama(GraphLlama):
         return self._logits(self._hidden[: nodes.tokens.numel()])
 
 
-def _fits(asked: Sequence[MultiStepRequest], bucket: StepBucket) -> bool:
+def _fits(requests: Sequence[MultiStepRequest], bucket: StepBucket) -> bool:
     """Return whether the sessions have slots for all steps and the buffers have room for all nodes."""
-    sessions = [one.session for one in asked]
-    if len(asked) > MOST_SESSIONS or len(set(map(id, sessions))) < len(asked):
+    sessions = [one.session for one in requests]
+    if len(requests) > MOST_SESSIONS or len(set(map(id, sessions))) < len(requests):
         return False
-    for one, session in zip(asked, sessions, strict=True):
+    for one, session in zip(requests, sessions, strict=True):
         depths = [*(session.pending_depths[slot] for slot in one.slots), *(node.depth for node in one.opened)]
         if max(depths) + bucket.steps > MAX_DEPTH or len(one.slots) > bucket.width or len(one.opened) > bucket.opened:
             return False
@@ -202,7 +202,7 @@ def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket
 
     A row without a node becomes a pending node that no other node sees.
     """
-    before, offered = one.session.pending, bucket.offered
+    before, num_proposals = one.session.pending, bucket.num_proposals
     expanded: list[ExpandedNode] = []
     numbers: dict[int, int] = {}  # of expanded nodes, by slot
     parents: list[int] = []
@@ -220,7 +220,7 @@ def _expanded_nodes(one: MultiStepRequest, found: np.ndarray, bucket: StepBucket
             continue
         parent = numbers.get(above, PREFIX) if opened is None else PREFIX
         numbers[slots[row]] = len(expanded)
-        tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
+        tokens, values = [int(one) for one in offers[:num_proposals]], offers[num_proposals:]
         expanded.append(ExpandedNode(opened, parent, int(token), slots[row], tokens, values))
     one.session.extend(parents)
     return expanded

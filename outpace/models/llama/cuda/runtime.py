@@ -118,7 +118,7 @@ class GraphLlama(Llama):
         for places in groups:
             numbers = [captured[place] for place in places]
             logits = self._score_captured([forest[number] for number in numbers])
-            rows.update(zip(numbers, logits.split([len(forest[number].wanted) for number in numbers]), strict=True))
+            rows.update(zip(numbers, logits.split([len(forest[number].logit_rows) for number in numbers]), strict=True))
         for number, part in enumerate(forest):
             if number not in rows:
                 rows[number] = super()._score([part])
@@ -151,7 +151,7 @@ class GraphLlama(Llama):
                 continue
             block = [parts[number] for number in numbers]
             self._run(start, block)
-            logits = self._read(start, block).split([len(part.wanted) for _, part, *_ in block])
+            logits = self._read(start, block).split([len(part.logit_rows) for _, part, *_ in block])
             for number, some in zip(numbers, logits, strict=True):
                 rows[number] = some
         return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -208,9 +208,9 @@ class GraphLlama(Llama):
         self.captures.replay(key)
 
     def _read(self, start: int, block: Sequence[BatchPart]) -> Tensor:
-        """Return a new tensor of the wanted nodes' logits after `_run`, part after part: [wanted, vocab]"""
+        """Return a new tensor of logits after `_run`, part after part: [logit rows, vocab]"""
         nodes = _bucket_nodes(block)
-        places = [(session.place - start) * nodes + node for session, part, *_ in block for node in part.wanted]
+        places = [(session.place - start) * nodes + node for session, part, *_ in block for node in part.logit_rows]
         if not places:
             return self._no_logits()
         count = next_power_of_two(len(places), *self._head_counts)

@@ -33,7 +33,7 @@ class StepBucket(NamedTuple):
     batch: int
     width: int
     steps: int
-    offered: int
+    num_proposals: int
 
     @property
     def taken(self) -> int:
@@ -48,7 +48,7 @@ class StepBucket(NamedTuple):
     @property
     def columns(self) -> int:
         """Numbers per expanded node in the results: its origin, its token, its proposals and their values."""
-        return 2 + 2 * self.offered
+        return 2 + 2 * self.num_proposals
 
 
 class StepNodes(NamedTuple):
@@ -112,7 +112,8 @@ class NodeSelection:
         return StepNodes(ok, scores, torch.zeros_like(depths), depths, inputs["first_bits"], torch.zeros_like(depths))
 
     def attach(self, step: int, nodes: StepNodes, tokens: Tensor, values: Tensor) -> None:
-        """Add the best children of a step's nodes from the proposals and values [batch, width, offered] below each."""
+        """Add the best children of a step's nodes from the proposals below each and their values, [batch, width,
+        num_proposals] both."""
         width, inputs = self._bucket.width, self._inputs
         above = nodes.scores[..., None]
         place = torch.arange(width, device=tokens.device)

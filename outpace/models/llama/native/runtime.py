@@ -19,7 +19,7 @@ from outpace.core.errors import unknown
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, torch
 from outpace.core.logits import SparseLogits, TargetOutput, TopK
-from outpace.models.base import Capability, Model, Part, Session, apply_keep, check_forest, shown_numbers
+from outpace.models.base import Capability, Model, Part, Session, apply_keep, check_forest, hidden_row_numbers
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -47,22 +47,22 @@ class Forest:
     """A forward pass in the form that the kernels take. Creating it reserves the slots of all parts.
 
     `extras`: arguments beyond tokens and positions, {} if no part needs any. `best`: the number of top tokens to return
-    for each wanted row; 0 if the parts ask for different numbers, -1 if no row is wanted.
+    for each logit row; 0 if the parts ask for different numbers, -1 if there is no such row.
     """
 
     def __init__(self, parts: Sequence[Part], last_position: int, mlp_width: int) -> None:
         self.sessions: list[NativeRows] = []
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.wanted: list[int] = []
+        self.logit_rows: list[int] = []
         self.extras: dict[str, Any] = {}
         self.best = -1
         for number, part in enumerate(parts):
             self._add_extras(number, part, mlp_width)
-            if part.wanted:
+            if part.logit_rows:
                 self.best = part.best if self.best in (-1, part.best) else 0
             first = len(self.tokens)
-            self.wanted += [first + node for node in part.wanted]
+            self.logit_rows += [first + node for node in part.logit_rows]
             self.tokens += part.tokens
             session = part.session
             depths, length, before = session.pending_depths, session.length, session.pending
@@ -73,7 +73,7 @@ class Forest:
             self.sessions.append((session.store, length, before, len(part.tokens), visible))
 
     def arrays(self, rope_table: np.ndarray) -> tuple[Any, ...]:
-        """Return the arguments of the kernels' `forward`: sessions, tokens, the rows' rotations, and wanted rows.
+        """Return the arguments of the kernels' `forward`: sessions, tokens, the rows' rotations, and logit rows.
 
         `rope_table` [positions, pairs, 2].
         """
@@ -81,8 +81,8 @@ class Forest:
             (store, length, before, count, np.ndarray((count, before + count), bool, visible))
             for store, length, before, count, visible in self.sessions
         ]
-        tokens, wanted = np.array(self.tokens, np.int32), np.array(self.wanted, np.int32)
-        return sessions, tokens, rope_table.take(self.positions, 0), wanted
+        tokens, logit_rows = np.array(self.tokens, np.int32), np.array(self.logit_rows, np.int32)
+        return sessions, tokens, rope_table.take(self.positions, 0), logit_rows
 
     def show(self, rows: Sequence[int], layers: Sequence[int], width: int) -> np.ndarray:
         """Request hidden states of these rows after these numbers of layers; return the buffer for them.
@@ -278,9 +278,9 @@ class NativeLlama(Model):
         return self._forward(self._forest(forest)).wide()
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Return logits, and hidden states in float32: [layers, shown rows, hidden]"""
+        """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
         rows = self._forest(forest)
-        hidden = rows.show(shown_numbers(forest), layers, self.config.hidden_size)
+        hidden = rows.show(hidden_row_numbers(forest), layers, self.config.hidden_size)
         logits = self._forward(rows)
         return TargetOutput(logits.values if logits.ids is None else logits.wide(), torch.from_numpy(hidden))
 
@@ -305,12 +305,12 @@ class NativeLlama(Model):
 
     def _forward(self, forest: Forest) -> SparseLogits:
         model, table = self.model_for_thread(), self.rope_table.table
-        out = np.empty((len(forest.wanted), model.outputs), np.float32)
+        out = np.empty((len(forest.logit_rows), model.outputs), np.float32)
         vocab = self.output_vocab()
         if forest.extras:
             model.forward(*forest.arrays(table), out, **forest.extras)
             return self._sparse(out, vocab)
-        rows = (forest.sessions, forest.tokens, forest.positions, table, forest.wanted)
+        rows = (forest.sessions, forest.tokens, forest.positions, table, forest.logit_rows)
         return self._sparse(out, vocab, model.score(*rows, out, forest.best, *vocab))
 
     def output_vocab(self) -> tuple[int, np.ndarray | None]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, TargetOutput
-from outpace.models.base import Capability, Model, Part, row_numbers, shown_numbers
+from outpace.models.base import Capability, Model, Part, hidden_row_numbers, row_numbers
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
@@ -150,7 +150,7 @@ class Llama(Model):
 
     @torch.inference_mode()
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Return logits, and hidden states in the model's dtype: [layers, shown rows, hidden]"""
+        """Return logits, and hidden states in the model's dtype: [layers, hidden rows, hidden]"""
         sessions: list[SessionRows] = []
         for part in forest:
             first = sessions[-1].rows.stop if sessions else 0
@@ -162,7 +162,7 @@ class Llama(Model):
         for rows in sessions:
             if rows.inputs is not None:
                 x[rows.rows] = rows.inputs.to(x)
-        shown = to_device(shown_numbers(forest), np.int64, self.device) if layers else None
+        shown = to_device(hidden_row_numbers(forest), np.int64, self.device) if layers else None
         hidden = {}
         for number in range(len(self._layers) + 1):
             if shown is not None and number in layers:
