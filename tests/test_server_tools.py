@@ -16,7 +16,10 @@ from test_library import folder
 from test_server_apis import named
 
 import outpace
+from outpace.core.errors import UserError
 from outpace.server import tool_calls
+from outpace.server.options import ServerOptions
+from outpace.tools.definitions import FORMATS
 
 
 def only(name: str, values: list[Any]) -> dict[str, Any]:
@@ -147,6 +150,80 @@ def test_calls_in_messages_and_responses(site: Served) -> None:
     done = next(event for name, event in events if name == "response.function_call_arguments.done")
     assert done["arguments"] == item["arguments"]
     assert json.loads(done["arguments"])["x"] in (1, 2)
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice without the random ids of its calls."""
+    calls = [{**call, "id": ""} for call in choice["message"].get("tool_calls", ())]
+    return {**choice, "message": {**choice["message"], "tool_calls": calls}}
+
+
+def test_an_answer_is_a_call_or_of_the_asked_form(site: Served) -> None:
+    flat = {"type": "function", "name": "add", "parameters": PARAMETERS}
+    has_called = set()
+    for seed in range(10):
+        asked = {"tools": [ADD], "parallel_tool_calls": False, "seed": seed, "max_tokens": 400}
+        asked |= {"response_format": FORMAT} if seed % 2 else {"structured_outputs": {"json": SCHEMA}}
+        plain, choice = (site.chat(**asked, outpace={"speculation": found}).choice for found in (False, True))
+        assert without_ids(plain) == without_ids(choice)
+        calls = called(site.chat(**asked, stream=True))
+        assert [call["function"] for call in calls] == [
+            call["function"] for call in choice["message"].get("tool_calls", ())
+        ]
+        body = {"input": "hello world", "tools": [flat], "parallel_tool_calls": False, "text": TEXT, "seed": seed}
+        (item,) = site.ask("/v1/responses", {**body, "max_output_tokens": 400}).json["output"]
+        if calls:
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+            assert json.loads(calls[0]["function"]["arguments"])["x"] in (1, 2)
+            assert item["arguments"] == calls[0]["function"]["arguments"]
+        else:
+            assert choice["finish_reason"] == "stop"
+            assert set(json.loads(choice["message"]["content"])) == {"a"}
+            assert item["content"][0]["text"] == choice["message"]["content"]
+        has_called.add(bool(calls))
+    assert has_called == {False, True}
+    forced = site.chat(tools=[ADD], tool_choice="required", response_format=FORMAT, max_tokens=100).choice
+    assert forced["message"]["tool_calls"]
+
+
+@pytest.mark.parametrize("stop", ['{"x"', '": '])
+def test_a_call_that_a_stop_string_cuts_is_not_complete(site: Served, stop: str) -> None:
+    asked = {"tools": [ADD], "tool_choice": "required", "max_tokens": 100, "seed": 1}
+    whole = site.chat(**asked, stop=stop).choice
+    streamed = site.chat(**asked, stop=stop, stream=True)
+    last = [event["choices"][0] for event in streamed.events if event["choices"]][-1]
+    assert [call["function"] for call in called(streamed)] == [
+        call["function"] for call in whole["message"].get("tool_calls", ())
+    ]
+    assert whole["finish_reason"] == last["finish_reason"] == "stop"
+    tool = {"name": "add", "input_schema": PARAMETERS}
+    body = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 100, "tools": [tool], "seed": 1}
+    found = site.ask("/v1/messages", {**body, "tool_choice": {"type": "any"}, "stop_sequences": [stop]}).json
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", stop)
+    flat = {"type": "function", "name": "add", "parameters": PARAMETERS}
+    body = {"input": "hello world", "tools": [flat], "tool_choice": "required", "stop": stop, "seed": 1}
+    found = site.ask("/v1/responses", body).json
+    if [item["type"] for item in found["output"]] == ["function_call"]:
+        assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "stop"})
+        assert found["output"][0]["status"] == "incomplete"
+
+
+def test_the_form_of_calls_is_chosen(site: Served) -> None:
+    asked = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100, "seed": 1}
+    expected = {
+        "hermes": "<tool_call>",
+        "tools": "<tools>",
+        "mistral": "[TOOL_CALLS]",
+        "xml": "<tool_call>\n<function=add>",
+    }
+    for parser in ("auto", *FORMATS):
+        with served(site.llm, tool_parser=parser) as other:
+            found = other.chat(**asked, return_sources=True).choice
+        (call,) = found["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["x"] in (1, 2)
+        assert "".join(found["token_texts"]).startswith(expected.get(parser, '{"name": "add", "'))
+    with pytest.raises(UserError, match=r"unknown tool parser 'hermse', allowed are auto, hermes, .*did you mean"):
+        ServerOptions(tool_parser="hermse")
 
 
 def test_tools_that_the_template_ignores(thinking: Served) -> None:

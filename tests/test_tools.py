@@ -19,14 +19,19 @@ from outpace.core.errors import UserError
 from outpace.grammar.compiler import Grammars
 from outpace.grammar.structure import read_structure
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools import definitions
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, Delta, TextDelta, merge_deltas
 from outpace.tools.definitions import (
+    ARGS,
+    FORMATS,
     HERMES,
     JSON,
     LLAMA,
     MISTRAL,
+    MISTRAL_ARGS,
+    PYTHON_TAG,
+    TAGS,
+    XML,
     CallFormat,
     Tool,
     ToolChoice,
@@ -65,6 +70,75 @@ NO_CALLS = [
     *[(LLAMA, text) for text in ("<|python_tags", "Hello {you}", '  {"name": "Ann", "age": 3}')],
     *[(JSON, text) for text in ("[1, 2]", '{"name": 3}', '{"name"')],
 ]
+CALL = '{"name": "weather", "arguments": {"city": "A"}}'
+
+
+def tagged(city: str) -> str:
+    return f"<function=weather>\n<parameter=city>\n{city}\n</parameter>\n</function>"
+
+
+def fenced(call: str) -> str:
+    return f"```json\n{call}\n```"
+
+
+HERMES_CALL, TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call>", f"<tools>\n{CALL}\n</tools>"
+XML_CALL, ARGS_CALL = f"<tool_call>\n{tagged('A')}\n</tool_call>", f"[TOOL_CALLS]weather[ARGS]{A}"
+LLAMA_CALL = CALL.replace("arguments", "parameters")
+NO_CITY = CALL.replace("city", "town")
+QWEN = replace(  # as `auto` makes it
+    HERMES, marks=tuple(f for one in FORMATS.values() for f in one.frames.items()), takes_unmarked=True
+)
+PROPERTIES = {"text": {"type": "string"}, "count": {"$ref": "#/$defs/N"}, "flag": {"type": "boolean"}}
+PROPERTIES |= {
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "list": {"type": ["array", "null"]},
+    "any": {},
+}
+STORE = {"name": "store", "parameters": {"properties": PROPERTIES, "$defs": {"N": {"type": "integer"}}}}
+VALUES = "<tool_call>\n<function=store>\n" + "".join(
+    f"<parameter={name}>\n{value}\n</parameter>\n"
+    for name, value in {"text": '1\n"2"', "count": 3, "flag": "True", "maybe": "null", "list": "[1]", "any": 5}.items()
+)
+VALUES += "</function>\n</tool_call>"
+CLOCK_CALL = '{"name": "clock", "arguments": {}}'
+BAD_TAGS = "<function=weather><parameter=\nx\n</parameter><parameter=ids: [1]\n</parameter>"  # without a name, or `>`
+ONE_CALL = [
+    *(HERMES_CALL, TAGGED_CALL, CALL, LLAMA_CALL, f"[{CALL}]", f"<tools>[{CALL}]</tools>", XML_CALL, tagged("A")),
+    *(
+        fenced(CALL),
+        fenced(f" [{CALL}]"),
+        f"```\n{CALL}\n```",
+        f"```tool_call\n{CALL}```",
+        f"```xml\n{HERMES_CALL}\n```",
+    ),
+    *(
+        f"<|python_tag|>{LLAMA_CALL}",
+        f"```json\n{CALL}",
+        f"<tool_call>\n{CALL}",
+        CALL.replace('e": ', 'e" :\n\t').replace('s": ', 's" :')[:-1] + "\n}",
+    ),
+]
+TWO_CALLS = [
+    *(fenced(f"{CALL}\n{CLOCK_CALL}"), fenced(f"[{CALL},\n {CLOCK_CALL}]"), f"{fenced(CALL)}\n{fenced(CLOCK_CALL)}"),
+    *(
+        f"<tools>\n{CALL}\n{CLOCK_CALL}\n</tools>",
+        f"{CALL}\n{CLOCK_CALL}",
+        f"{CALL}; {CLOCK_CALL}",
+        f"[{CALL}, {CLOCK_CALL}]",
+    ),
+    f"<tool_call>\n{tagged('A')}\n<function=clock>\n</function>\n</tool_call>",
+]
+TEXTS = [
+    *('```json\n{"a": 1}\n```', '```json\n{"name": "rm", "arguments": {}}\n```', "```", "``` `x` [y](z) ```", "[1, 2]"),
+    *(
+        '{"name": "weather", "age": 3}',
+        '{"name": "clock"}',
+        f"See {CALL}",
+        f"```python\nx = 1\n{CALL}\n```",
+        "<function=rm>",
+    ),
+    *("````\n```json\n```\n````", "<tools>\n\n</tools>", f"`{CALL}`", "<function=clock", "[TOOL_CALLS]", f"- {CALL}"),
+]
 TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
     (HERMES, "", []),
     *[(family, answer, free_text(answer)) for family, answer in NO_CALLS],
@@ -99,10 +173,48 @@ TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
     ),
     (JSON, '{"type": null, "name": "clock", "id": 12, "arguments": {}}', call(0, "clock")),
     (JSON, '[{"name": "clock", "arguments": {}}]\n', call(0, "clock")),
+    *[(QWEN, answer, free_text(answer)) for answer in TEXTS],
+    *[(QWEN, f"So.\n{form}", free_text("So.") + call(0, "weather", A)) for form in ONE_CALL],
+    *[(QWEN, form, call(0, "weather", A) + call(1, "clock")) for form in TWO_CALLS],
+    (QWEN, f"```json\n{CALL}\n```\nDone.", call(0, "weather", A) + free_text("\nDone.")),
+    (QWEN, f"```py\nx = {{}}\n```\n{CALL}", free_text("```py\nx = {}\n```") + call(0, "weather", A)),
+    (QWEN, f"<tool_call>\n{CALL}\n{CALL} </tool", call(0, "weather", A) + call(1, "weather", A)),
+    (
+        XML,
+        VALUES,
+        call(0, "store", '{"text": "1\\n\\"2\\"", "count": 3, "flag": true, "maybe": null, "list": [1], "any": 5}'),
+    ),
+    (XML, '<function=clock>\n{"a": {}}\n</function>', call(0, "clock", '{"a": {}}')),
+    (XML, '<invoke name="clock"><parameter name="a">b</parameter></invoke>', call(0, "clock", '{"a": "b"}')),
+    (
+        XML,
+        "<function=clock></function>\n<function=rm></function>",
+        call(0, "clock") + free_text("\n<function=rm></function>"),
+    ),
+    (XML, "<function=clock><parameter=a>b", [CallBegin(0, "clock"), CallArguments(0, '{"a": ')]),
+    (XML, "<function=weather><parameter=city>b</par", call(0, "weather", '{"city": "b')),
+    (XML, f"{BAD_TAGS}<parameter=city>\n\n</parameter></function>", call(0, "weather", '{"city": ""}')),
+    (XML, tagged("echo '}' </ {\n\n"), call(0, "weather", '{"city": "echo \'}\' </ {\\n\\n"}')),
+    (
+        XML,
+        "<function=store><parameter=count>2026-01-15</parameter></function>",
+        call(0, "store", '{"count": "2026-01-15"}'),
+    ),
+    (HERMES, HERMES_CALL.replace('"A"', '"mkdir -p t/{a,b"'), call(0, "weather", '{"city": "mkdir -p t/{a,b"}')),
+    (
+        MISTRAL,
+        f"So [TOOL_CALLS]weather[ARGS]{A}[TOOL_CALLS]clock{{}}",
+        free_text("So") + call(0, "weather", A) + call(1, "clock"),
+    ),
+    (MISTRAL, f"[TOOL_CALLS]weather[CALL_ID]ab12[ARGS]{A}", call(0, "weather", A)),
+    (MISTRAL, "[TOOL_CALLS]rm[ARGS]{}", free_text("[TOOL_CALLS]rm[ARGS]{}")),
 ]
 
 
-def parsed(family: CallFormat, chunks: Iterable[str], tools: tuple[Tool, ...] = TOOLS) -> list[Delta]:
+ALL_TOOLS = (*TOOLS, *read_tools([{"type": "function", "function": STORE}]))
+
+
+def parsed(family: CallFormat, chunks: Iterable[str], tools: tuple[Tool, ...] = ALL_TOOLS) -> list[Delta]:
     parser = CallParser(family, tools)
     deltas = [delta for chunk in chunks for delta in parser.push(chunk)]
     deltas += parser.finish()
@@ -116,18 +228,19 @@ def test_every_split_of_a_transcript_gives_the_same_deltas(
     family: CallFormat, text: str, expected: list[Delta], every: int
 ) -> None:
     assert parsed(family, [text]) == expected
-    assert check_every_split(lambda: CallParser(family, TOOLS), text, merge_deltas, every) == expected
+    assert check_every_split(lambda: CallParser(family, ALL_TOOLS), text, merge_deltas, every) == expected
 
 
 PARTS = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>", '{"name": "clock"', "}"),
-    *('"', ', "arguments": ', "{}", "[", "]", ",", "\n", " ", "a", "\\", "<"),
+    *('"', ', "arguments": ', "{}", "[", "]", ",", "\n", " ", "a", "\\", "<", "```", "```json\n", "`", "<tools>"),
+    *("</tools>", "<function=clock>", "</function>", "<parameter=a>", "\n</parameter>", "[ARGS]", "clock", ";"),
     '{"name": "weather", "arguments": {"city": "A"}}',
 ]
 
 
 @given(
-    st.sampled_from([HERMES, LLAMA, MISTRAL, JSON]),
+    st.sampled_from([HERMES, LLAMA, MISTRAL, JSON, XML, TAGS, QWEN]),
     st.lists(st.sampled_from(PARTS), max_size=14),
     st.lists(st.integers(0, 200), max_size=5),
 )
@@ -163,6 +276,41 @@ def test_thoughts_are_found_for_every_split_of_the_text(text: str, is_open: bool
     assert isinstance(ReasoningParser(Thought.BEGUN).push("a")[0], ThoughtDelta)
 
 
+def test_text_between_tags_is_passed_on_at_once() -> None:
+    parser = CallParser(XML, TOOLS)
+    for character in "<function=weather>\n<parameter=city>\n":
+        parser.push(character)
+    assert [parser.push(piece) for piece in ("Ro", "me\n", "x</par")] == [
+        [CallArguments(0, "Ro")],
+        [CallArguments(0, "me")],
+        [CallArguments(0, "\\nx")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        (HERMES_CALL, True),
+        (f"<tool_call>\n{CALL}", True),
+        (f"<tool_call>\n{CALL[:-1]}", False),
+        (f"{fenced(CALL)}\n{CALL[:-4]}", False),
+        (HERMES_CALL.replace('"A"', "nope"), False),
+        (HERMES_CALL.replace('"A"', "NaN"), False),
+        (HERMES_CALL.replace(A, '"{\\"city\\": 1}"'), True),
+        (HERMES_CALL.replace(A, '"no object"'), False),
+        (XML_CALL, True),
+        (XML_CALL.partition("</function>")[0], False),
+        ("<function=clock>{}</function>", True),
+        ("<function=clock>{no}</function>", False),
+    ],
+)
+def test_a_call_is_whole_if_its_arguments_are_a_json_object(text: str, whole: bool) -> None:
+    parser = CallParser(QWEN, TOOLS)
+    parser.push(text)
+    assert parser.count
+    assert (parser.num_whole == parser.count) is whole
+
+
 def templated(where: Path, template: str) -> Tokenizer:
     """Return the tokenizer with another chat template."""
     folder = folder_of(write_gguf(where / "model.gguf"), where / "folder")
@@ -177,30 +325,40 @@ def answers(tokenizer: Tokenizer, family: CallFormat, choice: ToolChoice, text: 
     return accepts(Grammars(tokenizer), structure, tokenizer, text)
 
 
-CALL = '{"name": "weather", "arguments": {"city": "A"}}'
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "parallel", "good", "bad"),
     [
-        (HERMES, "required", True, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "Hello"),
-        (HERMES, "required", False, f"<tool_call>\n{CALL}\n</tool_call>", f"<tool_call>\n{CALL}\n</tool_call>" * 2),
-        (HERMES, "auto", True, f"So <tool_call>\n{CALL}\n</tool_call> and <b>", "So <tool_call>\nno"),
-        (HERMES, "auto", False, "Hello", f"<tool_call>\n{CALL}\n</tool_call> and"),
-        (LLAMA, "required", True, CALL.replace("arguments", "parameters"), CALL),
-        (LLAMA, "auto", True, "Hello {you}", '{"name": "rm"'),
+        (HERMES, "required", True, f"{HERMES_CALL}\n{HERMES_CALL}", "Hello"),
+        (HERMES, "required", False, HERMES_CALL, HERMES_CALL * 2),
+        (HERMES, "auto", True, f"So {HERMES_CALL} and <b>", "So <tool_call>\nno"),
+        (HERMES, "auto", False, "Hello", f"{HERMES_CALL} and"),
+        (QWEN, "required", True, HERMES_CALL, fenced(CALL)),
+        (QWEN, "auto", True, f"So\n{fenced(CALL)}\n{HERMES_CALL}", "So <tool_call>\nno"),
+        (QWEN, "auto", True, '```json\n{"name": "Ann", "arguments": 3}\n```', f"So\n{fenced(NO_CITY)}"),
+        (QWEN, "auto", True, f"```json\n[{CALL}, {CALL}]\n```", f"```json\n[{CALL}, {NO_CITY}]\n```"),
+        (QWEN, "auto", False, f"So\n{fenced(CALL)}\n", f"So\n{fenced(CALL)}\nDone"),
+        (TAGS, "required", True, f"{TAGGED_CALL}\n{TAGGED_CALL}", HERMES_CALL),
+        (TAGS, "auto", True, f"So {TAGGED_CALL}", "So <tools>\n[]"),
+        (LLAMA, "required", True, f"{LLAMA_CALL}; {LLAMA_CALL}", CALL),
+        (LLAMA, "auto", True, "Hello {you}", LLAMA_CALL.replace("city", "town")),
         (JSON, "required", True, f"{CALL}\n{CALL}", "{}"),
-        (JSON, "auto", True, "Hello", '{"name": "Ann"}'),
+        (JSON, "auto", True, 'Hello\n{"name": "Ann"}', NO_CITY),
+        (JSON, "auto", True, CALL.replace(": ", ":\n "), '{ "name":"clock",  "arguments": 3}'),
         (MISTRAL, "required", True, f"[TOOL_CALLS][{CALL}, {CALL}]", f"[TOOL_CALLS]{CALL}"),
-        (MISTRAL, "auto", False, f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS][]"[:0] + "[TOOL_CALLS][{}]"),
+        (MISTRAL, "auto", False, f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS][{}]"),
+        (MISTRAL_ARGS, "required", True, f"{ARGS_CALL}{ARGS_CALL}", CALL),
+        (MISTRAL_ARGS, "auto", True, f"So {ARGS_CALL}", "[TOOL_CALLS]weather[ARGS]{}"),
+        (XML, "required", True, f"{XML_CALL}\n{XML_CALL}", HERMES_CALL),
+        (XML, "required", False, XML_CALL, XML_CALL.replace("city", "town")),
+        (XML, "auto", True, f"So {tagged('a < b')} and {XML_CALL}", "So <function=rm>\n</function>"),
+        (XML, "auto", False, "<tool>", f"{XML_CALL} and"),
     ],
 )
 def test_calls_are_forced_or_optional(
     family: CallFormat, kind: str, parallel: bool, good: str, bad: str, tokenizer: Tokenizer
 ) -> None:
     assert answers(tokenizer, family, ToolChoice(kind), good, parallel=parallel)
-    if (family, kind) != (MISTRAL, "auto"):  # whose mark is plain text in this vocabulary, so free text too
-        assert not answers(tokenizer, family, ToolChoice(kind), bad, parallel=parallel)
+    assert not answers(tokenizer, family, ToolChoice(kind), bad, parallel=parallel)
     for is_open in (False, True):
         thought, begins = thought_rules(tokenizer, is_open), "" if is_open else "<think>"
         text = f"{begins}a < b</think>\n{good}"
@@ -210,6 +368,50 @@ def test_calls_are_forced_or_optional(
             assert not answers(tokenizer, family, ToolChoice(kind), unfinished, parallel=parallel, thought=thought)
         if not is_open:
             assert answers(tokenizer, family, ToolChoice(kind), good, parallel=parallel, thought=thought)
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"json": {"properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}},
+        *('{"name": "weather", "n": 3}', '{"n": 3}'),
+    ),
+    (
+        {"json": {"type": "object", "additionalProperties": False, "properties": {"a": {"type": "null"}}}},
+        *('{\n  "a": null\n}', '{"a": 1}'),
+    ),
+    ({"regex": "[a-c]{2}"}, "ab", "ad"),
+    ({"choice": ["yes", "no"]}, "no", "maybe"),
+    ({"grammar": 'start: "a"+ tail\ntail: "b"'}, "aab", "b"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        (HERMES, HERMES_CALL),
+        (QWEN, HERMES_CALL),
+        (QWEN, CALL),
+        (TAGS, TAGGED_CALL),
+        (LLAMA, LLAMA_CALL),
+        (JSON, CALL.replace(": ", ":\n ")),
+        (MISTRAL, f"[TOOL_CALLS][{CALL}]"),
+        (MISTRAL_ARGS, ARGS_CALL),
+        (XML, XML_CALL),
+    ],
+)
+@pytest.mark.parametrize(("structured", "good", "bad"), FORMS)
+def test_an_answer_is_calls_or_of_the_asked_form(
+    structured: dict[str, Any], good: str, bad: str, family: CallFormat, call: str, tokenizer: Tokenizer
+) -> None:
+    form = read_structure(None, structured)
+    for parallel, thought, begins in ((True, "", ""), (False, thought_rules(tokenizer, True), "a < b</think>\n")):
+        options = {"form": form, "parallel": parallel, "thought": thought}
+        for text, expected in ((good, True), (call, True), (bad, False), (f"{good}{call}", False), ("Hello", False)):
+            assert answers(tokenizer, family, ToolChoice("auto"), begins + text, **options) is expected, text
+        assert answers(tokenizer, family, ToolChoice("none"), begins + good, **options)
+    more = call + (family.between if family.body != "list" else "") + call
+    assert answers(tokenizer, family, ToolChoice("auto"), more, form=form) is (family.body != "list")
+    assert not answers(tokenizer, family, ToolChoice("auto"), more, form=form, parallel=False)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +429,9 @@ def test_a_structure_may_follow_a_thought(
     grammars, form = Grammars(tokenizer), read_structure(None, structured)
     assert form is not None
     for is_open, begins in ((False, "<think>"), (True, "")):
-        structure = replace(form, thought=thought_rules(tokenizer, is_open))
+        thought = thought_rules(tokenizer, is_open)
+        structure = structure_of(tokenizer, JSON, (), ToolChoice("none"), thought=thought, form=form)
+        assert structure is not None
         assert accepts(grammars, structure, tokenizer, f"{begins}it is 2 < 3</think>\n\n{good}")
         assert not accepts(grammars, structure, tokenizer, f"{begins}so</think>{bad}")
         assert accepts(grammars, structure, tokenizer, good) == (not is_open)
@@ -307,16 +511,25 @@ def test_templates_say_whether_they_take_tools(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         tokenizer = templated(tmp_path / str(number), template)
         assert takes_tools(tokenizer) is expected
-        assert call_format_of(tokenizer) is (HERMES if expected else JSON)
+        assert call_format_of(tokenizer).name == ("hermes" if expected else "json")
         tokenizer.close()
     assert not has_thoughts(tokenizer)
 
 
-def test_families_are_found_by_the_vocabulary(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for token, family in ((definitions.PYTHON_TAG, LLAMA), (MISTRAL.start, MISTRAL)):
-        monkeypatch.setattr(tokenizer, "id_of", lambda name, known=token: 5 if name == known else None)
-        assert call_format_of(tokenizer) is family
-        assert family.keeps_special
+def test_families_are_found_by_the_template_or_the_vocabulary(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert {name: call_format_of(tokenizer, name) for name in FORMATS} == FORMATS
+    tags = templated(tmp_path, "{{ messages }}{% if tools %}<tool_call><function=name>{% endif %}")
+    assert call_format_of(tags).name == "xml"
+    tags.close()
+    for tokens, family in (({PYTHON_TAG}, LLAMA), ({MISTRAL.start}, MISTRAL), ({MISTRAL.start, ARGS}, MISTRAL_ARGS)):
+        monkeypatch.setattr(tokenizer, "id_of", lambda name, known=tokens: 5 if name in known else None)
+        auto = call_format_of(tokenizer)
+        assert (auto.name, auto.body, auto.start) == (family.name, family.body, family.start)
+        assert auto.keeps_special
+        assert {"<tool_call>", "<tools>", "[TOOL_CALLS]", PYTHON_TAG} <= set(auto.frames)
+    assert call_format_of(tokenizer, "mistral") is MISTRAL_ARGS
 
 
 def test_a_prompt_describes_tools_if_the_template_does_not() -> None:

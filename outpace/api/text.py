@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outpace.core.types import TokenLogprobs
 from outpace.models.text.text_stream import TextStream
-from outpace.tools.calls import held_back
+from outpace.tools.call_scanners import held_back
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class ListenFlags:
     allow_method: list[str] | None = flag(None, "Method, drafter or rule that a request may choose; may be repeated.")
     strict: bool = flag(False, "Refuse unknown fields and tools instead of listing them in a header.")
     tool_prompt: bool = flag(False, "Describe tools in the system message if the chat template ignores them.")
+    tool_parser: str = flag("auto", "Form of tool calls: auto, hermes, json, llama3, mistral, tools or xml.")
     metrics_prefix: str = flag("outpace", "Prefix of the metrics: outpace, vllm or both.")
     log_prompts: bool = flag(False, "Write the bodies of requests into the log.")
     ssl_certfile: Path | None = flag(None, "TLS certificate.")

@@ -126,9 +126,9 @@ class Grammars:
         try:
             matcher = _within(SECONDS, asked, self._matcher)
         except UserError:
-            if not structure.fallback:
+            if structure.fallback is None:
                 raise
-            matcher = _within(SECONDS, replace(structure, text=structure.fallback, fallback=""), self._matcher)
+            matcher = self.compile(structure.fallback)
         with self._lock:
             self.compiled, self.seconds = self.compiled + 1, self.seconds + time.perf_counter() - began
             self._known[structure] = matcher
@@ -170,11 +170,11 @@ def _written(library: Any, structure: Structure) -> str:
         text = library.grammar_from_regex(in_ascii(with_plain_classes(structure.text)))
     else:
         text = library.grammar_from_lark(in_ascii(structure.text))
-    if not structure.thought:
+    if not structure.around:
         return text
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-    first = {"lark_grammar": f"start: thought @answer\n{structure.thought}"}
-    return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
+    first = {"lark_grammar": in_ascii(structure.around)}
+    return json.dumps({"grammars": [first, {**grammars[0], "name": "form"}, *grammars[1:]]})
 
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:

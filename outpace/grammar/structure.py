@@ -25,19 +25,19 @@ class Structure:
     """The form of an answer.
 
     `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written with ", " and ": " and
-    no other whitespace. `thought`: Lark rules; the rule of this name comes before the answer. `fallback` replaces a
-    `text` that cannot be enforced.
+    no other whitespace. `around`: Lark rules of a larger grammar, which has this form as `@form`. `fallback` is the
+    form to use if this one cannot be enforced.
     """
 
     kind: str  # json, regex or lark
     text: str
     compact: bool = False
-    thought: str = ""
-    fallback: str = ""
+    around: str = ""
+    fallback: Structure | None = None
 
     def __post_init__(self) -> None:
-        size = len(self.text.encode("utf-8", "surrogatepass"))
-        if size > LARGEST and not self.fallback:
+        size = len((self.text + self.around).encode("utf-8", "surrogatepass"))
+        if size > LARGEST and self.fallback is None:
             raise UserError(f"the {NAMES[self.kind]} has {size} bytes, at most {LARGEST} are allowed")
 
 

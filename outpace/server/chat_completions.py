@@ -163,7 +163,7 @@ class ChatFormat(ChunkFormat):
         return _message_delta(self._splitters[index].finish())
 
     def _end(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
-        has_called = self._splitters[index].num_calls and ended.reason == "stop"
+        has_called = self._splitters[index].has_called and ended.reason == "stop"
         return super()._end(index, ended) | ({"finish_reason": "tool_calls"} if has_called else {})
 
     def whole(self) -> dict[str, Any]:

@@ -245,7 +245,7 @@ class MessagesFormat(ItemFormat):
             return "stop_sequence", ended.stop
         if ended.reason == "length":
             return "max_tokens", None
-        return ("tool_use" if self._splitter.num_calls else "end_turn"), None
+        return ("tool_use" if self._splitter.has_called else "end_turn"), None
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, written: int

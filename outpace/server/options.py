@@ -10,6 +10,7 @@ from pathlib import Path
 
 from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole, unknown
+from outpace.tools.definitions import AUTO, FORMATS
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 API_KEY_VARIABLE = "OUTPACE_API_KEY"
@@ -49,6 +50,7 @@ class ServerOptions:
     the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
     empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
     reporting them in a header. `tool_prompt`: describe tools in the system message if the chat template ignores them.
+    `tool_parser`: the form in which the model writes calls, `auto` for that of its chat template and all others.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +62,7 @@ class ServerOptions:
     methods: tuple[str, ...] = ()
     strict: bool = False
     tool_prompt: bool = False
+    tool_parser: str = AUTO
     log_prompts: bool = False
     metrics_prefix: str = "outpace"  # outpace, vllm or both
     certificate: Path | None = None
@@ -75,6 +78,8 @@ class ServerOptions:
             )
         if self.metrics_prefix not in ("outpace", "vllm", "both"):
             raise UserError(f"metrics prefix is {self.metrics_prefix!r}, it must be outpace, vllm or both")
+        if self.tool_parser not in (AUTO, *FORMATS):
+            raise unknown("tool parser", self.tool_parser, (AUTO, *FORMATS))
         if (self.certificate is None) != (self.certificate_key is None):
             raise UserError("TLS needs a certificate and its key, give both or neither")
         if self.certificate is not None and self.certificate_key is not None:

@@ -148,6 +148,7 @@ class ResponsesFormat(ItemFormat):
         super().__init__(service, body, request, group)
         self._sequence_number = 0
         self._status = "in_progress"
+        self._incomplete: dict[str, str] | None = None  # why the response or its last call is
         self._logprobs: list[dict[str, Any]] = []  # of the current delta, sent with its first text
 
     def opening(self) -> Iterator[bytes]:
@@ -164,7 +165,11 @@ class ResponsesFormat(ItemFormat):
         yield from self._add(self._splitter.finish())
         if not self._items:
             yield from self._open("message", None)
-        self._status = "incomplete" if ended.reason == "length" else "completed"
+        if ended.reason == "length" or self._splitter.is_cut:
+            self._status = "incomplete"
+            self._incomplete = {"reason": "max_output_tokens" if ended.reason == "length" else "stop"}
+        else:
+            self._status = "completed"
         yield from self._close()
 
     def closing(self) -> Iterator[bytes]:
@@ -232,7 +237,7 @@ class ResponsesFormat(ItemFormat):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._incomplete,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": self.model,

@@ -47,9 +47,14 @@ class TextSplitter:
         self._thoughts, self._calls = thoughts, calls
 
     @property
-    def num_calls(self) -> int:
-        """The number of tool calls so far."""
-        return self._calls.count if self._calls else 0
+    def has_called(self) -> bool:
+        """Whether there are tool calls so far, and all of them are complete."""
+        return self._calls is not None and 0 < self._calls.count == self._calls.num_whole
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a tool call is not complete."""
+        return self._calls is not None and self._calls.count > self._calls.num_whole
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; return the parts that are now certain."""
@@ -75,7 +80,7 @@ class ChatModel:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.tokenizer = llm, options, llm.tokenizer
-        self.call_format = call_format_of(llm.tokenizer)
+        self.call_format = call_format_of(llm.tokenizer, options.tool_parser)
         self.has_thoughts = has_thoughts(llm.tokenizer)
 
     @cached_property
@@ -135,16 +140,22 @@ class ToolOptions:
         """
         given = {"response_format": response_format, "structured_outputs": structured_outputs}
         found = {name: value for name, value in given.items() if value is not None}
-        tokenizer = self.model.tokenizer
+        tokenizer, family = self.model.tokenizer, self.model.call_format
         thought = "" if begin is Thought.NONE else thought_rules(tokenizer, begin.is_open)
-        shown = {"skip_special_tokens": False} if thought and hides_thoughts(tokenizer) else {}
-        structure = structure_of(tokenizer, self.model.call_format, self.tools, self.choice, self.parallel, thought)
-        if structure is None:
-            return shown | (_after_thought(thought, found) if thought and found else found)
-        if structured_outputs is not None or (response_format or {}).get("type", "text") != "text":
-            raise ApiError(400, "tools cannot be combined with a structured answer", param="tools")
-        special = {"skip_special_tokens": False} if self.model.call_format.keeps_special else {}
-        return {"structured_outputs": structure, **shown, **special}
+        has_calls = self.choice.kind != "none"
+        is_shown = (thought and hides_thoughts(tokenizer)) or (has_calls and family.keeps_special)
+        shown = {"skip_special_tokens": False} if is_shown else {}
+        if not has_calls and not thought:
+            return shown | found
+        try:
+            form = read_structure(response_format, structured_outputs)
+        except UserError as error:
+            raise ApiError(400, str(error), param=next(iter(found)), code="invalid_value") from None
+        if structured_outputs is not None and self.choice.kind in ("required", "named"):
+            why = "structured_outputs is the form of an answer without calls, but tool_choice demands a call"
+            raise ApiError(400, why, param="structured_outputs")
+        structure = structure_of(tokenizer, family, self.tools, self.choice, self.parallel, thought, form)
+        return shown | ({"structured_outputs": structure} if structure else {})
 
     def splitter(self, begin: Thought) -> Callable[[], TextSplitter]:
         """Return a factory of splitters for the choices of a prompt; `begin` is where they begin."""
@@ -180,15 +191,6 @@ def _for_strict_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str
 def _short_id(call_id: Any) -> str:
     text = str(call_id)
     return text if re.fullmatch("[A-Za-z0-9]{9}", text) else hashlib.sha256(text.encode()).hexdigest()[:9]
-
-
-def _after_thought(thought: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the requested structure with free reasoning before it."""
-    try:
-        structure = read_structure(given.get("response_format"), given.get("structured_outputs"))
-    except UserError as error:
-        raise ApiError(400, str(error), param=next(iter(given)), code="invalid_value") from None
-    return {"structured_outputs": replace(structure, thought=thought)} if structure else {}
 
 
 def tool_options(model: ChatModel, tools: Any, choice: Any, parallel: bool | None) -> ToolOptions:

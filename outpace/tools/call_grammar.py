@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.grammar import schema
 from outpace.grammar.structure import Structure, quoted
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool, ToolChoice
+from outpace.tools.definitions import ARGS, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
+from outpace.tools.schemas import resolved, types_of
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_COMPACT = {"x-guidance": {**_SEPARATORS, "coerce_one_of": True}}  # branches exclude one another, see schema.py
+_EXCLUSIVE = {"coerce_one_of": True}  # branches exclude one another, see schema.py
+_FREE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 _OBJECT = {"type": "object"}
 _ANY = r"/(.|\n)*/"
+_SPACE = r"[\x20\x0A\x0D\x09]*"
+_AFTER = rf"/{_SPACE}\]?{_SPACE}(```|<\/tools>|<\/tool_call>|<\/function>)?{_SPACE}/"  # after the only call
 
 
 def structure_of(
@@ -26,27 +32,28 @@ def structure_of(
     choice: ToolChoice,
     parallel: bool = True,
     thought: str = "",
+    form: Structure | None = None,
 ) -> Structure | None:
-    """Return the form of the answer; None if no tool may be called.
+    """Return the form of the answer; None if it is free text.
 
-    `parallel` allows several calls; `thought` is how the answer begins, from `thought_rules`. Parameters that cannot be
-    enforced may be any object, but raise UserError if a call is forced or the tool is strict.
+    `parallel` allows several calls; `thought` is how the answer begins, from `thought_rules`. `form` is that of an
+    answer without calls: if tools may be called but need not be, the answer is either calls or of this form. Parameters
+    that cannot be enforced may be any object, but raise UserError if a call is forced or the tool is strict.
     """
+    begin = ["start: thought answer", thought] if thought else ["start: answer"]
     if choice.kind == "none" or not tools:
-        return None
+        return replace(form, around="\n".join([*begin, "answer: @form"])) if form and thought else form
     offered = [tool for tool in tools if choice.name in (None, tool.name)]
     is_forced = choice.kind in ("required", "named")
-    lines = ["call: " + " | ".join(f"call_{number}" for number in range(len(offered)))]
-    lines += _answer(tokenizer, family, is_forced, parallel and choice.kind != "named")
-    lines += ["start: thought answer", thought] if thought else ["start: answer"]
-    for number, tool in enumerate(offered):
-        head = f"{{{quoted('name')}: {quoted(tool.name)}, {quoted(family.arguments)}: "
-        lines.append(f"call_{number}: {quoted(head)} arguments_{number} {quoted('}')}")
-    exact = [_parameters(tool, is_forced or tool.is_strict) for tool in offered]
+    calls = _Calls(tokenizer, family, offered, parallel and choice.kind != "named", is_forced)
     if is_forced:
-        return Structure("lark", _with_arguments(lines, exact))
-    free = [found if tool.is_strict else _OBJECT for tool, found in zip(offered, exact, strict=True)]
-    return Structure("lark", _with_arguments(lines, exact), fallback=_with_arguments(lines, free))
+        return Structure("lark", "\n".join([*begin, *calls.forced("answer", _SEPARATORS)]))
+    free = _Calls(tokenizer, family, offered, parallel, None)
+    if form is None:
+        fallback = Structure("lark", "\n".join([*begin, *free.optional()]))
+        return Structure("lark", "\n".join([*begin, *calls.optional()]), fallback=fallback)
+    fallback = replace(form, around="\n".join([*begin, *free.instead_of(form)]))
+    return replace(form, around="\n".join([*begin, *calls.instead_of(form)]), fallback=fallback)
 
 
 def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
@@ -56,52 +63,196 @@ def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
     thinks.
     """
     close = _mark(tokenizer, CLOSE)
-    is_special = close.startswith("<")  # no other text matches it
+    is_special = _is_special(close)
     thought = f"{_ANY} {close}" if is_special else "thinking"
     rest = "" if is_special else f"\nthinking[lazy]: {_ANY} {close}"
     whole = f"{thought} /[ \\n]*/" if is_open else f"({_mark(tokenizer, OPEN)} {thought} /[ \\n]*/)?"
     return f"thought: {whole}{rest}"
 
 
-def _parameters(tool: Tool, is_enforced: bool) -> Any:
+class _Calls:
+    """Writes the rules of answers that call some of the offered tools."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        family: CallFormat,
+        tools: Sequence[Tool],
+        parallel: bool,
+        is_enforced: bool | None,
+    ) -> None:
+        """`is_enforced`: whether all parameters must be enforced, not only where that is possible; None: for none of
+        the tools that are not strict."""
+        self._tokenizer, self._family, self._tools, self._parallel = tokenizer, family, tools, parallel
+        self._limits_of = {tool.name: _limits(tool, is_enforced) for tool in tools}
+
+    def forced(self, name: str, options: Mapping[str, Any]) -> list[str]:
+        """Return the rule `name`, which is calls and nothing else, with the rules that it needs."""
+        between = quoted(self._family.between) if self._family.between else ""
+        more = f" ({between} framed)*" if self._parallel and self._family.body != "list" else ""
+        framed = " ".join(filter(None, (self._literal(self._family.start), self._calls(), self._end())))
+        return [f"{name}: framed{more}", f"framed: {framed}", *self._call_rules(options)]
+
+    def optional(self) -> list[str]:
+        """Return the rule `answer` of free text in which calls are enforced from where they certainly are calls."""
+        family, rules = self._family, ["rest: " + _ANY]
+        framed = []
+        if family.body == "xml":  # models omit the mark before the tag
+            framed.append("begun call_rest")
+            rules += self._until("<function=")
+        elif family.start:
+            mark = family.start.strip()
+            after = family.start.partition(mark)[2]
+            framed.append(" ".join(filter(None, ("begun", quoted(after) if after else "", self._calls(), self._end()))))
+            rules += self._until(mark)
+        if family.takes_unmarked:
+            for number, tool in enumerate(self._tools):
+                framed.append(f'head_{number} space? arguments_{number} space? "}}"')
+                rules.append(f"head_{number}[lazy]: {_ANY} {_head(tool)}")
+            rules.append(r"space: /[\x20\x0A\x0D\x09]+/")
+        if self._parallel:
+            answer = "answer: framed* rest"
+        else:
+            answer = "answer: framed after? | rest"
+            rules.append(f"after: {_AFTER}")
+        # The model chooses its own separators where a call is known only from its name on.
+        options = _FREE if family.takes_unmarked else _SEPARATORS
+        return [answer, "framed: " + " | ".join(framed), *rules, *self._call_rules(options)]
+
+    def instead_of(self, form: Structure) -> list[str]:
+        """Return the rule `answer` of calls, or a text of another form.
+
+        Calls without marks are written as JSON schemas, whose lexemes are those of a form that is a JSON schema too.
+        """
+        family = self._family
+        options = _SEPARATORS if form.compact else _FREE
+        answers = ["@form"]
+        rules = []
+        if family.start:
+            answers.append("calls")
+            rules += self.forced("calls", options)
+        if family.takes_unmarked:
+            between = quoted(family.between if family.body == "json" else "\n")
+            answers.append(f"bare ({between} bare)*" if self._parallel else "bare")
+            rules.append("bare: " + " | ".join(f"%json {self._bare(tool, options)}" for tool in self._tools))
+        return ["answer: " + " | ".join(answers), *rules]
+
+    def _calls(self) -> str:
+        """Return what is written between the marks."""
+        if self._family.body != "list":
+            return "call"
+        more = f" ({quoted(self._family.between)} call)*" if self._parallel else ""
+        return f'"[" call{more} "]"'
+
+    def _end(self) -> str:
+        return self._literal(self._family.end)
+
+    def _until(self, mark: str) -> list[str]:
+        """Return the rule `begun`: all text up to a mark."""
+        written = _mark(self._tokenizer, mark)
+        return [f"begun: rest {written}" if _is_special(written) else f"begun[lazy]: {_ANY} {written}"]
+
+    def _literal(self, text: str) -> str:
+        """Return a mark with space around it as a grammar names it."""
+        mark = text.strip()
+        written = _mark(self._tokenizer, mark)
+        if not _is_special(written):
+            return quoted(text) if text else ""
+        before, _, after = text.partition(mark)
+        return " ".join([*([quoted(before)] if before else []), written, *([quoted(after)] if after else [])])
+
+    def _call_rules(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the rule `call` and the rules of the tools' arguments."""
+        rules = []
+        names = [f"call_{number}" for number in range(len(self._tools))]
+        for number, tool in enumerate(self._tools):
+            if self._family.body == "xml":
+                rules += self._tags(number, tool)
+                continue
+            arguments = f"arguments_{number}"
+            rules.append(f"{arguments}: %json {self._parameters(tool, options)}")
+            if self._family.body == "args":
+                written = f"{quoted(tool.name)} {_mark(self._tokenizer, ARGS)} {arguments}"
+            else:
+                head = f"{{{quoted('name')}: {quoted(tool.name)}, {quoted(self._family.arguments)}: "
+                written = f"{quoted(head)} {arguments} {quoted('}')}"
+            rules.append(f"call_{number}: {written}")
+        if self._family.body != "xml":
+            return ["call: " + " | ".join(names), *rules]
+        return ['call: "<function=" call_rest', "call_rest: " + " | ".join(names), *rules]
+
+    def _parameters(self, tool: Tool, options: Mapping[str, Any]) -> str:
+        return json.dumps({**self._limits_of[tool.name], "x-guidance": {**options, **_EXCLUSIVE}})
+
+    def _bare(self, tool: Tool, options: Mapping[str, Any]) -> str:
+        """Return the JSON schema of a whole call."""
+        limits = dict(self._limits_of[tool.name])
+        definitions: dict[str, Any] = {name: limits.pop(name) for name in ("$defs", "definitions") if name in limits}
+        fields: dict[str, Any] = {"name": {"const": tool.name}, self._family.arguments: limits}
+        required = {"required": list(fields), "additionalProperties": False}
+        call: dict[str, Any] = {"type": "object", "properties": fields, **required, **definitions}
+        return json.dumps({**call, "x-guidance": {**options, **_EXCLUSIVE}})
+
+    def _tags(self, number: int, tool: Tool) -> list[str]:
+        """Return the rules of a call whose parameters are written in tags, in the order of the schema."""
+        limits = dict(self._limits_of[tool.name])
+        fields = limits.pop("properties", {})
+        required, rules, terms = limits.get("required", []), [], []
+        if not fields:
+            terms, rules = [f"any_{number}*"], [rf"any_{number}: /<parameter=[^<>\n]+>\n/ until_{number}"]
+            rules.append(f'until_{number}[lazy]: {_ANY} "\\n</parameter>\\n"')
+        for keyword in ("anyOf", "oneOf", "allOf", "$ref", "minProperties", "maxProperties", "patternProperties"):
+            if keyword in limits:
+                raise UserError(f"parameters of tool {tool.name}: {keyword!r} cannot be enforced in tags, leave it out")
+        for place, (field, inner) in enumerate(fields.items()):
+            name = f"value_{number}_{place}"
+            terms.append(name if field in required else f"{name}?")
+            rules += self._value(name, tool, field, inner, limits)
+        return [f"call_{number}: " + " ".join([quoted(f"{tool.name}>\n"), *terms, quoted("</function>")]), *rules]
+
+    def _value(self, name: str, tool: Tool, field: str, inner: Any, root: Mapping[str, Any]) -> list[str]:
+        """Return the rules of one parameter: text as it is, and other values as JSON."""
+        begin, end = quoted(f"<parameter={field}>\n"), quoted("\n</parameter>\n")
+        limits, types = resolved(inner, root), types_of(inner, root)
+        values = limits.get("enum", [limits["const"]] if "const" in limits else None)
+        if values is not None:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            return [f"{name}: {begin} ({' | '.join(map(quoted, texts))}) {end}"]
+        if "string" not in types:
+            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            value = json.dumps({**limits, **definitions, "x-guidance": _FREE})
+            return [f"{name}: {begin} {name}_json {end}", f"{name}_json: %json {value}"]
+        if keyword := next((key for key in ("pattern", "format", "minLength", "maxLength") if key in limits), None):
+            where = f"parameters of tool {tool.name}: {keyword!r} of {field!r}"
+            raise UserError(f"{where} cannot be enforced where values are text between tags, leave it out")
+        return [f"{name}: {begin} {name}_text", f"{name}_text[lazy]: {_ANY} {end}"]
+
+
+def _limits(tool: Tool, is_enforced: bool | None) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments, as `_Calls` takes `is_enforced`."""
+    if is_enforced is None and not tool.is_strict:
+        return _OBJECT
     try:
-        return schema.enforceable(tool.parameters)
+        limits: Mapping[str, Any] = schema.enforceable(tool.parameters)
     except UserError as error:
-        if is_enforced:
+        if is_enforced or tool.is_strict:
             raise UserError(f"parameters of tool {tool.name}: {error}") from error
         return _OBJECT
+    return limits
 
 
-def _with_arguments(lines: Sequence[str], schemas: Sequence[Any]) -> str:
-    """Return a grammar with the rules of the calls' arguments."""
-    rules = (f"arguments_{number}: %json {json.dumps({**one, **_COMPACT})}" for number, one in enumerate(schemas))
-    return "\n".join([*lines, *rules])
-
-
-def _answer(tokenizer: Tokenizer, family: CallFormat, is_forced: bool, parallel: bool) -> list[str]:
-    """Return the rule `answer` and the rules that it needs."""
-    more = f" ({quoted(family.between)} call)*" if parallel else ""
-    if family.is_list:
-        listed = f'{_mark(tokenizer, family.start)} "[" call{more} "]"'
-        return [f"answer: {listed}" if is_forced else f"answer: {_ANY} {listed} | {_ANY}"]
-    if not family.start and is_forced:
-        return [f"answer: call{more}"]
-    if not family.start:  # the calls are the whole answer: other text must begin with another character
-        before = f"{_mark(tokenizer, PYTHON_TAG)}? " if tokenizer.id_of(PYTHON_TAG) is not None else ""
-        return [f"answer: {before}call{more} | rest", r"rest: /[^{\s](.|\n)*/"]
-    framed = f"{quoted(family.start)} call {quoted(family.end)}"
-    if is_forced:
-        return [f"answer: framed{f' ({quoted(family.between)} framed)*' if parallel else ''}", f"framed: {framed}"]
-    mark, _, rest = family.start.partition("\n")
-    return [
-        "answer: framed* rest" if parallel else "answer: framed | rest",
-        f"framed: begun {quoted(chr(10) + rest)} call {quoted(family.end)}",
-        f"begun[lazy]: {_ANY} {quoted(mark)}",
-        f"rest: {_ANY}",
-    ]
+def _head(tool: Tool) -> str:
+    """Return a regex of a call's JSON up to its arguments."""
+    name = re.escape(tool.name).replace("/", r"\/")
+    return rf'/\{{{_SPACE}"name"{_SPACE}:{_SPACE}"{name}"{_SPACE},{_SPACE}"(arguments|parameters)"{_SPACE}:/'
 
 
 def _mark(tokenizer: Tokenizer, text: str) -> str:
     """Return a mark as a grammar names it: by its id if it is a special token."""
     index = tokenizer.id_of(text)
     return f"<[{index}]>" if index is not None and index in tokenizer.special_ids else quoted(text)
+
+
+def _is_special(mark: str) -> bool:
+    """Return whether a grammar names a mark by its id, so that no other text matches it."""
+    return mark.startswith("<")

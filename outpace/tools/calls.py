@@ -2,131 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from enum import Enum
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool
+from outpace.tools.call_scanners import BEGIN_TAG, MAX_TAG, TAG_STARTS, CallScanner, Stage, TagScanner
+from outpace.tools.definitions import MISTRAL, CallFormat, Tool
 
-ARGUMENTS = ("arguments", "parameters")  # accepted names of the arguments' field
-SPACE = " \n\t\r"
-
-
-class Stage(Enum):
-    """The state of the scanner."""
-
-    READING = "reading"
-    DONE = "done"
-    BROKEN = "broken"  # not a call
-
-
-class CallScanner:
-    """Reads a call's JSON object from its `{` on, character by character.
-
-    `name` is None until it is known; `take()` returns the new part of the arguments. Only what a call consists of is
-    checked: fields at the top level, strings, and matching brackets.
-    """
-
-    def __init__(self) -> None:
-        self.stage = Stage.READING
-        self.name: str | None = None
-        self._brackets: list[str] = []  # closing ones that are expected
-        self._in_string = self._is_escaped = False
-        self._wants = "key"  # at the top level: key, colon, value or comma
-        self._field: str | None = None
-        self._text = ""  # of the top level's key or value so far
-        self._arguments = ""  # not taken yet
-        self._has_arguments = False
-
-    def take(self) -> str:
-        """Return the arguments since the last call of `take`; an empty object for a call without arguments."""
-        if self.stage is Stage.DONE and not self._has_arguments:
-            self._has_arguments, self._arguments = True, "{}"
-        text, self._arguments = self._arguments, ""
-        return text
-
-    def push(self, character: str) -> None:
-        """Read one character."""
-        if not self._brackets:
-            self._brackets.append("}")  # of the object itself
-        elif self._in_string:
-            self._add(character)
-            self._in_string = self._is_escaped or character != '"'
-            self._is_escaped = character == "\\" and not self._is_escaped
-            if not self._in_string and len(self._brackets) == 1:
-                self._end()
-        elif len(self._brackets) > 1:
-            self._in_value(character)
-        else:
-            self._at_top(character)
-
-    def _at_top(self, character: str) -> None:
-        if self._wants == "value" and self._text and character in (*SPACE, ",", "}"):
-            self._end()
-        if character in SPACE:
-            return
-        match self._wants, character:
-            case "value", _:
-                self._in_value(character)
-            case "key", '"':
-                self._add(character)
-                self._in_string = True
-            case "colon", ":":
-                self._wants = "value"
-            case "comma", ",":
-                self._wants = "key"
-            case "comma", "}" if self.name is not None:
-                self.stage = Stage.DONE
-            case _:
-                self.stage = Stage.BROKEN
-
-    def _in_value(self, character: str) -> None:
-        """Read a character of a value outside of its strings."""
-        if len(self._brackets) == 1 and character in ":,}]":
-            self.stage = Stage.BROKEN
-            return
-        self._add(character)
-        self._in_string = character == '"'
-        if character in "{[":
-            self._brackets.append("}" if character == "{" else "]")
-        elif character in "}]":
-            if self._brackets.pop() != character:
-                self.stage = Stage.BROKEN
-            elif len(self._brackets) == 1:
-                self._end()
-
-    def _add(self, character: str) -> None:
-        """Append to the key or value. Arguments that are an object are passed on at once."""
-        self._text += character
-        if self._wants == "value" and self._field in ARGUMENTS and self._text[0] == "{":
-            self._arguments += character
-            self._has_arguments = True
-
-    def _end(self) -> None:
-        """End a key or value at the top level."""
-        text, self._text = self._text, ""
-        if self._wants == "key":
-            self._field, self._wants = _decoded(text), "colon"
-            if self._field is None:
-                self.stage = Stage.BROKEN
-            return
-        self._wants = "comma"
-        if self._field == "name":
-            self.name = _decoded(text)
-            if self.name is None:
-                self.stage = Stage.BROKEN
-        elif self._field in ARGUMENTS and text[0] == '"':  # the arguments are an object in a string
-            self._arguments, self._has_arguments = _decoded(text) or "", True
-
-
-def _decoded(text: str) -> str | None:
-    """Return a JSON string's text, None for anything else."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
+FENCE = "```"
+MAX_FENCE = 80  # characters of the line that begins a fence
+MAX_DEPTH = 4  # marks before one call
+MAX_SPACE = 256  # characters of space that are held back
+_FENCE_LINE = re.compile(r"```[^`\n]*")
+_LIST = re.compile(r"\[\s*\{?")
+_NAME_MARK = re.compile(r"([\w./-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")  # Mistral's name of a call
+_NAME_BEGUN = re.compile(r"[\w./-]+(?:\[[A-Z_]*\]?\w*){0,2}\s*")
 
 
 class TextDelta(NamedTuple):
@@ -153,11 +43,6 @@ Delta = TextDelta | CallBegin | CallArguments
 D = TypeVar("D", bound=tuple[Any, ...])
 
 
-def held_back(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
-
-
 def merge_deltas(deltas: Iterable[D]) -> list[D]:
     """Join neighbouring deltas that differ only in their last field, a text."""
     result: list[Any] = []
@@ -174,21 +59,26 @@ def merge_deltas(deltas: Iterable[D]) -> list[D]:
 class CallParser:
     """Finds the calls of offered tools, character by character.
 
-    It is in free text, before a call's object, in it, or after it; each has a method that reads the next character.
-    Text that may still turn out to be a call is kept in `_raw`, and returned as text if it is none. A call needs the
-    name of an offered tool.
+    It is in free text, before a call, in it, or after it; each has a method that reads the next character. Text that
+    may still turn out to be a call is kept in `_raw`, and returned as text if it is none. A call needs the name of an
+    offered tool; without marks around it, it also needs arguments, and no fields that calls do not have.
     """
 
     def __init__(self, family: CallFormat, tools: Sequence[Tool]) -> None:
-        self._family, self._names = family, {tool.name for tool in tools}
-        self._start, self._end = family.start.strip(), family.end.strip()
-        self._read = self._in_text if self._start else self._before_call
+        self._family, self._frames, self._tools = family, family.frames, {tool.name: tool for tool in tools}
+        self._read: Callable[[str], None] = self._in_text
         self._raw = ""
-        self._is_listed = False
-        self._call = CallScanner()
+        self._part = 0  # where in `_raw` the text after the last mark begins
+        self._retry = 0  # where in `_raw` to continue in free text, if there is no call
+        self._closers: list[str] = []  # what ends the marks before the call, the innermost last
+        self._has_mark = False  # marks other than a fence and a list's bracket
+        self._is_line_start = True
+        self._in_fence = False  # in a Markdown fence without calls
+        self._call: CallScanner | TagScanner = CallScanner()
         self._has_begun = False  # CallBegin was returned for the current call
         self._deltas: list[Delta] = []  # not returned yet
         self.count = 0  # calls begun
+        self.num_whole = 0  # calls that are complete
 
     def push(self, text: str) -> list[Delta]:
         """Return what is certain after this text."""
@@ -199,44 +89,104 @@ class CallParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Return the rest at the end of the text. Space next to calls is not part of the answer's text."""
+        """Return the rest at the end of the text. Space and marks next to calls are not part of the answer's text."""
         rest, self._raw = self._raw, ""
-        is_space = not rest.strip() and self.count > 0
-        return [TextDelta(rest)] if rest and not is_space and not self._has_begun else []
+        is_mark = self.count > 0 and (not rest.strip() or self._is_closing(rest.strip()))
+        return [TextDelta(rest)] if rest and not is_mark and not self._has_begun else []
 
     def _in_text(self, character: str) -> None:
-        if self._start and self._raw.endswith(self._start):
-            self._emit(self._raw[: -len(self._start)].rstrip())
-            self._read, self._is_listed = self._before_call, False
+        begun = self._raw.lstrip()
+        if not begun:  # space is kept until the next text is known
+            if len(self._raw) > MAX_SPACE:
+                self._emit(self._raw)
+            return
+        space = self._raw[: -len(begun)]
+        if begun.startswith(FENCE[: len(begun)]) and self._in_fence and self._starts_line(space):
+            if begun == FENCE:
+                self._in_fence = False
+                self._emit(self._raw)
+        elif not self._open(begun, space):
+            self._emit(space + begun[0])
+            self._reread()
+
+    def _starts_line(self, space: str) -> bool:
+        return self._is_line_start or "\n" in space
+
+    def _open(self, begun: str, space: str) -> bool:
+        """Read a mark, or what begins a call without one; return whether the text may still be one.
+
+        `space` is before it.
+        """
+        is_first = self._read == self._in_text
+        may_be_bare = self._family.takes_unmarked and not self._in_fence and self._starts_line(space)
+        is_mistral = not is_first and MISTRAL.start in self._raw
+        if begun == "{" and (may_be_bare or not is_first):
+            self._begin_call(CallScanner(is_strict=not self._has_mark))
+        elif begun in self._frames:
+            self._has_mark = True
+            self._after_mark(self._frames[begun])
+        elif any(mark.startswith(begun) for mark in self._frames):
+            return True
+        elif _LIST.fullmatch(begun) and (may_be_bare if is_first else "]" not in self._closers):
+            if begun[-1] == "{":
+                self._closers.append("]")
+                self._begin_call(CallScanner(is_strict=not self._has_mark))
+        elif begun[0] == "`":
+            return self._open_fence(begun, may_be_bare)
+        elif begun[0] == "<" and self._family.takes_tags:
+            return self._open_tag(begun)
+        elif is_mistral and (named := _NAME_MARK.fullmatch(begun)):
+            self._begin_call(CallScanner(named[1]))
         else:
-            free = self._raw[: len(self._raw) - held_back(self._raw, self._start)]
-            self._emit(free.rstrip())  # space is kept until the next text is known
+            return is_mistral and bool(_NAME_BEGUN.fullmatch(begun))
+        return True
+
+    def _open_fence(self, begun: str, may_begin: bool) -> bool:
+        """Read the line that begins a Markdown fence."""
+        if not may_begin or FENCE.startswith(begun):
+            return may_begin
+        if begun[-1] == "\n" and _FENCE_LINE.fullmatch(begun[:-1]):
+            self._after_mark(FENCE)
+            return True
+        self._in_fence = begun.startswith(FENCE) and not (_FENCE_LINE.fullmatch(begun) and len(begun) < MAX_FENCE)
+        return begun.startswith(FENCE) and not self._in_fence
+
+    def _open_tag(self, begun: str) -> bool:
+        """Read the tag of a function."""
+        found = BEGIN_TAG.fullmatch(begun)
+        if found and found[1] in self._tools:
+            self._has_mark = True
+            self._begin_call(TagScanner(found[1], self._tools[found[1]].parameters))
+            return True
+        return len(begun) < MAX_TAG and not found and any(start.startswith(begun[: len(start)]) for start in TAG_STARTS)
+
+    def _after_mark(self, closer: str) -> None:
+        """Continue before a call, after a mark that `closer` ends."""
+        if self._read != self._before_call:
+            self._retry = len(self._raw)
+        self._closers += [closer] if closer else []
+        self._part, self._read = len(self._raw), self._before_call
 
     def _before_call(self, character: str) -> None:
-        """Read between a mark, or the beginning of the answer, and the object."""
-        if character == "{":
-            self._call, self._has_begun, self._read = CallScanner(), False, self._in_call
-            self._call.push(character)
-        elif character == "[" and not self._is_listed and (self._family.is_list or not self._start):
-            self._is_listed = True
-        elif not character.isspace() and not self._is_tag():
-            self._give_up()
+        """Read between a mark and a call."""
+        begun = self._raw[self._part :].lstrip()
+        is_long = len(self._closers) > MAX_DEPTH or len(self._raw) - self._part > MAX_SPACE
+        if is_long or (begun and not self._open(begun, "\n")):
+            self._give_up(self._retry)
 
-    def _is_tag(self) -> bool:
-        """Return whether the text before a call without marks may be Llama's tag."""
-        begun = self._raw.strip()
-        if begun == PYTHON_TAG and not self._start:
-            self._raw = ""
-        return not self._start and PYTHON_TAG.startswith(begun)
+    def _begin_call(self, call: CallScanner | TagScanner) -> None:
+        self._call, self._has_begun, self._read = call, False, self._in_call
+        self._in_call("{" if isinstance(call, CallScanner) else "")
 
     def _in_call(self, character: str) -> None:
         call = self._call
         call.push(character)
-        is_other = call.name is not None and call.name not in self._names
+        is_other = call.name is not None and call.name not in self._tools
         if not self._has_begun and (call.stage is Stage.BROKEN or is_other):
-            self._give_up()
+            self._give_up(len(self._raw) - 1)
             return
-        if call.name is not None and not self._has_begun:
+        is_certain = call.has_arguments or call.stage is Stage.DONE or self._has_mark
+        if call.name is not None and is_certain and not self._has_begun:
             self._deltas.append(CallBegin(self.count, call.name))
             self._has_begun, self.count = True, self.count + 1
         if self._has_begun:
@@ -244,31 +194,53 @@ class CallParser:
             if arguments := call.take():
                 self._deltas.append(CallArguments(self.count - 1, arguments))
         if call.stage is not Stage.READING:
-            self._has_begun, self._read = False, self._after_call
+            self.num_whole += call.is_whole
+            self._has_begun, self._part, self._read = False, 0, self._after_call
 
     def _after_call(self, character: str) -> None:
-        """Read between an object and its end mark, or the next object."""
+        """Read between a call and the marks that end it, or the next call."""
         begun = self._raw.strip()
-        if self._end and self._end.startswith(begun):
-            if begun == self._end:
-                self._raw, self._read = "", self._in_text
-        elif self._is_listed and begun in ("", ",", "]"):
-            self._read = {"": self._after_call, ",": self._before_call, "]": self._in_text}[begun]
-            self._raw = "" if begun else self._raw
-        elif not self._start and begun in ("", ";", ","):
-            self._raw = "" if begun else self._raw
-        elif not self._start and begun == "{" and not self._is_listed:
-            self._before_call(character)
-        else:
-            self._give_up()
+        if not begun:
+            return
+        is_next = begun[0] in "{<" and bool(self._closers or self._family.takes_unmarked) and "]" not in self._closers
+        if begun in self._closers:
+            while self._closers.pop() != begun:
+                pass
+            self._raw = ""
+            if not self._closers:
+                self._to_text()
+        elif self._is_closing(begun):
+            return
+        elif begun in (",", ";") and ("]" in self._closers or not self._closers):
+            self._part, self._retry, self._read = len(self._raw), 0, self._before_call
+        elif not (is_next and self._open(begun, "")):
+            self._give_up(0)
 
-    def _give_up(self) -> None:
-        """Return what is held back as text, and continue in free text up to the next mark."""
-        self._read = self._in_text
-        self._emit(self._raw)
+    def _is_closing(self, text: str) -> bool:
+        """Return whether a text may become a mark that ends the call's marks."""
+        return any(closer.startswith(text) for closer in self._closers)
+
+    def _to_text(self) -> None:
+        self._read, self._closers, self._has_mark, self._is_line_start = self._in_text, [], False, True
+
+    def _give_up(self, length: int) -> None:
+        """Return that many characters of what is held back as text, and read the rest again in free text."""
+        self._in_fence = self._in_fence or FENCE in self._closers
+        self._read, self._closers, self._has_mark = self._in_text, [], False
+        self._emit(self._raw[:length])
+        self._reread()
+
+    def _reread(self) -> None:
+        """Read what is held back again."""
+        rest, self._raw = self._raw, ""
+        for character in rest:
+            self._raw += character
+            self._read(character)
 
     def _emit(self, text: str) -> None:
         """Return the beginning of `_raw` as text."""
         self._raw = self._raw[len(text) :]
         if text:
+            last = text.rpartition("\n")[2]
+            self._is_line_start = not last.strip() and (self._is_line_start or "\n" in text)
             self._deltas.append(TextDelta(text))

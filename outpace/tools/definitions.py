@@ -6,7 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -15,40 +15,81 @@ from outpace.models.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family of models writes a call: a JSON object with the tool's name and its arguments, between marks.
+    """How a model writes calls, and which other forms of a call are taken from its answers.
 
-    Without a `start` mark the call is the whole answer.
+    Calls are written between the marks `start` and `end`; without a `start` mark the answer is the call. `body` is how:
+    `json` (one JSON object between the marks), `list` (a JSON list of all calls), `args` (the name, a mark and the
+    arguments), or `xml` (tags for the function and its parameters).
     """
 
+    name: str
     start: str = ""
     end: str = ""
+    body: str = "json"
     arguments: str = "arguments"  # the field's name
     between: str = "\n"  # separates several calls
-    is_list: bool = False  # all calls are in one list
     keeps_special: bool = False  # the marks may be special tokens, whose text answers omit by default
+    marks: tuple[tuple[str, str], ...] = ()  # more marks that may enclose a call, with what ends them
+    takes_unmarked: bool = False  # a JSON object at the beginning of a line, also in a Markdown fence, may be a call
+    takes_tags: bool = False  # so may the tag of a function
+
+    @property
+    def frames(self) -> dict[str, str]:
+        """The marks that may begin a call, each with the mark that ends it."""
+        own = ((self.start.strip(), self.end.strip()),) if self.start else ()
+        return dict((*own, *self.marks))
 
 
-HERMES = CallFormat("<tool_call>\n", "\n</tool_call>")
-LLAMA = CallFormat(arguments="parameters", between="; ", keeps_special=True)
-MISTRAL = CallFormat("[TOOL_CALLS]", between=", ", is_list=True, keeps_special=True)
-JSON = CallFormat()
 PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 may write it before a call
+ARGS = "[ARGS]"  # Mistral's newer models write it between a call's name and arguments
+HERMES = CallFormat("hermes", "<tool_call>\n", "\n</tool_call>", takes_tags=True)
+JSON = CallFormat("json", takes_unmarked=True)
+LLAMA = CallFormat(
+    "llama3",
+    arguments="parameters",
+    between="; ",
+    keeps_special=True,
+    marks=((PYTHON_TAG, ""),),
+    takes_unmarked=True,
+    takes_tags=True,
+)
+MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", body="list", between=", ", keeps_special=True)
+MISTRAL_ARGS = replace(MISTRAL, body="args", between="")
+TAGS = CallFormat("tools", "<tools>\n", "\n</tools>")
+XML = CallFormat("xml", "<tool_call>\n", "\n</tool_call>", body="xml", takes_tags=True)
+FORMATS = {family.name: family for family in (HERMES, JSON, LLAMA, MISTRAL, TAGS, XML)}
+AUTO = "auto"
 
 
-def call_format_of(tokenizer: Tokenizer) -> CallFormat:
-    """Choose by chat template and vocabulary: Hermes and Qwen, Llama 3.1, Mistral, else plain JSON."""
+def call_format_of(tokenizer: Tokenizer, name: str = AUTO) -> CallFormat:
+    """Return the named format, for `auto` the model's own.
+
+    `auto` chooses by chat template and vocabulary: Hermes and Qwen, Qwen3-Coder's tags, Mistral, Llama 3.1, else plain
+    JSON. It takes the other formats' calls too, since models often write another form than their template asks for.
+    """
+    own = FORMATS[name] if name != AUTO else _own_format(tokenizer)
+    if own is MISTRAL and tokenizer.id_of(ARGS) is not None:
+        own = MISTRAL_ARGS
+    if name != AUTO:
+        return own
+    others = tuple(frame for family in FORMATS.values() for frame in family.frames.items())
+    return replace(own, marks=others, takes_unmarked=True, takes_tags=True)
+
+
+def _own_format(tokenizer: Tokenizer) -> CallFormat:
+    """Return the format that the chat template or the vocabulary names."""
     template = tokenizer.template_text
-    if "<tool_call>" in template and "<function=" not in template:
+    if "<function=" in template:
+        return XML
+    if "<tool_call>" in template:
         return HERMES
     if tokenizer.id_of(MISTRAL.start) is not None:
         return MISTRAL
-    if tokenizer.id_of(PYTHON_TAG) is not None:
-        return LLAMA
-    return JSON
+    return LLAMA if tokenizer.id_of(PYTHON_TAG) is not None else JSON
 
 
 MOST = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_./-]{1,128}")  # as MCP servers name tools
 
 
 @dataclass(frozen=True)
@@ -93,7 +134,9 @@ def _tool(given: Any) -> Tool:
         raise UserError(f'a tool is {reprlib.repr(given)}, it must be {{"type": "function", "function": {{...}}}}')
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(f"a tool's name is {reprlib.repr(name)}, it must be 1 to 64 letters, digits, '_', '-' or '.'")
+        raise UserError(
+            f"a tool's name is {reprlib.repr(name)}, it must be 1 to 128 letters, digits, '_', '-', '.' or '/'"
+        )
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
@@ -138,17 +181,28 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
 
 def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: CallFormat) -> list[Any]:
     """Return the conversation with the tools described in its system message, which is added if missing."""
-    call = json.dumps({"name": "...", family.arguments: {}}).replace("{}", "{...}")
     described = "\n".join(
         json.dumps({"name": tool.name, "description": tool.description, "parameters": tool.parameters})
         for tool in tools
     )
     prompt = (
         f"You may call these functions, given as JSON with a schema of their parameters:\n{described}\n\n"
-        f"To call one, answer in this form and with nothing else:\n{family.start}{call}{family.end}"
+        f"To call one, answer in this form and with nothing else:\n{_example(family)}"
     )
 
     if messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{prompt}".strip()}
         return [first, *messages[1:]]
     return [{"role": "system", "content": prompt}, *messages]
+
+
+def _example(family: CallFormat) -> str:
+    """Return the form of a call, with dots in place of its name and its arguments."""
+    call = json.dumps({"name": "...", family.arguments: {}}).replace("{}", "{...}")
+    if family.body == "list":
+        call = f"[{call}]"
+    elif family.body == "args":
+        call = f"...{ARGS}{{...}}"
+    elif family.body == "xml":
+        call = "<function=...>\n<parameter=...>\n...\n</parameter>\n</function>"
+    return f"{family.start}{call}{family.end}"

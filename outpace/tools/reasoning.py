@@ -9,7 +9,8 @@ from typing import NamedTuple
 from outpace.models.text.special_tokens import THOUGHT_BEGIN as OPEN
 from outpace.models.text.special_tokens import THOUGHT_END as CLOSE
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.calls import TextDelta, held_back, merge_deltas
+from outpace.tools.call_scanners import held_back
+from outpace.tools.calls import TextDelta, merge_deltas
 
 
 class Thought(Enum):

@@ -1,0 +1,40 @@
+"""What the schema of a tool's parameter says about its type, and the schema without texts for readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
+_OF = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_MOST_REFERENCES = 8
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows; all of them if it does not say. `root` has its definitions."""
+    return frozenset(_types(schema, root, 0))
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] | set[str]:
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES:
+        return TYPES
+    if "type" in schema:
+        named = schema["type"]
+        return TYPES & set(named if isinstance(named, list) else [named])
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(keyword), list):
+            return set[str]().union(*(_types(one, root, depth + 1) for one in several))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {_OF.get(type(value), "null") for value in values} if isinstance(values, list) else TYPES
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a schema that is a reference refers to, the schema itself if it is none."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping) or not isinstance(name := schema.get("$ref"), str):
+            break
+        schema = root
+        for part in name.removeprefix("#/").split("/") if name != "#" else ():
+            schema = schema.get(part, {}) if isinstance(schema, Mapping) else {}
+    return schema
