@@ -14,6 +14,7 @@ import transformers
 from files import ARCHITECTURES, GEMMA_METADATA, MERGES, PHI_METADATA, tokens, weights, write_gguf
 from gguf.constants import Keys
 
+import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import chain
 from outpace.models.files.gguf.config import ARCHITECTURES as READABLE
@@ -204,6 +205,20 @@ def test_attn_factor_lengthens_queries_and_keys(tmp_path: Path, scaling: dict[st
     theirs = transformers.AutoModelForCausalLM.from_pretrained(convert(file, tmp_path / "cache"))
     with torch.inference_mode():
         assert torch.allclose(theirs(torch.tensor([words])).logits[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [{"rope.scaling.attn_factor": 1.5}, YARN | {"rope.scaling.attn_factor": 1.25}])
+def test_all_methods_write_one_text(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    gentle = {name: values * np.float32(0.15 if values.ndim > 1 else 0.3) for name, values in weights().items()}
+    metadata = {f"llama.{name}": value for name, value in scaling.items()}
+    path = str(write_gguf(tmp_path / "a.gguf", metadata, tensors=gentle))
+    draft = str(write_gguf(tmp_path / "b.gguf", tensors=gentle))
+    texts = []
+    for method in ("autoregressive", "speculative"):
+        with outpace.load(path, draft=draft if method == "speculative" else None, method=method, profile=False) as llm:
+            texts.append(llm.generate("hello world", max_tokens=40, ignore_eos=True)[0].tokens)
+    assert texts[0] == texts[1]
+    assert len({*texts[0]}) > 3
 
 
 # Keys of the whole file and of the tokenizer
