@@ -138,6 +138,7 @@ def test_stop_sequences(site: Served) -> None:
             for kind in ("image", "document", "search_result")
         ],
         ({"output_config": {"format": {"type": "xml"}}}, "'xml'"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0"),
         ({"stop": ["x"]}, "stop_sequences"),
     ],
 )

@@ -233,7 +233,8 @@ def _without_unknown_tools(
     if not isinstance(tools, list) or kind.tool_type is None:
         return given, []
     types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    unknown = {number: name for number, name in enumerate(types) if isinstance(name, str) and name != kind.tool_type}
+    known = (kind.tool_type, "function")  # a function in another API's format is an error
+    unknown = {number: name for number, name in enumerate(types) if isinstance(name, str) and name not in known}
     if unknown and is_strict:
         number, name = next(iter(unknown.items()))
         message = f"tools.{number}.type is {name!r:.60}, this API supports {kind.tool_type!r} only"
