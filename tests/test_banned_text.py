@@ -95,7 +95,7 @@ class Joined:
 
     def __init__(self, tokens: tuple[str, ...]) -> None:
         self._tokens = tokens
-        self.added_tokens_decoder = {5: SimpleNamespace(special=True)}
+        self.added_tokens_decoder = {5: SimpleNamespace(special=True, content="[END]")}
 
     def get_vocab(self) -> dict[str, int]:
         return {token: index for index, token in enumerate(self._tokens)}

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from outpace.core.errors import UserError
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -87,7 +88,8 @@ def test_smollm2_facts(smollm2: Tokenizer) -> None:
         assert smollm2.decode(ids) == text
         assert streamed(smollm2, ids, 1, True) == text
     assert smollm2.size == 49152
-    assert smollm2.stop_ids == {2}  # as in transformers; 0, <|endoftext|>, is padding and no end that its files name
+    ends = {smollm2.words[index] for index in smollm2.stop_ids}  # the file names <|im_end|> alone
+    assert ends == {"<|im_end|>", "<|im_start|>", "<|endoftext|>", "<repo_name>", "<reponame>", "<file_sep>"}
     assert [smollm2.decode([index]) for index in smollm2.encode("12345")] == list("12345")
     assert smollm2.encode("<|im_start|>user")[0] == 1
     assert smollm2.decode([1, *smollm2.encode("hi"), 2]) == "hi"
@@ -213,12 +215,13 @@ def test_bos(tmp_path: Path) -> None:
 
 
 def test_stop_ids(tiny: Path) -> None:
-    """The ids that the files name and turn ends; a document end only if none is named."""
-    assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {2, tokens().index("h")}
+    """The ids that the files name, ends by their texts, and the token that begins a text."""
+    known, h = {0, 1, 2}, tokens().index("h")
+    assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {*known, h}
     (tiny / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert Tokenizer.from_folder(tiny).stop_ids == {2, tokens().index("h")}  # generation_config.json comes first
+    assert Tokenizer.from_folder(tiny).stop_ids == {*known, h}  # generation_config.json comes first
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2, -1, 10**30]}))
-    assert Tokenizer.from_folder(tiny).stop_ids == {2, 9, tokens().index("h")}
+    assert Tokenizer.from_folder(tiny).stop_ids == {*known, 9, h}
     (tiny / "generation_config.json").unlink()
     assert {7, 8} <= Tokenizer.from_folder(tiny).stop_ids
     (tiny / "config.json").write_text(json.dumps({"eos_token_id": "two"}))
@@ -226,9 +229,42 @@ def test_stop_ids(tiny: Path) -> None:
         Tokenizer.from_folder(tiny)
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ({"eos_token_id": 20}, []),
+        ({"eos_token_id": 20, "eot_token_id": 21, "eom_token_id": 22}, []),
+        ({"fim_pad_token_id": 23, "fim_rep_token_id": 24, "fim_sep_token_id": 25}, []),
+        ({"eos_token_id": 20}, ["<|im_end|>", "<|endoftext|>", "<|im_start|>"]),
+        ({}, ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"]),
+        ({}, ["<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_of_text|>"]),
+        ({}, ["<end_of_turn>", "<eos>", "<start_of_turn>", "<EOT>", "▁<EOT>"]),
+        ({}, ["<|return|>", "<|call|>"]),
+        ({}, ["<|end|>"]),
+    ],
+)
+def test_ends_of_a_gguf(tmp_path: Path, named: dict[str, int], ends: list[str], kind: int) -> None:
+    """As in llama.cpp: by the metadata, and by their texts, whatever type the file gives them."""
+    words = ["<a>", "<b>", "<c>", *tokens()[3 : 272 - len(ends)], *ends]
+    metadata = {
+        "tokens": words,
+        "merges": list(MERGES[:3]),
+        "token_type": [3] * 3 + [1] * (269 - len(ends)) + [kind] * len(ends),
+        **dict.fromkeys(("eos_token_id", "bos_token_id", "padding_token_id")),
+        **named,
+    }
+    path = write_gguf(tmp_path / "a.gguf", {f"tokenizer.ggml.{name}": value for name, value in metadata.items()})
+    tokenizer = load_model(path, runtime="llama").tokenizer
+    assert tokenizer.stop_ids == {*named.values(), *map(words.index, ends)}
+    a = tokenizer.encode("a")
+    assert all(tokenizer.encode(f"a{end}a") == [*a, words.index(end), *a] for end in ends)
+    assert tokenizer.decode([*a, *map(words.index, ends)]) == "a"
+
+
 def test_stop_ids_of_files_that_name_none(tmp_path: Path) -> None:
-    words = [word.replace("<|im_end|>", "<|other|>") for word in tokens()]
-    fields = {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.tokens": words}
+    words = [word.replace("<|im_end|>", "<|other|>").replace("<|im_start|>", "<bos>") for word in tokens()]
+    fields = {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.tokens": words}
     tiny = folder_of(write_gguf(tmp_path / "tiny.gguf", fields), tmp_path / "tiny")
     (tiny / "generation_config.json").unlink()
     assert Tokenizer.from_folder(tiny).stop_ids == {0}  # <|endoftext|>
@@ -237,14 +273,17 @@ def test_stop_ids_of_files_that_name_none(tmp_path: Path) -> None:
 def test_a_message_ends_a_turn_where_an_answer_has_one_message(tiny: Path) -> None:
     """Phi ends turns by <|end|>, gpt-oss by other tokens only the messages before the last."""
     file = tiny / "tokenizer.json"
-    for added, ends in ((["<|end|>"], {272}), (["<|end|>", "<|return|>"], set[int]())):
+    for added, ends in ((["<|end|>"], {272}), (["<|end|>", "<|return|>"], {273}), (["</s>"], {272})):
         data = json.loads(file.read_text())
         entry = data["added_tokens"][0]
         more = [entry | {"id": 272 + place, "content": token} for place, token in enumerate(added)]
         known = [one for one in data["added_tokens"] if one["id"] < 272]
         file.write_text(json.dumps(data | {"added_tokens": known + more}))
         (tiny / "config.json").unlink(missing_ok=True)
-        assert Tokenizer.from_folder(tiny).stop_ids == {2} | ends
+        assert Tokenizer.from_folder(tiny).stop_ids == {0, 1, 2} | ends
+    more[0]["special"] = False  # in Gemma, </s> is the HTML tag
+    file.write_text(json.dumps(data | {"added_tokens": known + more}))
+    assert Tokenizer.from_folder(tiny).stop_ids == {0, 1, 2}
 
 
 def test_added_tokens_without_a_row_are_refused_in_texts_alone(tiny: Path) -> None:

@@ -28,6 +28,7 @@ from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
+from outpace.models.text.infill import infill_prompt
 from outpace.planning.profile import Profile, subject
 
 _SIMILARITY = 0.8  # of a misspelt name to the one that is suggested
@@ -243,6 +244,25 @@ class LLM(AbstractContextManager["LLM"]):
         )
         return self.stream(prompt, sampling_params, choice=choice, plain=plain, drafter=drafter, **options).finish()
 
+    def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        files: Sequence[tuple[str, str]] = (),
+        choice: int = 0,
+        plain: bool = False,
+        drafter: str | None = None,
+        **options: Any,
+    ) -> Result:
+        """Write the text between a prefix and a suffix, with a model that has fill-in-the-middle tokens.
+
+        `files` are names and texts of other files of a repository. The other options are those of `stream`.
+        """
+        prompt = infill_prompt(self.tokenizer, prefix, suffix, files)
+        return self.stream(prompt, sampling_params, choice=choice, plain=plain, drafter=drafter, **options).finish()
+
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         new = self.prepare(prompt, params, choice, plain, drafter)
         run = self._shared.submit(new.request, new.decoder, new.options, new.text.watch, new.drafter)
@@ -274,7 +294,7 @@ class LLM(AbstractContextManager["LLM"]):
             constraint=self.grammars.constraint(structure, len(tokens)) if structure else None,
         )
         include_stop = params.include_stop_str_in_output
-        hidden = self.tokenizer.stop_ids.union(() if include_stop else params.stop_token_ids)
+        hidden = own_ends.union(() if include_stop else params.stop_token_ids)
         stops = StopStrings(params.stop, include_stop)
         text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""

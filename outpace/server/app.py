@@ -17,10 +17,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outpace import __version__
-from outpace.server import chat_completions, completions, logs, messages, responses
+from outpace.server import chat_completions, completions, infill, logs, messages, responses
 from outpace.server.chat_completions import ChatBody, ChatFormat
 from outpace.server.completions import CompletionBody, CompletionFormat
 from outpace.server.errors import ApiError
+from outpace.server.infill import InfillBody, InfillFormat
 from outpace.server.messages import CountBody, MessagesBody, MessagesFormat
 from outpace.server.middleware import Middleware, is_messages_path
 from outpace.server.replies import EventStream, JsonReply, WholeReply, error_reply
@@ -194,6 +195,7 @@ def _block_hash(text: str, tag: str) -> str:
 POSTS: dict[str, tuple[str, Any, Callable[..., Any], Any]] = {  # summary, body, function, format of generated text
     "/v1/chat/completions": ("Answer a conversation", ChatBody, chat_completions.to_request, ChatFormat),
     "/v1/completions": ("Continue texts", CompletionBody, completions.to_request, CompletionFormat),
+    "/infill": ("Fill in the text at a cursor", InfillBody, infill.to_request, InfillFormat),
     "/v1/responses": ("Answer as OpenAI's Responses API", ResponsesBody, responses.to_request, ResponsesFormat),
     "/v1/messages": ("Answer as Anthropic's Messages API", MessagesBody, messages.to_request, MessagesFormat),
     "/v1/messages/count_tokens": ("Count the tokens of a conversation", CountBody, messages.count_tokens, None),

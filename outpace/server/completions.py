@@ -8,7 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from outpace.api.llm import LLM
+from outpace.core.errors import UserError
 from outpace.core.types import TokenLogprobs
+from outpace.models.text.infill import infill_prompt
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, drafting_options, max_answer_tokens
@@ -25,6 +27,7 @@ class CompletionBody(SamplingBody):
     """The request body of a completion."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
+    suffix: str | None = None
     max_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -38,7 +41,7 @@ class CompletionBody(SamplingBody):
 def to_request(body: CompletionBody, service: Service) -> GenerationRequest:
     """Convert a request body."""
     llm = service.llm
-    prompts = tuple(_token_ids(prompt, llm) for prompt in _prompts(body))
+    prompts = tuple(_token_ids(prompt, llm, body.suffix) for prompt in _prompts(body))
     n, best_of = body.n or 1, body.best_of or body.n or 1
     _check(body, len(prompts), n, best_of)
     left = max(max_answer_tokens(llm, prompt) for prompt in prompts)
@@ -64,6 +67,9 @@ def _check(body: CompletionBody, num_prompts: int, n: int, best_of: int) -> None
     if num_prompts * best_of > MAX_ANSWERS:
         message = f"{num_prompts} prompts of {best_of} choices exceed the limit of {MAX_ANSWERS} answers a request"
         raise ApiError(400, message, param="prompt")
+    if body.suffix and body.echo and body.logprobs is not None:
+        why = "echo with logprobs reports the tokens of the prompt alone, it cannot be combined with suffix"
+        raise ApiError(400, why, param="suffix")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, it must be at least 1 without echo", param="max_tokens")
 
@@ -76,14 +82,24 @@ def _prompts(body: CompletionBody) -> list[Any]:
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
-def _token_ids(prompt: str | list[int], llm: LLM) -> tuple[int, ...]:
-    if isinstance(prompt, str):
+def _token_ids(prompt: str | list[int], llm: LLM, suffix: str | None) -> tuple[int, ...]:
+    """Return a prompt's tokens; with a suffix, the answer is the text between the two."""
+    if isinstance(prompt, str) and not suffix:
         return tuple(llm.tokenizer.encode(prompt))
     last = llm.target.model.vocab_size - 1
-    bad = next((token for token in prompt if token > last), None)
+    bad = None if isinstance(prompt, str) else next((token for token in prompt if token > last), None)
     if bad is not None:
         raise ApiError(400, f"the prompt has token {bad}, allowed are 0 to {last}", param="prompt")
-    return tuple(prompt)
+    return infill_tokens(llm, prompt, suffix) if suffix else tuple(prompt)  # type: ignore[arg-type]
+
+
+def infill_tokens(llm: LLM, prefix: str | Sequence[int], suffix: str, **options: Any) -> tuple[int, ...]:
+    """Return the prompt for the text between a prefix and a suffix; raise ApiError for a model that cannot fill in."""
+    try:
+        return tuple(infill_prompt(llm.tokenizer, prefix, suffix, **options))
+    except UserError as error:
+        message = f"{llm.target.name}: {error}"
+        raise ApiError(400, message, param="suffix", code="infill_not_supported") from None
 
 
 class CompletionFormat(ChunkFormat):
@@ -134,7 +150,11 @@ class CompletionFormat(ChunkFormat):
         if not (self.body.echo and is_first):
             return delta.text, list(delta.logprobs)
         prompt, given = choice.prepared.request.prompt, self.body.prompt
-        echo = given if isinstance(given, str) else self.service.llm.tokenizer.decode(prompt)
+        tokenizer, echoed = self.service.llm.tokenizer, prompt
+        if self.body.suffix and tokenizer.infill_tokens:
+            marks = tokenizer.infill_tokens
+            echoed = prompt[prompt.index(marks.prefix) + 1 : prompt.index(marks.suffix)]
+        echo = given if isinstance(given, str) else tokenizer.decode(echoed)
         records: list[TokenLogprobs | int] = []
         if self.body.logprobs is not None:
             assert choice.run is not None

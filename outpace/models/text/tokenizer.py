@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,20 +29,11 @@ from outpace.models.files.tokenizer_folder import (
     token_text,
 )
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.special_tokens import THOUGHT_BEGIN
+from outpace.models.text.special_tokens import INFILL_MARKS, THOUGHT_BEGIN, InfillTokens, ends_among
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
 if TYPE_CHECKING:
     import tokenizers
-
-
-# Turn-end tokens of the supported families: they end an answer even if the model's files do not say so.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
-# Also a turn end (Phi), except in vocabularies with answer-end tokens, where answers have several messages (gpt-oss).
-MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
-# Document ends. They count only if the files name no end at all: in SmolLM2, for example, <|endoftext|> is also
-# padding, generation_config.json leaves it out, and stopping there would differ from transformers.
-TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 CUT = "CONTINUE_THIS_TEXT_HERE"  # marks the end of a message that is to be continued
@@ -73,6 +66,7 @@ class Tokenizer:
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self.id_of(self.special_texts.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
+        self.infill_tokens = self._find_infill_tokens(settings)
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
@@ -109,6 +103,32 @@ class Tokenizer:
     def continuation(self, text: str) -> list[int]:
         """Encode a text that continues another, without adding special tokens."""
         return self._encode(text, add_special=False)
+
+    def literal(self, text: str, is_inner: bool = False) -> list[int]:
+        """Encode a text in which special tokens that are written out stay text.
+
+        `is_inner`: it follows other text, so that SentencePiece tokenizers put no space before it.
+        """
+        cuts = [match.start() + 1 for match in self._special_words.finditer(text)]
+        pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+        first = [self.continuation(piece) if not is_inner else self._inner(piece) for piece in pieces[:1]]
+        return [*itertools.chain(*first, *(self._inner(piece) for piece in pieces[1:]))]
+
+    def _inner(self, text: str) -> list[int]:
+        """Encode a text without the space that SentencePiece tokenizers put before one."""
+        line = self.continuation("\n")  # no token of a text begins with it and ends with other characters
+        ids = self.continuation(f"\n{text}") if self._adds_space else []
+        return ids[len(line) :] if ids and ids[: len(line)] == line else self.continuation(text)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return b"".join(self.spelled(index) for index in self.continuation("a")) == b" a"
+
+    @cached_property
+    def _special_words(self) -> re.Pattern[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        words = sorted((re.escape(token.content) for token in added if token.content.strip()), key=len, reverse=True)
+        return re.compile("|".join(words) or r"(?!)")
 
     @property
     def has_template(self) -> bool:
@@ -275,15 +295,23 @@ class Tokenizer:
         """Return what a token adds to a text."""
         return self._token_streams[0].bytes_of(token)
 
+    def _find_infill_tokens(self, settings: Mapping[str, Any]) -> InfillTokens | None:
+        """Return the tokens of fill-in-the-middle prompts, which the files name or which are known by their texts."""
+        found: dict[str, int | None] = {}
+        for name in InfillTokens._fields:
+            ids = map(self.id_of, (token_text(settings.get(f"{name}_token")), *INFILL_MARKS[name]))
+            found[name] = next((index for index in ids if index is not None and index < self.size), None)
+        marks = InfillTokens(**found)  # type: ignore[arg-type]
+        return None if None in marks[:3] else marks
+
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
-        """Return the ids that end an answer, without ids that the vocabulary lacks."""
-        texts = ((index, self._tokenizer.id_to_token(index)) for index in self.special_ids)
-        special = {text: index for index, text in texts if text is not None}
-        turn_ends = TURN_ENDS if any(end in special for end in ANSWER_ENDS) else (*TURN_ENDS, MESSAGE_END)
-        ends = {self.id_of(self.special_texts.get("eos_token")), *named, *map(special.get, turn_ends)}
-        there = [index for index in ends if index is not None and 0 <= index < self.size]
-        found = {index for index in there if self._tokenizer.id_to_token(index) is not None}
-        return frozenset(found or {special[end] for end in TEXT_ENDS if end in special})
+        """Return the ids that end an answer: those that the files name and those known by their texts."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        found = ends_among({token.content: index for index, token in added.items()}, self.special_ids)
+        bos = self.special_ids & {self.bos_id}  # another text begins
+        ids = {self.id_of(self.special_texts.get("eos_token")), *named, *found, *bos}
+        there = [index for index in ids if index is not None and 0 <= index < self.size]
+        return frozenset(index for index in there if self._tokenizer.id_to_token(index) is not None)
 
 
 def _load_backend(file: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:

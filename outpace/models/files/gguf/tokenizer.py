@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.errors import UserError, unknown
+from outpace.models.text.special_tokens import MARKS
 
 if TYPE_CHECKING:
     import tokenizers
@@ -61,10 +62,17 @@ WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not split by 
 EATING = ("phi3",)  # architectures whose special tokens, except PLAIN, absorb following white space
 PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
-END_OF_TURN_IDS = ("eot_token_id", "eom_token_id")
 TEMPLATE = "tokenizer.chat_template"  # the default one; others have their name appended, after a dot
 # Fields of tokenizer.ggml that would change a text's tokens, or those of an answer, unless they are off.
 REFUSED = ("add_sep_token", "normalizer.lowercase", "normalizer.strip_accents", "suppress_tokens")
+INFILL_IDS = {  # names of special tokens by fields of metadata, old names last
+    "prefix": ("fim_pre_token_id", "prefix_token_id"),
+    "suffix": ("fim_suf_token_id", "suffix_token_id"),
+    "middle": ("fim_mid_token_id", "middle_token_id"),
+    "repository": ("fim_rep_token_id",),
+    "separator": ("fim_sep_token_id",),
+}
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,10 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
     except Exception as error:  # tokenizers raises bare Exceptions, for example for a merge of unknown tokens
         raise UserError(f"{path}: the tokenizer cannot be built ({error!s:.200})") from error
     eats = kind == "llama" and metadata.get("general.architecture") in EATING
-    types = vocabulary.numbers("token_type", [1] * len(vocabulary.tokens))
     whole, later = (*SPECIAL, USER_DEFINED), {*vocabulary.texts("added_tokens", [])}  # added after training
     added = [
         AddedToken(token, special=is_a in SPECIAL, normalized=False, rstrip=eats and token not in PLAIN)
-        for token, is_a in zip(vocabulary.tokens, types, strict=True)
+        for token, is_a in zip(vocabulary.tokens, vocabulary.types(), strict=True)
         if token and (is_a in whole or token in later)
     ]
     tokenizer.add_tokens(added)
@@ -154,6 +161,13 @@ class _Vocabulary:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} must hold one number for each token")
         return values
 
+    def types(self) -> list[int]:
+        """The type of each token; one whose text says that it is special is special, whatever the file says."""
+        types = [*self.numbers("token_type", [1] * len(self.tokens))]
+        for text in MARKS & self.ids.keys():
+            types[self.ids[text]] = CONTROL
+        return types
+
     def merges(self) -> list[tuple[str, str]]:
         pairs = [tuple(merge.split(" ")) for merge in self.texts("merges")]
         if not {*map(len, pairs)} <= {2}:
@@ -175,6 +189,8 @@ class _Vocabulary:
         """Return the fields of tokenizer_config.json that the file decides alone."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         found = {f"{name}_token": self.token_at(field) for name, field in SPECIAL_IDS.items()}
+        for name, fields in INFILL_IDS.items():
+            found[f"{name}_token"] = next((one for one in map(self.token_at, fields) if one is not None), None)
         named = {key.removeprefix(TEMPLATE): text for key, text in self.metadata.items() if key.startswith(TEMPLATE)}
         named = {name[1:] or "default": text for name, text in named.items() if name == "" or name[0] == "."}
         for name, text in named.items():
@@ -188,7 +204,7 @@ class _Vocabulary:
         """Return the ids in config.json and generation_config.json; several end tokens make a list."""
         found = {f"{name}_token_id": self.token_at(SPECIAL_IDS[name]) for name in ("bos", "eos", "pad")}
         ids: dict[str, Any] = {name: one[1] for name, one in found.items() if one is not None}
-        ends = [self.token_at(name) for name in (SPECIAL_IDS["eos"], *END_OF_TURN_IDS)]
+        ends = [self.token_at(name) for name in END_IDS]
         end_ids = list(dict.fromkeys(one[1] for one in ends if one is not None))
         if end_ids:
             ids["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
