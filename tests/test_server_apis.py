@@ -14,7 +14,9 @@ from test_library import folder
 from test_server import plain
 
 import outpace
+from outpace.server import responses
 from outpace.server.messages import MessagesBody, template_messages
+from outpace.server.responses import ResponsesBody
 
 FREE = {"ignore_eos": True, "temperature": 0}
 
@@ -114,6 +116,31 @@ def test_a_too_long_prompt_has_the_sentence_of_the_messages_api(site: Served) ->
     found = message(site, messages=turns)
     error = {"type": "invalid_request_error", "message": f"prompt is too long: {count} tokens > {most} maximum"}
     assert (found.status, found.json["error"]) == (400, error)
+
+
+def test_items_of_a_turn_become_one_message() -> None:
+    def call(number: int) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": f'{{"x": {number}}}'}
+
+    items = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "world"},
+        *(call(number) for number in (1, 2)),
+        {"role": "assistant", "content": "12"},
+        *({"type": "function_call_output", "call_id": f"c{number}", "output": "5"} for number in (1, 2)),
+        {"role": "assistant", "content": "34"},
+    ]
+    calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
+        for number in (1, 2)
+    ]
+    assert responses.template_messages(ResponsesBody.model_validate({"input": items})) == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "world\n12", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+        {"role": "tool", "tool_call_id": "c2", "content": "5"},
+        {"role": "assistant", "content": "34"},
+    ]
 
 
 def test_stop_sequences(site: Served) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -80,8 +80,22 @@ def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     first: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         return [*first, {"role": "user", "content": body.input}]
-    items = [_template_message(item, number) for number, item in enumerate(body.input) if item.type != "reasoning"]
-    return first + items
+    messages = [_template_message(item, number) for number, item in enumerate(body.input) if item.type != "reasoning"]
+    return first + _join_turns(messages)
+
+
+def _join_turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Join the texts and calls of each of the assistant's turns, which are items of their own, to one message."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if not found or not found[-1]["role"] == message["role"] == "assistant":
+            found.append({**message})
+            continue
+        texts = (found[-1]["content"], message["content"])
+        found[-1]["content"] = "\n".join(text for text in texts if text)
+        if calls := [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]:
+            found[-1]["tool_calls"] = calls
+    return found
 
 
 def _template_message(item: InputItem, number: int) -> dict[str, Any]:
