@@ -267,6 +267,8 @@ def thoughts(chunks: Iterable[str], is_open: bool = False) -> list[tuple[str, st
         ("<think>\nso\n</think>\n\nHello <think>", False, [("ThoughtDelta", "so\n"), ("TextDelta", "Hello <think>")]),
         ("so</think>Hello", True, [("ThoughtDelta", "so"), ("TextDelta", "Hello")]),
         ("so </thin", True, [("ThoughtDelta", "so </thin")]),
+        ("\n<think>\nso</think>\nHello", True, [("ThoughtDelta", "so"), ("TextDelta", "Hello")]),
+        ("<thin", True, [("ThoughtDelta", "<thin")]),
         (" <thin", False, [("TextDelta", "<thin")]),
     ],
 )
@@ -274,6 +276,19 @@ def test_thoughts_are_found_for_every_split_of_the_text(text: str, is_open: bool
     for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         assert thoughts((text[:first], text[first:second], text[second:]), is_open) == expected
     assert isinstance(ReasoningParser(Thought.BEGUN).push("a")[0], ThoughtDelta)
+
+
+@pytest.mark.parametrize("family", [QWEN, JSON, LLAMA])
+def test_references_in_parameters_of_calls_without_marks(family: CallFormat, tokenizer: Tokenizer) -> None:
+    node = {"properties": {"next": {"$ref": "#"}, "n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
+    function = {"name": "f", "parameters": {**node, "additionalProperties": False}}
+    form = read_structure({"type": "json_schema", "schema": {"type": "null"}}, None)
+    tools = read_tools([{"type": "function", "function": function}])
+    structure = structure_of(tokenizer, family, tools, ToolChoice("auto"), form=form)
+    assert structure is not None
+    for arguments, expected in (('{"next": {"n": 1}}', True), ('{"next": {"n": "1"}}', False), ('{"m": 1}', False)):
+        text = f'{{"name": "f", "{family.arguments}": {arguments}}}'
+        assert accepts(Grammars(tokenizer), structure, tokenizer, text) is expected
 
 
 def test_text_between_tags_is_passed_on_at_once() -> None:

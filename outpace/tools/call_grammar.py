@@ -22,6 +22,7 @@ _FREE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]
 _OBJECT = {"type": "object"}
 _ANY = r"/(.|\n)*/"
 _SPACE = r"[\x20\x0A\x0D\x09]*"
+_ROOT = re.compile(r'"\$ref": "#(?!/(?:\$defs|definitions)/)')
 _AFTER = rf"/{_SPACE}\]?{_SPACE}(```|<\/tools>|<\/tool_call>|<\/function>)?{_SPACE}/"  # after the only call
 
 
@@ -186,7 +187,8 @@ class _Calls:
 
     def _bare(self, tool: Tool, options: Mapping[str, Any]) -> str:
         """Return the JSON schema of a whole call."""
-        limits = dict(self._limits_of[tool.name])
+        place = rf"\g<0>/properties/{self._family.arguments}"  # of the arguments, which references call the root
+        limits = json.loads(_ROOT.sub(place, json.dumps(self._limits_of[tool.name])))
         definitions: dict[str, Any] = {name: limits.pop(name) for name in ("$defs", "definitions") if name in limits}
         fields: dict[str, Any] = {"name": {"const": tool.name}, self._family.arguments: limits}
         required = {"required": list(fields), "additionalProperties": False}

@@ -101,6 +101,9 @@ class ReasoningParser:
 
     def _step(self, character: str) -> list[ThoughtDelta | TextDelta]:
         self._held += character
+        if self._is_open and self._is_start and OPEN.startswith(begun := self._held.lstrip()):
+            self._held = "" if begun == OPEN else self._held  # some models repeat the mark of the prompt
+            return []
         mark = CLOSE if self._is_open else OPEN
         if not (self._is_open or self._is_start):
             return self.finish()  # no mark can follow
