@@ -97,6 +97,24 @@ def test_a_draft_with_a_padded_vocabulary(tiny_folder: str, tmp_path: Path) -> N
         assert drafted.figures.drafted > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_without_the_targets_last_tokens(tiny_folder: str, tmp_path: Path, temperature: float) -> None:
+    """As with models of one family, of which the larger ones have more special tokens at the end."""
+    short = folder(tmp_path, "short", seed=1, vocab_size=270)
+    file = Path(short) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: number for token, number in vocab.items() if number < 270}
+    assert len(tokenizer["model"]["vocab"]) < len(vocab)
+    file.write_text(json.dumps(tokenizer))
+    with outpace.load(tiny_folder, short, method="speculative") as llm:
+        options = {"max_tokens": 30, "temperature": temperature, "logit_bias": {271: 3.0}}
+        plain = llm.stream(CHAT, plain=True, **options).finish()
+        drafted = llm.stream(CHAT, **options).finish()
+    assert drafted.tokens == plain.tokens
+    assert drafted.figures.drafted > 0
+
+
 def test_a_draft_with_other_tokens_is_refused(tiny_folder: str, tmp_path: Path) -> None:
     other = folder(tmp_path, "other")
     file = Path(other) / "tokenizer.json"
