@@ -9,7 +9,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -130,12 +130,16 @@ class LLM(AbstractContextManager["LLM"]):
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, build.part_options)
         self.engine = build_engine(self.target, self.draft, build)
-        self._is_closed = False
-        self._shared = SharedEngine(self.engine)
-        drafters = self.engine.drafting.drafters.values()
-        is_known = self._profile is not None and self._profile.load(self.engine.costs, drafters)
-        if self.method == AUTO and not is_known:
-            warm_up(self.engine, self.tokenizer.encode("The") or [0])  # any word
+        try:
+            self._shared = SharedEngine(self.engine)
+            drafters = self.engine.drafting.drafters.values()
+            is_known = self._profile is not None and self._profile.load(self.engine.costs, drafters)
+            if self.method == AUTO and not is_known:
+                warm_up(self.engine, self.tokenizer.encode("The") or [0])  # any word
+            self._is_closed = False
+        except BaseException:
+            self.engine.close()
+            raise
 
     def __repr__(self) -> str:
         return "<closed LLM>" if self._is_closed else f"<LLM of {self.target.name} by {self.method}>"
@@ -149,13 +153,15 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def close(self) -> None:
-        """End all answers, the drafter's worker and the process that renders chat templates."""
-        with self._shared.lock.hold():
+        """End all answers, the drafter's worker and the process that renders chat templates. May be repeated, for what
+        an interrupt left undone."""
+        with ExitStack() as stack:
+            stack.callback(self.tokenizer.close)
+            stack.enter_context(self._shared.lock.hold())
+            stack.callback(self.engine.close)
             if self._profile:
                 self._profile.save(self.engine.costs, self.engine.drafting.drafters.values())
-            self.engine.close()
-            self._is_closed = True
-        self.tokenizer.close()
+        self._is_closed = True
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         """Warn, and tell a worker to end that would outlive it; wait for nothing, because the garbage collector
@@ -211,7 +217,8 @@ class LLM(AbstractContextManager["LLM"]):
         try:
             for prompt, params in zip(all_prompts, each, strict=True):
                 params = params if n is None else replace(params, n=n)
-                streams += [self._start(prompt, params, choice, plain, drafter) for choice in range(params.n)]
+                for choice in range(params.n):
+                    streams.append(self._start(prompt, params, choice, plain, drafter))
             return [stream.finish() for stream in streams]
         finally:
             for stream in streams:  # after an error, some are still open
@@ -265,8 +272,14 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         new = self.prepare(prompt, params, choice, plain, drafter)
-        run = self._shared.submit(new.request, new.decoder, new.options, new.text.watch, new.drafter)
-        return Stream(self._shared, run, new.text, new.method, new.echo, owner=self)
+        run = self._shared.create(new.request, new.decoder, new.options, new.text.watch, new.drafter)
+        stream = Stream(self._shared, run, new.text, new.method, new.echo, owner=self)
+        try:
+            self._shared.enqueue(run)
+            return stream
+        except BaseException:
+            stream.abort()
+            raise
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False, drafter: str | None = None

@@ -104,12 +104,17 @@ class SharedEngine:
         self.lock = FairLock()
         _engines.add(self)
 
-    def submit(
+    def create(
         self, request: Request, decoder: type[Decoder], options: Any, watch: StopCheck, drafter: str | None
     ) -> TokenSequence:
-        """Submit a request; UserError if it can never run."""
+        """Return the sequence of a request, for `enqueue`; UserError if it can never run."""
         with self.lock.hold():
-            return self.engine.submit(request, decoder, options, watch, drafter)
+            return self.engine.create(request, decoder, options, watch, drafter)
+
+    def enqueue(self, run: TokenSequence) -> None:
+        """Let a sequence wait for its turn."""
+        with self.lock.hold():
+            self.engine.enqueue(run)
 
     def drive(self, run: TokenSequence, text: TextAssembler | None) -> None:
         """Step the engine, alternating with other threads, until the request ends or, given `text`, until it has a new

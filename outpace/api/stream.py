@@ -18,8 +18,9 @@ class Result:
     """One complete answer.
 
     `finish_reason`: "stop" (a stop token or stop string), "length" (`max_tokens`, or the context is full) or "abort"
-    (closed early). `tokens`: the generated ids, including the stop token. `seconds`: from the call to the last token;
-    `time_to_first_token`: from the call to the end of the first round; `tokens_per_second` is measured between the two.
+    (closed early, or reading it was interrupted). `tokens`: the generated ids, including the stop token. `seconds`:
+    from the call to the last token; `time_to_first_token`: from the call to the end of the first round;
+    `tokens_per_second` is measured between the two.
     `figures`: counts of drafted and accepted tokens. `choice`: number of the answer among several to one prompt.
     `logprobs` has one record per token, `prompt_logprobs` one per prompt token but the first, if requested.
     `lossless` is False if the rule trades the target's distribution for speed.
@@ -52,6 +53,7 @@ class Stream:
         self._texts: list[str] = []
         self._sent = 0  # tokens in the pieces that were handed out
         self._is_whole = False  # only the whole answer is wanted, so pieces need not be waited for
+        self._is_read = False  # all pieces were handed out
         self._pieces = self._iterate(echo)
 
     def __iter__(self) -> Generator[Piece, None, None]:
@@ -91,7 +93,7 @@ class Stream:
         return Result(
             text="".join(self._texts),
             tokens=tuple(run.tokens[: self._sent]),
-            finish_reason=run.finish_reason or "abort",
+            finish_reason=(run.finish_reason if self._is_read else None) or "abort",
             method=self._method,
             seed=run.request.seed,
             seconds=max(history.ended - history.submitted, 0.0),
@@ -121,6 +123,7 @@ class Stream:
             text.finish()
             while text.has_news:
                 yield self._piece(text.pieces.popleft())
+            self._is_read = True
         except GeneratorExit:  # perhaps garbage, collected in any thread and under any lock: do not take the lock
             end = self._engine.abort
             raise

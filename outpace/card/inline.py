@@ -110,9 +110,11 @@ class InlineWorker(DraftWorker):
     def _start(self) -> None:
         try:
             layers = self._loop.grow()
-        except Exception as failure:
-            self.failure = failure
+        except BaseException as failure:
             self._loop.drop(failure)
+            if not isinstance(failure, Exception):  # an interrupt, which ends all requests that are drafted here
+                raise
+            self.failure = failure
             return
         if layers:
             seconds = self.clock.draft_seconds()

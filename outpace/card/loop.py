@@ -131,7 +131,9 @@ class DraftLoop:
         self._take(message)
 
     def drop(self, failure: BaseException) -> None:
-        """Release everything after the drafter failed, including what the kept exception refers to."""
+        """Release everything after the drafter failed, including what the kept exception refers to, and the messages
+        about it."""
+        self.inbox = SimpleQueue()
         self._requests.clear()
         clear_frames(failure.__traceback__)
 

@@ -213,7 +213,11 @@ class ProcessWorker(DraftWorker):
         self._num_received = 0  # messages from the child
         self._silent_since = -1  # value of `_num_received` when a wait timed out without a message
         self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -260,21 +264,19 @@ class ProcessWorker(DraftWorker):
         record = self._requests.get(message.key)
         if record is None:
             return
-        if isinstance(message, Close):
-            del self._requests[message.key]
-        elif isinstance(message, Correct):
+        if isinstance(message, Correct):
             record.tokens += message.correction.tokens
         elif isinstance(message, SetDirectives):
             record.directives = message.directives
-        if ready is None:
-            return
-        if record.child is ready:
+        if ready is not None and record.child is ready:
             ready.post(message)
-        elif isinstance(message, Correct) and not message.correction.is_hit:
+        elif ready is not None and isinstance(message, Correct) and not message.correction.is_hit:
             record.child = ready
             ready.post(Open(message.key, record.request, record.cache.next_id))
             ready.post(Correct(message.key, Correction([0], list(record.tokens), message.correction.root_id, False)))
             ready.post(SetDirectives(message.key, record.directives))
+        if isinstance(message, Close):
+            del self._requests[message.key]
 
     def _run(self) -> None:
         """Run one child after another, all in this thread: a child dies with the thread that started it."""

@@ -35,12 +35,14 @@ class ThreadWorker(DraftWorker):
         self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
         before = torch.get_num_threads() if is_torch_loaded() else 0
-        self._thread.start()
         try:
+            self._thread.start()
             self._ready.get()
-        finally:
             if before:
                 torch.set_num_threads(before)  # the count of a thread becomes the default of later threads
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def is_working(self) -> bool:

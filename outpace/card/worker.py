@@ -53,11 +53,12 @@ class DraftWorker(ABC):
         """Continue a paused request."""
         self._post(Resume(key))
 
-    def forget(self, key: int) -> None:
-        """End a request."""
-        self._caches.pop(key, None)
-        self._resting_keys.discard(key)
+    def forget(self, key: int) -> int:
+        """End a request; return the number of its candidates that arrived too late, 0 if it has ended before."""
         self._post(Close(key))
+        self._resting_keys.discard(key)
+        cache = self._caches.pop(key, None)
+        return 0 if cache is None else cache.counts["orphan"]
 
     @property
     def is_working(self) -> bool:

@@ -57,14 +57,17 @@ class NgramIndex:
             self._extend(tokens[start : start + _SLACK])
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Index one n-gram length after the other, then forget what is too old."""
+        """Index one n-gram length after the other, including what an interrupt left out, then forget what is too
+        old."""
         known = self._tokens
-        first = self._start + len(known)
-        text = (*known[-self._longest :], *tokens)
+        known += tokens
+        end = self._start + len(known)
+        self._has_ends = self._has_ends or BREAK in tokens
         for chains in self._chains:
             length, heads, before = chains.length, chains.heads, chains.before
-            at = len(text) - len(tokens) - length  # start of the n-gram before the next place
-            for place in range(first, first + len(tokens)):
+            at = min(len(before) - length, 0)  # start of the n-gram before the next place
+            text = tuple(known[len(before) - length - at :])
+            for place in range(self._start + len(before), end):
                 if at >= 0:
                     key = hash(text[at : at + length])
                     before.append(heads.get(key, -1))
@@ -72,9 +75,7 @@ class NgramIndex:
                 else:
                     before.append(-1)
                 at += 1
-        known += tokens
-        self._has_ends = self._has_ends or BREAK in tokens
-        for place in range(max(first - self._memory, 0), first + len(tokens) - self._memory):
+        for place in range(max(end - len(tokens) - self._memory, 0), end - self._memory):
             self._forget(place)
         self._trim()
 
@@ -119,7 +120,5 @@ class NgramIndex:
         """Free old tokens from time to time."""
         spare = len(self._tokens) - self._memory - self._longest
         if spare >= _SLACK:
-            del self._tokens[:spare]
-            for chains in self._chains:
-                del chains.before[:spare]
-            self._start += spare
+            chains = [_Chains(each.length, each.heads, each.before[spare:]) for each in self._chains]
+            self._tokens, self._chains, self._start = self._tokens[spare:], chains, self._start + spare

@@ -261,9 +261,13 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
         raise UserError(f"method {options.method} has one drafter in its worker, not {name!r} to choose from")
     check_concurrent(drafters[name])
     worker = _build_worker(options, name, drafters[name], draft, values)
-    if options.worker != "inline" and all(_device(one) == "cpu" for one in (target, draft) if one):
-        worker.cores = options.draft_threads if drafters[name].runs_model else 0
-    return Engine(target.model, worker=worker, options=settings, needs=needs)
+    try:
+        if options.worker != "inline" and all(_device(one) == "cpu" for one in (target, draft) if one):
+            worker.cores = options.draft_threads if drafters[name].runs_model else 0
+        return Engine(target.model, worker=worker, options=settings, needs=needs)
+    except BaseException:
+        worker.stop()
+        raise
 
 
 def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:

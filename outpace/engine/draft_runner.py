@@ -101,13 +101,12 @@ class DraftRunner:
     def close(self, sequence: TokenSequence) -> None:
         """Stop drafting for a sequence."""
         self.notify(sequence)
+        state, sequence.draft.state = sequence.draft.state, None
         drafter = self._of(sequence)
-        if sequence.draft.state is not None and drafter is not None:
-            self.guarded(sequence.draft.name, drafter.close, sequence.draft.state)
-        sequence.draft.state = None
+        if state is not None and drafter is not None:
+            self.guarded(sequence.draft.name, drafter.close, state)
         if worker := self._worker_of(sequence):
-            worker.forget(sequence.key)
-            sequence.history.stale += sequence.context.candidates.counts["orphan"]
+            sequence.history.stale += worker.forget(sequence.key)
 
     def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
         """Return the most bytes of keys and values that drafts in this process may need for sequences with texts of
@@ -192,8 +191,9 @@ class DraftRunner:
 
     def notify(self, sequence: TokenSequence) -> None:
         """Let a drafter observe what was committed since it last did."""
-        if (drafter := self._of(sequence)) is not None and (seen := sequence.draft.pending.take()) is not None:
-            self.guarded(sequence.draft.name, drafter.observe, sequence.draft.state, seen)
+        drafter, draft = self._of(sequence), sequence.draft
+        if drafter is not None and draft.state is not None and (seen := draft.pending.take()) is not None:
+            self.guarded(draft.name, drafter.observe, draft.state, seen)
 
     def _of(self, sequence: TokenSequence) -> Drafter | None:
         """Return the drafter that alternates with the target for this sequence, unless it was given up."""

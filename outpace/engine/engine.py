@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -31,6 +31,10 @@ from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
+
+_INTERRUPTED = (
+    "the answer was cut off: a round of the engine that wrote it with others was interrupted (Ctrl-C), ask again"
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._scheduler = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._answers)
         self._keys = itertools.count()
         self.costs.expect_draft_steps(self.target, named.values())
-        self._is_closed = False
+        self._is_closed = self._is_in_round = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -133,12 +137,13 @@ class Engine(AbstractContextManager["Engine"]):
         return self.drafting.worker
 
     def close(self) -> None:
-        """End all requests and the worker."""
+        """End all requests and the worker. May be repeated, for what an interrupt left undone."""
         self._is_closed = True
-        for sequence in [*self.running, *self.waiting]:
-            self.abort(sequence)
-        self.sweep()
-        self.drafting.close_drafters()
+        with ExitStack() as stack:
+            stack.callback(self.drafting.close_drafters)
+            for sequence in [*self.running, *self.waiting]:
+                self.abort(sequence)
+            self.sweep()
 
     def submit(
         self,
@@ -149,6 +154,23 @@ class Engine(AbstractContextManager["Engine"]):
         drafter: str | None = None,
     ) -> TokenSequence:
         """Queue a request, to be drafted by the drafter of this name. UserError if it can never run."""
+        sequence = self.create(request, decoder, options, watch, drafter)
+        try:
+            self.enqueue(sequence)
+            return sequence
+        except BaseException:
+            self.abort(sequence)
+            raise
+
+    def create(
+        self,
+        request: Request,
+        decoder: type[Decoder],
+        options: Any,
+        watch: StopCheck | None = None,
+        drafter: str | None = None,
+    ) -> TokenSequence:
+        """Return the sequence of a request, for `enqueue`; the arguments are those of `submit`."""
         if self._is_closed:
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
@@ -159,8 +181,11 @@ class Engine(AbstractContextManager["Engine"]):
         sequence.history.submitted = self._clock()
         self.drafting.choose(sequence, drafter)
         self.memory.check(sequence)
-        self._scheduler.waiting.append(sequence)
         return sequence
+
+    def enqueue(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait for its turn; until it is aborted, whatever interrupts this."""
+        self._scheduler.enqueue(sequence)
 
     def abort(self, sequence: TokenSequence, reason: str = "abort") -> None:
         """End a request; its tokens stay. Its resources are released by the next `step` or `sweep`."""
@@ -168,13 +193,31 @@ class Engine(AbstractContextManager["Engine"]):
             sequence.finish_reason = reason
 
     def sweep(self) -> list[TokenSequence]:
-        """Release finished requests; return those that had been started."""
+        """Release finished requests, and those of a round that did not reach its end; return those that had been
+        started."""
+        if self._is_in_round:
+            self._scheduler.fail(self.running, UserError(_INTERRUPTED), "abort")
+            self._is_in_round = False
         return self._scheduler.sweep()
 
     def step(self) -> list[TokenSequence]:
-        """Run one round of all running requests. Return the requests that wrote tokens or ended."""
+        """Run one round of all running requests. Return the requests that wrote tokens or ended.
+
+        An interrupt ends the running requests, because what it left half done is unknown; those that wait are served
+        by the next step.
+        """
+        self.sweep()
+        self._is_in_round = True
+        try:
+            wrote = self._run_round()
+            self._is_in_round = False
+        finally:
+            swept = self.sweep()
+        return list(dict.fromkeys([*wrote, *swept]))
+
+    def _run_round(self) -> list[TokenSequence]:
+        """Run one round; return the requests that wrote tokens or could not be started."""
         start = self._clock()
-        self._scheduler.sweep()
         admitted = self._scheduler.admit()
         self.drafting.spent = 0.0
         with self._failing(self.running):
@@ -191,15 +234,14 @@ class Engine(AbstractContextManager["Engine"]):
                 if self.num_captures == captures:
                     self._record_costs(batch, drafting, self._clock() - start)
         wrote = [sequence for sequence, _ in batch.trees]
-        failed = [sequence for sequence in admitted if sequence.state is State.DONE]
-        return list(dict.fromkeys([*wrote, *failed, *self._scheduler.sweep()]))
+        return [*wrote, *(sequence for sequence in admitted if sequence.state is State.DONE)]
 
     @contextmanager
     def _failing(self, sequences: Sequence[TokenSequence]) -> Iterator[None]:
-        """End these sequences if the block raises."""
+        """End these sequences if the block fails."""
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._scheduler.fail(sequences, error)
 
     def _resume_decoders(self) -> None:

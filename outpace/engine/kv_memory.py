@@ -63,7 +63,7 @@ class KVMemory:
         self._target, self._drafts, self._room, self._max_kept = target, drafts, room, max_kept
         self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
         self._kept: list[_KeptText] = []
-        self._open: list[TokenSequence] = []
+        self._open: dict[TokenSequence, None] = {}
         self._stored: PrefixIndex[TokenSequence | _KeptText] = (
             PrefixIndex()
         )  # running ones up to the length that the last search saw
@@ -127,7 +127,7 @@ class KVMemory:
         if holder is not None:
             self._copy(holder, session, length)
         sequence.kv.session = session
-        self._open.append(sequence)
+        self._open[sequence] = None
         if sequence.unread > 0:
             self._reading.hold(sequence, len(sequence.committed))
 
@@ -142,20 +142,23 @@ class KVMemory:
         return self._reserve(sequence, session, max(slots, min(2 * session.slots, promised)), promised)
 
     def release(self, sequence: TokenSequence) -> None:
-        """Release a running sequence's keys and values; they are read again when it is opened the next time."""
-        self._open.remove(sequence)
+        """Release a sequence's keys and values; they are read again when it is opened the next time."""
         self._stored.drop(sequence)
         self._reading.drop(sequence)
         sequence.kv.release()
+        self._open.pop(sequence, None)
 
     def close(self, sequence: TokenSequence) -> None:
         """Take back a finished sequence's session, and keep it if its content is known."""
-        if sequence not in self._open:
-            return
-        session, keep = sequence.kv.session, sequence.kv.keep
+        kv = sequence.kv
+        if self._max_kept and kv.is_open and not kv.is_broken:
+            kv.is_broken = True  # if an interrupt repeats this, the content is not known any more
+            self._keep(sequence)
         self.release(sequence)
-        if not self._max_kept or sequence.kv.is_broken:
-            return
+
+    def _keep(self, sequence: TokenSequence) -> None:
+        """Keep a finished sequence's text, and drop the oldest ones beyond the limit."""
+        session, keep = sequence.kv.session, sequence.kv.keep
         session.keep(keep[: len(sequence.committed) - session.length])  # without what a stop or the limit cut off
         session.trim()
         kept = _KeptText(sequence.text.upto(session.length), session)
@@ -209,8 +212,7 @@ class KVMemory:
 
     def _copy(self, holder: TokenSequence | _KeptText, session: Session, length: int) -> None:
         if isinstance(holder, _KeptText):
-            self._kept.remove(holder)  # keeps the order of last use
-            self._kept.append(holder)
+            self._kept = [*(kept for kept in self._kept if kept is not holder), holder]  # in order of last use
         else:
             holder.kv.settle()
         session.start_from(holder.session if isinstance(holder, _KeptText) else holder.kv.session, length)
@@ -272,8 +274,8 @@ class KVMemory:
         return self._capacity(sequence) + self._room
 
     def _drop(self, kept: _KeptText) -> None:
-        self._kept.remove(kept)
         self._stored.drop(kept)
+        self._kept.remove(kept)
 
     def _capacity(self, sequence: TokenSequence) -> int:
         return min(len(sequence.request.prompt) + sequence.request.max_tokens, self._target.max_positions)

@@ -78,17 +78,18 @@ class PrefixIndex(Generic[H]):
         """Note that a holder has the first `length` tokens of its text, or as many as before if these were more."""
         hashes = holder.text.hashes(length)
         before = self._blocks.get(holder, 0)
+        self._blocks[holder] = max(before, len(hashes))  # first, so that `drop` finds all blocks after an interrupt
         for block in hashes[before:]:
             self._by_block.setdefault(block, {})[holder] = None
-        self._blocks[holder] = max(before, len(hashes))
 
     def drop(self, holder: H) -> None:
         """Remove a holder."""
-        for block in holder.text.hashes(BLOCK * self._blocks.pop(holder, 0)):
+        for block in holder.text.hashes(BLOCK * self._blocks.get(holder, 0)):
             holders = self._by_block.get(block, {})
             holders.pop(holder, None)
             if not holders:
                 self._by_block.pop(block, None)
+        self._blocks.pop(holder, None)
 
     def nearest(self, text: HashedTokens, most: int) -> list[H]:
         """Return the holders of the most blocks of the first `most` tokens; none if they hold no block."""

@@ -16,6 +16,9 @@ class Scheduler:
     """Keeps `waiting` (paused sequences included) and `running` in order of arrival.
 
     The oldest sequence is never paused while another runs, so it finishes, and then the next is the oldest.
+
+    An interrupt may come between any two statements. Therefore a sequence enters `running` before it takes anything and
+    leaves it after it has given everything back, and what releases something may be repeated.
     """
 
     def __init__(
@@ -32,6 +35,10 @@ class Scheduler:
         self.waiting: deque[TokenSequence] = deque()
         self.running: list[TokenSequence] = []
 
+    def enqueue(self, sequence: TokenSequence) -> None:
+        """Let a new sequence wait."""
+        insort(self.waiting, sequence, key=_age)
+
     def admit(self) -> list[TokenSequence]:
         """Start waiting sequences in order of arrival while there is memory; return those that were tried."""
         tried: list[TokenSequence] = []
@@ -40,15 +47,15 @@ class Scheduler:
                 break
             if self._memory.should_wait(sequence):
                 continue
+            insort(self.running, sequence, key=_age)
             self.waiting.remove(sequence)
             tried.append(sequence)
             try:
                 self._memory.open(sequence)
                 self._start(sequence)
-            except BaseException as error:
-                if sequence not in self.running:
-                    self._end(sequence)
+            except Exception as error:
                 self.fail([sequence], error)
+                self.sweep()
         return tried
 
     def reserve(self, rows: Iterable[tuple[TokenSequence, int]]) -> bool:
@@ -59,38 +66,35 @@ class Scheduler:
                 if not self._memory.fit(sequence, count):
                     self._pause(self.running[-1])
                     return False
-            except BaseException as error:
+            except Exception as error:
                 self.fail([sequence], error)
                 return False
         return True
 
     def sweep(self) -> list[TokenSequence]:
         """Release finished sequences; return those that had been started."""
-        done = [sequence for sequence in [*self.running, *self.waiting] if sequence.finish_reason is not None]
+        done = dict.fromkeys(
+            sequence for sequence in [*self.running, *self.waiting] if sequence.finish_reason is not None
+        )
         if not done:
-            return done
+            return []
         started = [sequence for sequence in done if sequence in self.running or sequence.coroutine]
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
-        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         for sequence in started:
             self._end(sequence)
+        self.waiting = deque(sequence for sequence in self.waiting if sequence not in done)
+        self.running = [sequence for sequence in self.running if sequence not in done]
         return started
 
-    def fail(self, sequences: Sequence[TokenSequence], error: BaseException) -> None:
-        """End these sequences after a round was interrupted, because the content of their sessions is unknown. Each
-        keeps its tokens. An interrupt is raised again."""
+    def fail(self, sequences: Sequence[TokenSequence], error: Exception, reason: str = "error") -> None:
+        """End these sequences in the middle of a round: the content of their sessions is unknown. Each keeps its
+        tokens."""
         for sequence in sequences:
             sequence.kv.is_broken = True
             if sequence.finish_reason is None:
-                sequence.error = error if isinstance(error, Exception) else None
-                sequence.finish_reason = "error" if sequence.error else "abort"
-        if not isinstance(error, Exception):
-            self.sweep()
-            raise error
+                sequence.error, sequence.finish_reason = error, reason
 
     def _start(self, sequence: TokenSequence) -> None:
         """Start a sequence that has got a session, or continue it after a pause."""
-        insort(self.running, sequence, key=_age)
         if sequence.coroutine is None:
             sequence.history.began, sequence.history.reused = self._clock(), sequence.prefilled
             self._drafting.open(sequence)
@@ -99,6 +103,7 @@ class Scheduler:
             self._drafting.resume(sequence)
 
     def _end(self, sequence: TokenSequence) -> None:
+        """Release all that a sequence holds."""
         if sequence.coroutine:
             sequence.coroutine.close()
         sequence.coroutine = sequence.action = None  # releases the last tree and its q rows
@@ -111,11 +116,11 @@ class Scheduler:
         """Preempt a sequence: release its keys and values and its draft's until there is memory for them. Everything
         else stays: its text is read again like a prompt, and then what its decoder waits for now is done."""
         self._drafting.pause(sequence)
-        self.running.remove(sequence)
         self._memory.release(sequence)
         if sequence.needs_prompt_logprobs:
             sequence.history.prompt_logprobs.clear()
         insort(self.waiting, sequence, key=_age)
+        self.running.remove(sequence)
 
 
 def _age(sequence: TokenSequence) -> int:

@@ -73,7 +73,7 @@ class KVState:
 
     def release(self) -> None:
         """Drop the session: a finished sequence may be referenced for long, its keys and values must not be."""
-        del self.session
+        vars(self).pop("session", None)
         self.keep = ()
 
 

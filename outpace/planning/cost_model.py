@@ -261,7 +261,7 @@ class CostModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a profile stores."""
-        growth = {name: [mean.value for mean in known[min(known)]] for name, known in self._yields.items()}
+        growth = {name: [mean.value for mean in known[min(known)]] for name, known in self._yields.items() if known}
         trust = {name: mean.value for name, mean in self._trust.items()}
         draft = {}
         for name, steps in self._draft.items():

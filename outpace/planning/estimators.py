@@ -48,9 +48,9 @@ class RollingMedian:
 
     def forget(self, key: int) -> None:
         """Drop the samples of a key."""
-        del self._samples[key]
-        self._medians.pop(key, None)
         self._stale.discard(key)
+        self._medians.pop(key, None)
+        del self._samples[key]
 
     def count(self, key: int) -> int:
         """Number of samples kept for a key."""

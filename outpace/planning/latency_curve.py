@@ -58,7 +58,7 @@ class LatencyCurve:
         widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= _FORGOTTEN])
         for bucket in [bucket for bucket in self._times if bucket > widest]:
             self._times.forget(bucket)
-            del self._last[bucket]
+            self._last.pop(bucket, None)
 
     def is_timed(self, rows: int, samples: int = MIN_SAMPLES) -> bool:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""

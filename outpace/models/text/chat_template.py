@@ -58,9 +58,9 @@ class ChatTemplate:
         assert process.stdout is not None
         timer = threading.Timer(PATIENCE, process.kill)
         timer.daemon = True
-        timer.start()
         answer: dict[str, Any] | None = None
         try:
+            timer.start()
             with contextlib.suppress(BrokenPipeError):  # it died; the read below returns nothing
                 process.stdin.write(request + b"\n")
                 process.stdin.flush()
@@ -92,7 +92,7 @@ class ChatTemplate:
         return self._process
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            child_process.stop(process)
+        if self._process is not None:
+            self._process.kill()
+            child_process.stop(self._process)
+            self._process = None

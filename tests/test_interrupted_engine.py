@@ -1,0 +1,377 @@
+"""Ctrl-C at every line of the engine and of the library.
+
+Only KeyboardInterrupt comes out, the texts of later answers are right, and all that a request holds is given back.
+
+The long variants interrupt every visit of every line; the short ones choose some places, evenly.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import pytest
+from doubles import QuickToy, make_request, write
+from line_interrupts import Place, interrupted_at, places, visited_lines
+from processes import TARGET as LIGHT_TARGET
+from processes import build_light, children, until
+
+import outpace
+from outpace.api.llm import LLM
+from outpace.card.inline import InlineWorker
+from outpace.card.process import ProcessWorker
+from outpace.card.thread import ThreadWorker
+from outpace.core import registry
+from outpace.core.drafting import BuildContext
+from outpace.core.errors import UserError
+from outpace.core.types import Request
+from outpace.drafters._composite import SharedTree
+from outpace.engine.build import build_drafter
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.sequence import TokenSequence
+from outpace.models.base import Session
+from outpace.models.load import Loaded
+
+
+class SessionToy(QuickToy):
+    """A toy that knows which of its sessions are still referenced."""
+
+    def __init__(self, agreement: float = 1.0) -> None:
+        super().__init__(16, 3, 0, agreement)
+        self.sessions: WeakSet[Session] = WeakSet()
+
+    def open(self, capacity: int, max_pending: int) -> Any:
+        self.sessions.add(session := super().open(capacity, max_pending))
+        return session
+
+
+TARGET, DRAFT = SessionToy(), SessionToy(0.7)
+DRAFT._tables = 0.75 * TARGET._tables + 0.25 * DRAFT._tables
+assert (LIGHT_TARGET._tables == TARGET._tables).all(), "the table of `build_light` is that of another target"
+LOOKUPS = ("suffix", "recycle", "cacheback", "lookahead", "prediction")
+OPTIONS = EngineOptions(nodes=6, rows=12, chunk=4, batch=2)
+
+
+class Kind(NamedTuple):
+    """A method, the parts of its drafter, and where that runs."""
+
+    method: str
+    drafter: str = ""
+    worker: str = ""
+
+    def build(self) -> Any:
+        """Return the drafter or the worker that the engine gets; None if there is none."""
+        if self.worker == "process":
+            return ProcessWorker(build_light)
+        if not self.drafter:
+            return None
+        context = BuildContext(draft=DRAFT, target=TARGET)
+        parts = [build_drafter(name, context, {}) for name in self.drafter.split("+")]
+        drafter = SharedTree(parts) if len(parts) > 1 else parts[0]
+        return {"inline": InlineWorker, "thread": ThreadWorker, "": lambda same: same}[self.worker](drafter)
+
+
+KINDS = [
+    Kind("autoregressive"),
+    Kind("speculative", "ngram+model"),
+    Kind("speculative", "+".join([*LOOKUPS, "model"])),
+    Kind("auto", "suffix+model"),
+    Kind("card", "ngram+model", "inline"),
+    Kind("planned", "ngram+model", "inline"),
+    Kind("card", "ngram+model", "thread"),
+    Kind("pearl", "model", "thread"),
+    Kind("card", worker="process"),
+]
+SHORT = [kind for kind in KINDS if kind.method in ("autoregressive", "speculative", "card")]
+
+
+def requests(count: int, first: int = 0) -> list[Request]:
+    return [make_request([1, 2, 3, 4, 5, *range(first, first + number)], "greedy", 5) for number in range(count)]
+
+
+TEXTS: dict[tuple[int, ...], list[int]] = {}
+
+
+def text_of(request: Request) -> list[int]:
+    if request.prompt not in TEXTS:
+        TEXTS[request.prompt] = write(TARGET, request)
+    return TEXTS[request.prompt]
+
+
+class Scenario:
+    """Three requests (one waits, one is aborted), a fourth that copies a kept text, and the end."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.decoder = registry.find("decoders", kind.method)
+        self.given: Any = None
+        self.engine: Engine | None = None
+        self.runs: list[TokenSequence] = []
+
+    def submit(self, *asked: Request) -> list[TokenSequence]:
+        assert self.engine is not None
+        return [self._submit(self.engine, request) for request in asked]
+
+    def _submit(self, engine: Engine, request: Request) -> TokenSequence:
+        run = engine.create(request, self.decoder, self.decoder.Options())
+        self.runs.append(run)
+        try:
+            engine.enqueue(run)
+        except BaseException:
+            engine.abort(run)
+            raise
+        return run
+
+    def work(self) -> None:
+        self.engine, self.runs, self.given = None, [], None
+        self.given = self.kind.build()
+        drafter = None if self.kind.worker else self.given
+        engine = self.engine = Engine(TARGET, drafter, self.given if self.kind.worker else None, OPTIONS)
+        first, second, third = self.submit(*requests(3))
+        engine.step()
+        engine.step()
+        engine.abort(second)
+        while not (first.finish_reason and third.finish_reason):
+            engine.step()
+        (again,) = self.submit(*requests(1))
+        engine.submit(requests(1)[0], self.decoder, self.decoder.Options())
+        while not again.finish_reason:
+            engine.step()
+        engine.sweep()
+        engine.close()
+
+    def check(self) -> None:
+        """Write more texts, and look at what is held before and after the end of the engine."""
+        engine = self.engine
+        if engine is None:
+            if self.kind.worker and self.given is not None:
+                self.given.close()
+            return
+        if not engine._is_closed:
+            later = self.submit(*requests(2, 5), *requests(1))
+            for _ in range(100):
+                if all(run.finish_reason for run in self.runs):
+                    break
+                engine.step()
+            assert [run.finish_reason for run in later] == ["length"] * 3
+        engine.sweep()
+        for run in self.runs:
+            assert run.finish_reason in ("length", "abort")
+            assert run.tokens == text_of(run.request)[: len(run.tokens)]
+            assert run.finish_reason == "abort" or len(run.tokens) == run.request.max_tokens
+            assert run.error is None or "was interrupted (Ctrl-C)" in str(run.error)
+            assert not run.kv.is_open
+            assert run.coroutine is None
+            assert run.draft.state is None
+        if not engine._is_closed:
+            assert engine.worker is None or engine.worker.failure is None
+        engine.close()
+        check_closed(engine, (TARGET, DRAFT))
+
+
+def check_closed(engine: Engine, models: tuple[Any, ...]) -> None:
+    """The engine holds nothing but kept texts, and its worker nothing."""
+    memory, worker = engine.memory, engine.worker
+    assert not engine.running
+    assert not engine.waiting
+    assert not memory._open
+    assert not memory._reading._blocks
+    assert not memory._reading._by_block
+    held = [*memory._stored._blocks, *(holder for holders in memory._stored._by_block.values() for holder in holders)]
+    assert all(holder in memory._kept for holder in held)
+    if worker is not None:
+        assert not worker._caches
+        assert not worker._resting_keys
+        assert not getattr(worker, "_requests", None)
+    if loop := getattr(worker, "_loop", None):
+        loop._read_inbox()
+        assert not loop._requests
+    kept = [text.session for text in memory._kept]
+    assert all(any(session is other for other in kept) for model in models for session in model.sessions)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    before, running = children(), threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # for instance of a drafter that was given up
+        warnings.simplefilter("ignore", ResourceWarning)  # Python closes the pipes of a process that was not started
+        yield
+    until(lambda: threading.active_count() <= running, "the threads end")
+    until(lambda: children() <= before, "the processes end")
+
+
+def interrupt_everywhere(work: Any, most: int | None, twice: bool = False) -> Iterator[Place]:
+    """Interrupt `work` at one place after the other, at all or at `most` of them, perhaps once more while that is
+    handled; yield each place afterwards."""
+    work()
+    found = places(visited_lines(work), every=most is None)
+    chosen = found[:: max(len(found) // most, 1)] if most else found
+    came = 0
+    for number, place in enumerate(chosen):
+        came += interrupted_at(place, work, 1 + number % 40 if twice else 0)
+        yield place
+    assert 2 * came > len(chosen), "too few places were reached again"  # threads do not always do the same
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "twice"),
+    [(kind, 20, False) for kind in SHORT]
+    + [(KINDS[0], 20, True)]
+    + [pytest.param(kind, None, twice, marks=pytest.mark.long) for kind in KINDS for twice in (False, True)],
+    ids=lambda value: "-".join(value) if isinstance(value, Kind) else str(value),
+)
+def test_an_interrupted_engine_gives_everything_back(kind: Kind, most: int | None, twice: bool) -> None:
+    scenario = Scenario(kind)
+    for place in interrupt_everywhere(scenario.work, most, twice):
+        try:
+            scenario.check()
+        except BaseException as error:
+            raise AssertionError(f"interrupted at {place}") from error
+        finally:
+            TARGET.sessions.clear()
+            DRAFT.sessions.clear()
+
+
+def test_an_interrupt_while_a_parallel_drafter_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the request is known to the worker yet."""
+    engine = Engine(TARGET, None, InlineWorker(build_drafter("model", BuildContext(DRAFT, TARGET), {})), OPTIONS)
+    (request,) = requests(1)
+    decoder = registry.find("decoders", "card")
+    with engine:
+        for name in ("has_room", "open"):
+            run = engine.submit(request, decoder, decoder.Options())
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.memory, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+            engine.abort(run)
+            engine.sweep()
+            assert engine.memory.used == 0
+            assert not engine.running
+            assert not engine.waiting
+
+
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+CHAT = [{"role": "user", "content": "hello world"}]
+SAMPLED: dict[str, Any] = {"max_tokens": 4, "n": 2, "temperature": 1.0, "seed": 5}
+LLM_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "autoregressive"},
+    "speculative": {"method": "speculative", "drafter": "model+ngram"},
+    "auto": {"method": "auto"},
+    "card in a thread": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
+    "card in a process": {"method": "card", "drafter": "model+ngram", "worker": "process"},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_pair: tuple[Loaded, Loaded]) -> list[tuple[int, ...]]:
+    with LLM(tiny_pair[0], method="autoregressive", reuse=False) as llm:
+        return later_answers(llm)
+
+
+def later_answers(llm: LLM) -> list[tuple[int, ...]]:
+    results = [*llm.generate(["hello", "world"], **SAMPLED), llm.chat(CHAT, max_tokens=4)]
+    return [result.tokens for result in results]
+
+
+class LLMScenario:
+    """Two streams (one is read later, one closed early); a batch, a chat and a structured answer between."""
+
+    def __init__(self, pair: tuple[Loaded, Loaded], options: dict[str, Any]) -> None:
+        self._pair, self._options = pair, options
+        self.llm: LLM | None = None
+        self.streams: list[Any] = []
+
+    def work(self) -> None:
+        self.llm, self.streams = None, []
+        llm = self.llm = LLM(*self._pair, **self._options)
+        self.streams.append(llm.stream("hello", max_tokens=8, ignore_eos=True))
+        next(self.streams[0])
+        self.streams.append(llm.stream("world world", max_tokens=6, temperature=1.0, seed=1, ignore_eos=True))
+        later_answers(llm)
+        llm.generate("1", structured_outputs={"regex": "[0-9]{3}"}, max_tokens=5)
+        for _ in self.streams[0]:
+            pass
+        self.streams[1].close()
+        llm.close()
+
+    def check(self, answers: list[tuple[int, ...]]) -> None:
+        llm, streams, self.llm, self.streams = self.llm, self.streams, None, []
+        if llm is None:
+            return
+        with llm:
+            if not llm.engine._is_closed:
+                for stream in streams:
+                    with suppress(UserError):
+                        assert stream.finish().finish_reason in ("length", "abort")
+                assert later_answers(llm) == answers
+                assert llm.engine.worker is None or llm.engine.worker.failure is None
+        check_closed(llm.engine, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("plain", 8), ("card in a thread", 8)] + [pytest.param(kind, None, marks=pytest.mark.long) for kind in LLM_KINDS],
+)
+def test_an_interrupted_library_stays_usable(
+    tiny_pair: tuple[Loaded, Loaded], answers: list[tuple[int, ...]], kind: str, most: int | None
+) -> None:
+    scenario = LLMScenario(tiny_pair, LLM_KINDS[kind])
+    for place in interrupt_everywhere(scenario.work, most):
+        try:
+            scenario.check(answers)
+        except BaseException as error:
+            raise AssertionError(f"interrupted at {place}") from error
+
+
+def test_an_interrupt_ends_other_answers_of_the_round_by_a_clear_error(
+    tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_pair[0], method="autoregressive", batch=2) as llm:
+        first, second, waiting = [llm.stream("hello", max_tokens=20, ignore_eos=True) for _ in range(3)]
+        next(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.target, "score_held", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                list(first)
+        assert first.finish().finish_reason == "abort"
+        with pytest.raises(outpace.UserError, match="was interrupted"):
+            list(second)
+        assert len(waiting.finish().tokens) == 20
+
+
+def test_an_answer_whose_reading_was_interrupted_is_not_called_whole(
+    tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_pair[0], method="autoregressive") as llm:
+        stream = llm.stream("hello", max_tokens=1, ignore_eos=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "_piece", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        assert stream.finish().tokens == ()
+        assert stream.finish().finish_reason == "abort"
+
+
+def test_an_interrupt_of_close_still_ends_the_worker(
+    tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(*tiny_pair, **LLM_KINDS["card in a thread"])
+    worker: Any = llm.engine.worker
+    stream = llm.stream("hello", max_tokens=100, ignore_eos=True)
+    next(stream)
+    monkeypatch.setattr(llm.engine.memory, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert not worker._thread.is_alive()
+    monkeypatch.undo()
+    llm.close()
+    check_closed(llm.engine, ())
