@@ -99,7 +99,7 @@ def test_a_draft_with_a_padded_vocabulary(tiny_folder: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_without_the_targets_last_tokens(tiny_folder: str, tmp_path: Path, temperature: float) -> None:
-    """As with models of one family, of which the larger ones have more special tokens at the end."""
+    """As in families whose larger models have more special tokens at the end."""
     short = folder(tmp_path, "short", seed=1, vocab_size=270)
     file = Path(short) / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
