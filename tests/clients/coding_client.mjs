@@ -1,5 +1,6 @@
 // Claude Code and Codex CLI read a file and change it. The shipped model is too small to choose the calls by itself, so
-// that a proxy names the tool in each request and narrows its schema; everything else is what the clients sent.
+// that a proxy names the tool in each request and narrows its schema, and that of the last answer; everything else is
+// what the clients sent.
 
 // needs: @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0
 import assert from "node:assert";
@@ -54,8 +55,9 @@ function steer(body, calls) {
     tool[isMessages ? "input_schema" : "parameters"] = schema;
     body.tool_choice = { type: isMessages ? "tool" : "function", name: call.name };
   } else {
+    const format = { type: "json_schema", name: "report", schema: { const: "done" } };
     body.tool_choice = isMessages ? { type: "none" } : "none";
-    body[isMessages ? "max_tokens" : "max_output_tokens"] = 100;
+    body[isMessages ? "output_config" : "text"] = { format };
   }
   return Buffer.from(JSON.stringify(body));
 }
@@ -98,8 +100,8 @@ async function claudeCode() {
   const { status, events } = await claude(address, folder, task, ...short);
   server.close();
   const result = events.at(-1);
-  const found = [status, result.type, result.is_error, result.num_turns];
-  assert.deepEqual(found, [0, "result", false, 3], JSON.stringify(result));
+  const found = [status, result.type, result.is_error, result.num_turns, result.result];
+  assert.deepEqual(found, [0, "result", false, 3, '"done"'], JSON.stringify(result));
   check(folder, seen);
   assert(seen.some((one) => one.sent.includes("apples 3")), "the file's text was sent");
 }
@@ -141,6 +143,7 @@ async function codex() {
   const { status, events } = await codexExec(address, folder, task);
   server.close();
   assert.deepEqual([status, events.at(-1).type], [0, "turn.completed"], JSON.stringify(events.at(-1)));
+  assert.equal(events.filter((event) => event.type === "item.completed").at(-1).item.text, '"done"');
   check(folder, seen);
   const first = seen.find((one) => one.path.startsWith("/v1/responses"));
   assert.match(first.ignored, /client_metadata.*=namespace.*=web_search/);
