@@ -17,7 +17,7 @@ from test_grammar import accepts
 
 from outpace.core.errors import UserError
 from outpace.grammar.compiler import Grammars
-from outpace.grammar.structure import read_structure
+from outpace.grammar.structure import LARGEST, read_structure
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, Delta, TextDelta, merge_deltas
@@ -484,6 +484,22 @@ def test_parameters_that_cannot_be_enforced_are_refused_by_name(tokenizer: Token
     for tools, choice in ((bad, ToolChoice("required")), (bad, ToolChoice("named", "f")), (strict, ToolChoice("auto"))):
         with pytest.raises(UserError, match=r"parameters of tool f: .*'not'"):
             structure_of(tokenizer, HERMES, tools, choice)
+
+
+def test_many_tools_are_enforced_together(tokenizer: Tokenizer) -> None:
+    """Each has parameters of at most 64 KiB."""
+    enum = {"enum": [f"value {number}" for number in range(400)]}
+    function = {"parameters": {"type": "object", "properties": {"a": enum}, "required": ["a"]}}
+    tools = read_tools([{"type": "function", "function": {**function, "name": f"f{n}"}} for n in range(60)])
+    structure = structure_of(tokenizer, JSON, tools, ToolChoice("required"), parallel=False)
+    assert structure is not None
+    assert len(structure.text) > 2 * LARGEST
+    grammars = Grammars(tokenizer)
+    assert accepts(grammars, structure, tokenizer, '{"name": "f59", "arguments": {"a": "value 399"}}')
+    assert not accepts(grammars, structure, tokenizer, '{"name": "f59", "arguments": {"a": "value 400"}}')
+    large = read_tools([{"type": "function", "function": {"name": "f", "parameters": {"default": "x" * 70_000}}}])
+    with pytest.raises(UserError, match=r"parameters of tool f: the JSON schema has 700.. bytes, at most 65536"):
+        structure_of(tokenizer, JSON, large, ToolChoice("required"))
 
 
 @pytest.mark.parametrize(

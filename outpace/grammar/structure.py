@@ -35,13 +35,15 @@ class Structure:
     around: str = ""
     fallback: Structure | None = None
 
-    def __post_init__(self) -> None:
-        size = len((self.text + self.around).encode("utf-8", "surrogatepass"))
-        if size > LARGEST and self.fallback is None:
-            raise UserError(f"the {NAMES[self.kind]} has {size} bytes, at most {LARGEST} are allowed")
-
 
 NAMES = {"json": "JSON schema", "regex": "regex", "lark": "grammar"}
+
+
+def _limited(structure: Structure) -> Structure:
+    size = len(structure.text.encode("utf-8", "surrogatepass"))
+    if size > LARGEST:
+        raise UserError(f"the {NAMES[structure.kind]} has {size} bytes, at most {LARGEST} are allowed")
+    return structure
 
 
 def read_structure(response_format: Any, structured_outputs: Any) -> Structure | None:
@@ -57,7 +59,7 @@ def choice_of(texts: Any) -> Structure:
     is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
     if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"choice is {reprlib.repr(texts)}, it must be a list of texts, none of them empty")
-    return Structure("lark", "start: " + " | ".join(map(quoted, dict.fromkeys(texts))))
+    return _limited(Structure("lark", "start: " + " | ".join(map(quoted, dict.fromkeys(texts)))))
 
 
 def quoted(text: str) -> str:
@@ -80,7 +82,7 @@ def schema_of(schema: Any, compact: bool = False) -> Structure:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"the JSON schema must be plain JSON ({error!s:.100})") from error
-    return Structure("json", text, compact)
+    return _limited(Structure("json", text, compact))
 
 
 def _response_format(value: Any) -> Structure | None:
@@ -149,4 +151,4 @@ def _structured_outputs(value: Any) -> Structure | None:
         return choice_of(asked)
     if not isinstance(asked, str) or not asked:
         raise UserError(f"{kind} is {reprlib.repr(asked)}, it must be a text that is not empty")
-    return Structure("regex" if kind == "regex" else "lark", asked)
+    return _limited(Structure("regex" if kind == "regex" else "lark", asked))

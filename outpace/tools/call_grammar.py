@@ -10,7 +10,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.grammar import schema
-from outpace.grammar.structure import Structure, quoted
+from outpace.grammar.structure import Structure, quoted, schema_of
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.definitions import ARGS, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
@@ -235,6 +235,7 @@ def _limits(tool: Tool, is_enforced: bool | None) -> Mapping[str, Any]:
     if is_enforced is None and not tool.is_strict:
         return _OBJECT
     try:
+        schema_of(tool.parameters)  # is not too large
         limits: Mapping[str, Any] = schema.enforceable(tool.parameters)
     except UserError as error:
         if is_enforced or tool.is_strict:
