@@ -42,7 +42,7 @@ class CopyRun:
             if isinstance(ask, Draft):
                 self.queries.append(len(written))
                 drafting += ASK
-                costs.record_draft(ASK, 1, ask.source)
+                costs.record_draft(ask.source, ASK, 1)
                 ask.tree.current_source = ask.source.name
                 ask = coroutine.send(self.grow(ask.tree, written))
                 continue

@@ -13,7 +13,7 @@ from outpace.core.types import Source
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean
+from outpace.planning.estimators import DecayedMean, LayerYields
 
 COPIES, DRAFT = Source("ngram", False), Source("model", True)
 
@@ -27,10 +27,9 @@ def costs_of(*rounds: tuple[int, float], samples: int = 2, requests: int = 1) ->
     return costs
 
 
-def record_steps(costs: CostModel, *seconds: float, requests: int = 1) -> None:
+def record_steps(costs: CostModel, *seconds: float, width: int = 1) -> None:
     for each in seconds:
-        costs.record_draft(each, requests, DRAFT)
-        costs.record_step(DRAFT, requests)
+        costs.record_draft(DRAFT, each, width)
 
 
 def test_outliers_do_not_move_the_median() -> None:
@@ -95,26 +94,25 @@ def test_the_price_is_at_least_that_of_plain_decoding() -> None:
     assert costs.tokens_per_second(4) == pytest.approx(4 / 50.0)
 
 
-def test_only_draft_steps_count_as_such() -> None:
+def test_lookups_are_timed_by_request() -> None:
     costs = CostModel()
-    costs.record_draft(60.0, 2, DRAFT)
-    record_steps(costs, 1.6, 1.4, 1.8, requests=2)
-    assert costs.draft_seconds(DRAFT, 2) == 0.8
     assert costs.draft_seconds(COPIES) == 0.0
-    for seconds in (0.2, 0.3, 0.4):
-        costs.record_draft(seconds, 1, COPIES)
-    assert costs.draft_seconds(COPIES) == pytest.approx(0.3), "every growth of a lookup drafter is a step"
+    for seconds in (0.4, 0.6, 0.8):
+        costs.record_draft(COPIES, seconds, 1, requests=2)
+    assert costs.draft_seconds(COPIES, 2) == pytest.approx(0.3)
 
 
-def test_the_time_of_a_step_is_known_by_the_requests_that_share_it() -> None:
-    """Timed alone, a step is assumed to take as long for several requests; once timed with several, that counts."""
-    costs = CostModel()
+def test_a_draft_step_is_timed_by_the_nodes_that_all_requests_expand() -> None:
+    """Until wider steps are timed, more nodes are assumed to cost what more rows cost the target."""
+    costs = costs_of((1, 6.0), (3, 7.0), (6, 8.5))
+    costs.expect(DRAFT, 0.1)
     record_steps(costs, 0.9, 0.9, 0.9)
-    assert costs.draft_seconds(DRAFT, 3) == pytest.approx(0.3)
-    record_steps(costs, 1.5, 1.5, 1.5, requests=3)
-    assert costs.draft_seconds(DRAFT, 3) == pytest.approx(0.5)
-    assert costs.draft_seconds(DRAFT, 1) == pytest.approx(0.9)
-    assert costs.state_dict()["draft"] == {"model": pytest.approx(0.9)}
+    assert costs.draft_seconds(DRAFT, 3) == pytest.approx(0.3 * 7.0 / 6.0)
+    assert costs.draft_seconds(DRAFT, 1, width=3) == pytest.approx(0.9 * 7.0 / 6.0)
+    record_steps(costs, 1.5, 1.5, 1.5, width=6)
+    assert costs.draft_seconds(DRAFT, 3, width=2) == pytest.approx(0.5)
+    assert costs.draft_seconds(DRAFT) == pytest.approx(0.9)
+    assert costs.state_dict()["draft"] == {"model": {"1": 0.9, "6": 1.5}}
 
 
 def test_a_growth_in_which_another_request_reads_is_no_step() -> None:
@@ -145,23 +143,30 @@ def test_costs_of_a_draft_follow_from_its_weights_until_they_are_timed() -> None
     assert costs.draft_seconds(DRAFT) == 2.0
 
 
-def test_idle_seconds_continue_from_answer_to_answer() -> None:
-    costs = costs_of((1, 6.0))
-    assert costs.seconds_idle(DRAFT) == 12.0
-    costs.record_draft(1.0, 1, DRAFT)
-    costs.record_round(1, 1, 1, 5.0, 0.0)
-    assert costs.seconds_idle(DRAFT) == 5.0
+def test_the_yield_of_a_layer_starts_from_that_of_the_layer_above() -> None:
+    yields = LayerYields(0.6, fade=0.5)
+    assert yields.state_dict() == [0.6] * 8
+    yields.learn(0, 1.8, 2.0)
+    assert [yields.value(layer) for layer in range(6)] == [pytest.approx((1.8 + 1.2) / 4)] * 6
+    yields.learn(1, 0.0, 2.0)
+    assert yields.value(0) == pytest.approx(0.75)
+    assert yields.value(5) == yields.value(1) == pytest.approx(1.5 / 4)
+    yields.learn(9, 4.0, 4.0)
+    assert yields.value(20) > 0.7, "deep layers share one estimate"
+    again = LayerYields(0.1, fade=0.5)
+    again.load_state_dict([0.5] * 8)
+    assert again.value(3) > 0.4
 
 
 LEARNT = {
     "rounds": {"1": 6.0, "4": 6.5, "8": 7.5},
-    "draft": {"model": 0.8, "ngram": 0.05},
+    "draft": {"model": {"1": 0.8, "4": 1.0}, "ngram": {"1": 0.05}},
     "trust": {"ngram": 0.5, "model": 0.9},
-    "growth": {"model": [0.6, 0.5, 0.4, 0.3]},
+    "growth": {"model": [0.6] * 8},
     "method": "auto",
     "drafters": {},
 }
-YIELDS = "[0.6, 0.5, 0.4, 0.3]"
+YIELDS = json.dumps([0.6] * 8)
 ABOUT = {"target": {"name": "a"}, "cores": 2}
 
 

@@ -127,20 +127,24 @@ def planned(method: str, ratio: float, devices: int = 2, **options: Any) -> Outc
 
 
 def test_an_exploration_budget_halves_after_each_failure() -> None:
-    budget = ExplorationBudget(0.1)
-    assert not budget.is_due("layer", 1.0)
+    budget = ExplorationBudget()
+    assert not budget.is_due("layer", 1.0, 0.1)
+    assert budget.is_due("layer", 1.0, 0.1, credit=1.1), "something new begins"
     budget.advance(11.0)
-    assert budget.is_due("layer", 1.0)
-    assert budget.is_due("layer", 1.0), "asking changes nothing"
+    assert budget.is_due("layer", 1.0, 0.1)
+    assert budget.is_due("layer", 1.0, 0.1), "asking changes nothing"
     budget.record_trial("layer", False)
+    budget.record_trial("layer", False)  # by another request in the same round
     budget.advance(11.0)
-    assert not budget.is_due("layer", 1.0)
-    assert budget.is_due("rows", 1.0), "of each thing separately"
+    assert not budget.is_due("layer", 1.0, 0.1)
+    assert not budget.is_due("layer", 1.0, 0.0, credit=1.9)
+    assert budget.is_due("rows", 1.0, 0.1), "of each thing separately"
     budget.advance(11.0)
-    assert budget.is_due("layer", 1.0)
+    assert budget.is_due("layer", 1.0, 0.1)
+    budget.record_trial("layer", False)
     budget.record_trial("layer", True)
     budget.advance(11.0)
-    assert budget.is_due("layer", 1.0)
+    assert budget.is_due("layer", 1.0, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -150,22 +150,22 @@ def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
 
 
 def test_the_time_of_planning_counts_as_part_of_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is neither the draft's nor free: what a plain round does not need counts with the rows that it brings."""
-    watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), planner.Planner.pays
+    """It is not free: planning the next layer counts as part of a draft step."""
+    watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), planner.Planner.next_width
 
-    def pays(planner: Any, tree: TokenTree, grower: Any) -> bool:
+    def next_width(planner: Any, tree: TokenTree, model: Any) -> int:
         watch.now += 0.4
-        return asked(planner, tree, grower)
+        return asked(planner, tree, model)
 
-    monkeypatch.setattr(planner.Planner, "pays", pays)
+    monkeypatch.setattr(planner.Planner, "next_width", next_width)
     drafter = ModelDrafter(Timed(target, watch, 0.5, 0.0), Options(width=1))
     with Engine(Timed(target, watch, 6.0, 0.1), drafter, options=WHOLE, clock=watch) as engine:
         run = engine.submit(requests_of(1, 100)[0], Auto, Auto.Options(deepest=4))
         finish(engine, run)
         costs, (source,) = engine.costs, drafter.sources
     assert run.history.steps[-2].verified_rows == 5
-    assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 5 * 0.4), "asked five times: four layers, and no more"
-    assert costs.draft_seconds(source) == pytest.approx(0.5)
+    assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 0.4), "planning the first layer"
+    assert costs.draft_seconds(source) == pytest.approx(0.5 + 0.4), "and then the next one"
 
 
 class Waits(TorchFunctionMode):

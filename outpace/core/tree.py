@@ -74,7 +74,8 @@ class TokenTree(kernels.TokenTree):
 
     If only `max_nodes` nodes can be verified, worse ones need not be added: see `bound`. Children that score below
     `min_score` need not be added either, except the best one below each node. `current_source` is the drafter that is
-    adding nodes now. `drawn` has the drawn children by node, in the order in which they were drawn.
+    adding nodes now, `width` the most nodes that its model may expand in one forward (0: the drafter's own limit).
+    `drawn` has the drawn children by node, in the order in which they were drawn.
 
     One thread at a time uses a tree.
     """
@@ -82,6 +83,7 @@ class TokenTree(kernels.TokenTree):
     def __init__(self, token: int, root_id: int = 0, next_id: int = 1) -> None:
         super().__init__(token, root_id, next_id)
         self.drawn: dict[int, DrawnChildren] = {}
+        self.width = 0
 
     def siblings_of(self, node: int) -> Siblings:
         """Return how the children of a node are chosen; PICKED if it has none yet."""

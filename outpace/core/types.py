@@ -220,19 +220,24 @@ class Source(NamedTuple):
     """Names one origin of proposals, to which costs and acceptance are attributed.
 
     `name` is a drafter's file name; `is_calibrated`: its scores are already calibrated on what was accepted in this
-    request.
+    request. `width`: the most nodes of a request that its model expands in one forward.
     """
 
     name: str
     runs_model: bool
     is_calibrated: bool = False
+    width: int = 1
 
 
 class Draft(NamedTuple):
-    """Yielded by a decoder to grow the tree, by one source or all (None). It receives the number of nodes added."""
+    """Yielded by a decoder to grow the tree, by one source or all (None). It receives the number of nodes added.
+
+    `width`: the most nodes that a draft model expands in this forward; 0: its own width.
+    """
 
     tree: TokenTree
     source: Source | None = None
+    width: int = 0
 
 
 class Verify(NamedTuple):
@@ -323,12 +328,13 @@ class Drafter:
     runs_model = True  # False: proposals cost next to nothing
     is_calibrated = False  # see `Source`
     needs: Needs = NO_NEEDS  # the same for all requests
+    width = 1  # the most nodes of a request that the drafter's model expands in one forward
     shares_work = False  # one growth may do work for other requests: see `amortized`
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """Return the sources that `grow_by` accepts: the drafter itself, or its parts."""
-        return (Source(self.name, self.runs_model, self.is_calibrated),)
+        return (Source(self.name, self.runs_model, self.is_calibrated, self.width),)
 
     def sources_for(self, request: Request) -> Sequence[Source]:
         """Return the sources that may have proposals for this request."""

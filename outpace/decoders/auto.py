@@ -48,7 +48,7 @@ class Auto(Decoder):
                     tree = tree.copy(nodes)
                 picks = yield Verify(tree)
                 verdict = context.request.rule.walk(tree, picks)
-                planner.end_round(tree, verdict.path)
+                planner.learn(tree, verdict.path)
                 tree = yield Commit(tree, verdict)
         finally:
             planner.end()
@@ -65,7 +65,7 @@ def _look_up(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
 def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
     """Add layers of the draft models, while they pay."""
     for source in planner.models:
-        while planner.pays(tree, source):
-            if not (yield Draft(tree, source.source)):
+        while width := planner.next_width(tree, source):
+            if not (yield Draft(tree, source.source, width)):
                 break
             planner.grown(tree, source)

@@ -18,8 +18,8 @@ from outpace.core.drafting import DraftDirectives
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.types import Await, Source, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
-from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean, ExplorationBudget
+from outpace.planning.cost_model import YIELD, CostModel
+from outpace.planning.estimators import DecayedMean
 
 _UNKNOWN = 2  # most layers to wait for before a price is known
 _SHARE = 1 / 8  # of the tree's nodes that one layer may use
@@ -76,9 +76,8 @@ class WaitPlanner:
         self._context, self._options = context, options
         self._costs: CostModel = context.costs
         self._candidates: CandidateCache = context.candidates
-        self._exploration = ExplorationBudget(options.trials)
         self._trust = self._costs.trust(PARALLEL)  # accepted tokens / sum of their predicted chances
-        self._modes = _Modes(self._costs, self._exploration, options.turns)
+        self._modes = _Modes(self._costs, options)
         self._waits = self._costs.statistic(
             "waits for a layer"
         )  # seconds of a forward and the communication with the worker
@@ -87,7 +86,6 @@ class WaitPlanner:
 
     def begin(self) -> None:
         """Begin a round: update estimates with the last one and read the current prices."""
-        self._exploration.advance(self._costs.last_round_seconds)
         self._price = self._costs.tokens_per_second(self._context.requests)
         self._step = self._context.draft_seconds()
         if self._layers:
@@ -111,7 +109,7 @@ class WaitPlanner:
     @property
     def _growth(self) -> DecayedMean:
         """Tokens that a layer added, relative to `_expected_reach` before it."""
-        return self._costs.layer_yield(_LAYER, 0)
+        return self._costs.statistic("growth of an awaited layer", YIELD, 2.0)
 
     @property
     def _gain(self) -> float:
@@ -126,7 +124,7 @@ class WaitPlanner:
         is_allowed = self._is_miss or self._options.hits
         if self._layers >= most or not is_allowed or self._context.budget < 2 or self._candidates.is_given_up:
             return False
-        return self._pays or self._exploration.is_due(_LAYER, self._wait)
+        return self._pays or self._costs.exploration.is_due(_LAYER, self._wait, self._options.trials)
 
     @property
     def _wait(self) -> float:
@@ -150,7 +148,7 @@ class WaitPlanner:
     def waited(self) -> None:
         """Update the estimates after a wait for one layer."""
         before, expected_reach = self._worth, self._expected_reach
-        self._exploration.record_trial(_LAYER, self._pays)
+        self._costs.exploration.record_trial(_LAYER, self._pays)
         self._look()
         most = self._costs.max_extra_rows(self._context.rows_of_others)
         if self.rows <= most and expected_reach > 0:  # otherwise the limit on rows hides what it added
@@ -180,8 +178,8 @@ class _Modes:
     layers left for the next round would take longer than the target's passes are slowed down. Slowness is relative to
     the average time of a pass over as many rows."""
 
-    def __init__(self, costs: CostModel, exploration: ExplorationBudget, alternate: bool) -> None:
-        self._costs, self._exploration, self._may_alternate = costs, exploration, alternate
+    def __init__(self, costs: CostModel, options: Planned.Options) -> None:
+        self._costs, self._trials, self._may_alternate = costs, options.trials, options.turns
         self._slowness = {mode: costs.statistic(mode) for mode in (PARALLEL, ALTERNATING)}
         self._left = costs.statistic("left for the next round", 0.5, 4.0)  # tokens
         self.mode = PARALLEL
@@ -203,5 +201,6 @@ class _Modes:
         saved = step * self._left.value / first
         best, other = (PARALLEL, ALTERNATING) if saved >= slower else (ALTERNATING, PARALLEL)
         unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)
-        self.mode = unknown or (other if self._exploration.is_due(other, abs(slower - saved)) else best)
-        self._exploration.record_trial(self.mode, self.mode == best)
+        exploration = self._costs.exploration
+        self.mode = unknown or (other if exploration.is_due(other, abs(slower - saved), self._trials) else best)
+        exploration.record_trial(self.mode, self.mode == best)

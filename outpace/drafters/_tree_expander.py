@@ -237,7 +237,7 @@ class TreeExpander:
         if len(tree) >= self._tree_nodes:
             return []
         room = state.room
-        width = min(state.directives.width or self._width, self._width)
+        width = min(tree.width or state.directives.width or self._width, self._width)
         if state.directives.outcomes:
             tips = outcome_frontier(tree, state.slots, state.directives.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]

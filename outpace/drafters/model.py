@@ -77,7 +77,7 @@ class ModelDrafter(ModelRunningDrafter):
     name = "model"
 
     def __init__(self, model: Model, options: Options) -> None:
-        self._options = options
+        self._options, self.width = options, options.width
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)

@@ -72,7 +72,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
 
     def __init__(self, model: Model, options: Options, given: BuildContext | None = None) -> None:
         super().__init__()
-        self._options = options
+        self._options, self.width = options, options.width
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
         self._pick_models = PickModels()

@@ -203,32 +203,37 @@ class DraftRunner:
         return self.worker if sequence.decoder.drafting == "parallel" else None
 
     def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
-        """Grow the trees of these sequences once, by a source of their drafter or by all (None)."""
-        added: list[int] | None = None
+        """Grow the trees of these sequences once, by a source of their drafter or by all (None), and resume their
+        decoders, whose planning counts as part of the draft step."""
+        began, states, trees = self._clock(), [], []
         for sequence in sequences:
             self.notify(sequence)
         drafter = self._of(sequences[0])
-        if drafter is not None:
-            began, captures = self._clock(), drafter.num_captures
-            states, trees = [], []
+        if drafter is None:
             for sequence in sequences:
-                assert isinstance(sequence.action, Draft)
-                if drafter.needs.session:
-                    sequence.lend_session()
-                sequence.action.tree.current_source = drafter.name if source is None else source.name
-                states.append(sequence.draft.state)
-                trees.append(sequence.action.tree)
-            added = self.guarded(name, drafter.grow_by, source, states, trees)
-            seconds = self._clock() - began
-            self.spent += seconds
-            if source is not None and drafter.num_captures > captures:
-                self._costs.note_catch_up(source)  # a capture takes longer than a draft step
-            share = drafter.amortized(seconds) if drafter.shares_work else seconds
-            self._costs.record_draft(share, len(sequences), source)
-            for sequence in sequences:
-                sequence.draft.seconds += seconds
-        for sequence, count in zip(sequences, added or [0] * len(sequences), strict=True):
+                sequence.advance(0)
+            return
+        captures = drafter.num_captures
+        for sequence in sequences:
+            assert isinstance(sequence.action, Draft)
+            if drafter.needs.session:
+                sequence.lend_session()
+            tree = sequence.action.tree
+            tree.current_source, tree.width = drafter.name if source is None else source.name, sequence.action.width
+            states.append(sequence.draft.state)
+            trees.append(tree)
+        added = self.guarded(name, drafter.grow_by, source, states, trees) or [0] * len(trees)
+        grown, width = self._clock(), sum(max(tree.width, 1) for tree in trees)
+        if source is not None and drafter.num_captures > captures:
+            self._costs.note_catch_up(source)  # a capture takes longer than a draft step
+        for sequence, count in zip(sequences, added, strict=True):
+            sequence.draft.seconds += grown - began
             sequence.advance(count)
+        ended = self._clock()
+        self.spent += ended - began
+        if source is not None and (any(added) or not source.runs_model):
+            seconds = drafter.amortized(grown - began) if drafter.shares_work else grown - began
+            self._costs.record_draft(source, seconds + ended - grown, width, len(trees))
 
     def guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a drafter; if it raises, give it up and return None."""

@@ -223,7 +223,7 @@ class Engine(AbstractContextManager["Engine"]):
         with self._failing(self.running):
             self._resume_decoders()
             self.drafting.run_drafters(self.running)  # grows trees until every decoder wants to verify
-        # Only the drafting before the pass: planning after it takes longer with more rows and is charged to them.
+        # Only the drafting before the pass: learning after it takes longer with more rows and is charged to them.
         drafting, captures = self.drafting.spent, self.num_captures
         batch = self._build_batch()
         with self._failing(batch.sequences):
@@ -232,7 +232,7 @@ class Engine(AbstractContextManager["Engine"]):
                 self._add_chunks(batch, output)
                 self._commit(batch, output, start)
                 if self.num_captures == captures:
-                    self._record_costs(batch, drafting, self._clock() - start)
+                    self._record_costs(batch, self._clock() - start, drafting)
         wrote = [sequence for sequence, _ in batch.trees]
         return [*wrote, *(sequence for sequence in admitted if sequence.state is State.DONE)]
 
@@ -349,7 +349,7 @@ class Engine(AbstractContextManager["Engine"]):
         if sequence.state is not State.DONE:
             sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
 
-    def _record_costs(self, batch: Batch, drafting: float, seconds: float) -> None:
+    def _record_costs(self, batch: Batch, seconds: float, drafting: float) -> None:
         """Record the time of a step with trees alone or prompts alone. The first round of an answer, when caches are
         cold, counts only if no other round was timed."""
         if batch.chunks:

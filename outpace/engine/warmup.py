@@ -79,8 +79,7 @@ def _grow(tree: TokenTree, context: RequestContext, has_read: bool) -> Generator
         for layer in range(_LAYERS if source.runs_model else 0):
             if not layer and not has_read:
                 context.costs.note_catch_up(source)
-            if (yield Draft(tree, source)):
-                context.costs.record_step(source, 1)
+            yield Draft(tree, source)
 
 
 def _fill(tree: TokenTree, rows: int) -> None:

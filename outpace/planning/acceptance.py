@@ -10,17 +10,18 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
 
-_CONTINUES = 0.97  # factor for each token of a source that calibrates its own chances
+_CONTINUES = 0.97  # trust in a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
 
 
 class AcceptanceModel:
     """Calibrates one request's predicted chances, round by round.
 
-    A node's chance is at most its parent's. The drafter's prediction is multiplied by the source's trust, the ratio of
-    accepted tokens to predicted ones. A source that calibrates its own chances for each length is taken at its word
-    except for a small doubt at each token: its rate is a mean of texts that continue and of places where they end, and
-    a long branch is accepted or rejected as a whole.
+    A node's chance is its parent's times the chance that it is accepted where its parent is. The drafter's prediction
+    of the latter is multiplied by the source's trust: of the children of accepted nodes, the number that was accepted
+    divided by the sum of their predicted chances. Only such children are evidence: a long branch that fails at its
+    first token is one failure. A source that calibrates its own chances is taken at its word except for a small doubt
+    at each token.
     """
 
     def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:
@@ -34,18 +35,17 @@ class AcceptanceModel:
         self._values = [1.0]
 
     def trust(self, source: Source) -> float:
-        """Return the factor by which this source's chances are multiplied."""
+        """Return the factor by which this source's chances are multiplied at each token."""
         return self._trust[source.name].value if source.name in self._trust else 1.0
 
     def of(self, tree: TokenTree) -> list[float]:
         """Return the chance of each node."""
         values, first = self._values, len(self._values)
         if first < len(tree):
-            scores = [*tree.scores]
+            scores, trusts = [*tree.scores], {name: mean.value for name, mean in self._trust.items()}
             for source, parent, score in zip(tree.sources[first:], tree.parents[first:], scores[first:], strict=True):
-                trust, above = self._trust.get(source), values[parent]
-                own = above * exp(score - scores[parent]) * _CONTINUES if trust is None else exp(score) * trust.value
-                values.append(own if own < above else above)
+                chance = exp(score - scores[parent]) * trusts.get(source, _CONTINUES)
+                values.append(values[parent] * min(chance, 1.0))
         return values
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
@@ -57,15 +57,15 @@ class AcceptanceModel:
         self._judged.work_in()
 
     def _learn_round(self, judged: tuple[TokenTree, Sequence[int]]) -> None:
-        """Compare each source's accepted nodes with the sum of their predicted chances."""
+        """Compare the accepted children of accepted nodes with the sum of the children's predicted chances."""
         tree, path = judged
-        promised, walked, sources, trusts = dict[str, float](), dict[str, int](), [*tree.sources], self._trust
-        for source, role, score in zip(sources[1:], tree.roles[1:], tree.scores[1:], strict=True):
-            if source in trusts and role != Role.PROBE:  # a probe predicts nothing for a round
-                promised[source] = promised.get(source, 0.0) + exp(score)
-        for node in path[1:]:
-            walked[sources[node]] = walked.get(sources[node], 0) + 1
+        promised, accepted, sources, scores = dict[str, float](), dict[str, int](), [*tree.sources], [*tree.scores]
+        for node, following in zip(path, [*path[1:], None], strict=True):
+            for child in tree.children(node):
+                source = sources[child]
+                if source in self._trust and tree.roles[child] != Role.PROBE:  # a probe predicts nothing for a round
+                    promised[source] = promised.get(source, 0.0) + exp(scores[child] - scores[node])
+                    accepted[source] = accepted.get(source, 0) + (child == following)
         for source, chances in promised.items():
-            came = walked.get(source, 0)
-            trusts[source].learn(came, chances)
-            self._costs.trust(source).learn(came, chances)
+            self._trust[source].learn(accepted[source], chances)
+            self._costs.trust(source).learn(accepted[source], chances)

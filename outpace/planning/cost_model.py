@@ -1,4 +1,4 @@
-"""The cost model: what rounds cost and what they give, learnt while decoding.
+"""The cost model: what target passes, draft steps and the host cost, and what drafts gave, learnt while decoding.
 
 All values are medians or decayed means over the recent past, so that they adapt when other programs load
 the machine. What was never measured is extrapolated from what is known, so that it is tried once and then known.
@@ -13,18 +13,16 @@ from typing import Any, NamedTuple
 
 from outpace.core.types import Drafter, Source
 from outpace.models.base import Model
-from outpace.planning.estimators import DecayedMean, RollingMedian
+from outpace.planning.estimators import DecayedMean, ExplorationBudget, LayerYields
 from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
-_EVERY = 12  # at most one round in this many is spent on measuring
+_EVERY = 12  # at most one round in this many is a plain one to measure its time
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_FADE = 0.97  # how fast one request's trust follows its own drafts: a few bad rounds are chance
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
-_MAX_FAILURES = 5  # failed trials that are counted
-LAYERS = 4  # draft layers whose yield is known separately; deeper ones share the last
 
 
 class Prices(NamedTuple):
@@ -32,7 +30,6 @@ class Prices(NamedTuple):
 
     tokens_per_second: float
     plain_round_seconds: float  # seconds of a round of plain decoding; 0: unknown
-    extra_row_seconds: float  # seconds of one row more than each request's root; 0: unknown
     is_known: bool  # whether a round of plain decoding was timed
 
 
@@ -44,27 +41,21 @@ class CostModel:
 
     def __init__(self) -> None:
         self._rounds = LatencyCurve()
-        self.last_draft_seconds = 0.0  # one request's share of the last draft step
+        self.exploration = ExplorationBudget()
         self.last_round_seconds = 0.0  # duration of the last round with waits and drafting
         self.last_pass_seconds = 0.0  # without them
-        self._probed_at = 0  # the last round that was spent on measuring
-        self._draft = defaultdict[str, RollingMedian](RollingMedian)  # by source; keyed by requests: a request's share
+        self._steps: dict[str, LatencyCurve] = {}  # by source: a draft step by nodes expanded; a lookup by request
         self._catching_up: set[str] = set()  # see `note_catch_up`
-        self._is_step = True  # see `record_step`
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
         self._most_read: dict[str, int] = {}  # by source: most tokens of a text that it reads
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
-        self._elapsed = 0.0  # seconds of rounds without drafting
-        self._failures: dict[tuple[str, int], tuple[int, int]] = {}  # by source and requests: number and last round
-        self._drafted_at: dict[str, float] = {}  # by source: value of `_elapsed` when it last drafted
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
-        self._yields: dict[str, dict[int, list[DecayedMean]]] = {}  # by source, requests and layer
+        self._yields: dict[str, dict[int, LayerYields]] = {}  # by source and requests
         self._prices: dict[int, Prices] = {}  # by requests; cleared when a measurement changes them
         gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _TRUST_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
         self._statistics: dict[str, DecayedMean] = {}  # see `statistic`
-        self._payoff_rates: dict[str, DecayedMean] = {}  # by source
 
     @property
     def num_rounds(self) -> int:
@@ -75,40 +66,23 @@ class CostModel:
         """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the
         pass."""
         self.last_round_seconds, self.last_pass_seconds = seconds, seconds - drafting
-        self._elapsed += seconds - drafting
+        self.exploration.advance(seconds - drafting)
         known = self._prices.get(requests)
         if self._rounds.learn(rows, seconds - drafting) or known is None or not known.is_known:
             self._prices.clear()
         self._rates[requests].learn(tokens, seconds)
 
-    def is_periodic(self, every: int) -> bool:
-        """Return whether the next round is the one in `every` that does something special."""
-        return self.num_rounds % every == 0
-
-    def should_probe(self, rows: int) -> bool:
-        """Return whether to run a round of `rows` rows because its time is unknown or stale; once in 12 rounds at
-        most."""
-        due = self.num_rounds - self._probed_at >= _EVERY and self._rounds.is_untimed(rows)
-        if due:
-            self.note_probe()
-        return due
-
-    def note_probe(self) -> None:
-        """Note that the next round is spent on measuring."""
-        self._probed_at = self.num_rounds
-
     def prices(self, requests: int) -> Prices:
         """Return the prices of the next round of this many requests: the same for each, recomputed after changes."""
         prices = self._prices.get(requests)
         if prices is None:
-            row = self.extra_seconds(requests, 1)[0] if self._rounds.has_slope else 0.0
             plain, is_known = self.pass_seconds(requests), self.is_timed(requests, 1)
-            prices = self._prices[requests] = Prices(self.tokens_per_second(requests), plain, row, is_known)
+            prices = self._prices[requests] = Prices(self.tokens_per_second(requests), plain, is_known)
         return prices
 
     def needs_plain_round(self, requests: int) -> bool:
         """Return whether all requests should run one round of plain decoding, because none was timed recently."""
-        return self.is_periodic(_EVERY) and self._rounds.is_stale(requests)
+        return self.num_rounds % _EVERY == 0 and self._rounds.is_stale(requests)
 
     def trust(self, source: str) -> DecayedMean:
         """Accepted tokens divided by the sum of their predicted chances, of the source with this name."""
@@ -116,7 +90,7 @@ class CostModel:
 
     def initial_trust(self, source: str) -> DecayedMean:
         """`trust` for one request, which starts from the common value."""
-        return DecayedMean(self.trust(source).value, 4.0, _REQUEST_FADE)
+        return DecayedMean(self.trust(source).value, 2.0, _REQUEST_FADE)
 
     def lookup_gain(self, source: str, requests: int) -> DecayedMean:
         """Tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
@@ -130,60 +104,52 @@ class CostModel:
         """A mean that a decoder keeps under a name of its own."""
         return self._statistics.setdefault(name, DecayedMean(prior, weight, _YIELD_FADE))
 
-    def payoff_rate(self, source: Source) -> DecayedMean:
-        """Fraction of the requests that tried this model at their beginning for which it paid."""
-        return self._payoff_rates.setdefault(source.name, DecayedMean(0.5, 4.0))
-
-    def layer_yield(self, source: Source, layer: int, requests: int = 1) -> DecayedMean:
-        """Expected tokens that a layer of this source adds, less the price of its rows, per unit of acceptance
-        probability at the leaves. Starts from the value for the nearest number of requests."""
+    def layer_yields(self, source: Source, requests: int = 1) -> LayerYields:
+        """Return the tokens that layers of this source add, less the price of their rows, per unit of the chance that
+        the walk reaches them. Those of a new number of requests start from the nearest one's."""
         known = self._yields.setdefault(source.name, {})
         if requests not in known:
-            before = known[_nearest(known, requests)] if known else [DecayedMean(YIELD, 2.0)] * LAYERS
-            known[requests] = [DecayedMean(mean.value, 2.0, _YIELD_FADE) for mean in before]
-        layers = known[requests]
-        return layers[min(layer, len(layers) - 1)]
+            nearest = min(known, key=lambda count: (abs(count - requests), count), default=None)
+            known[requests] = LayerYields(YIELD, _YIELD_FADE)
+            if nearest is not None:
+                known[requests].load_state_dict(known[nearest].state_dict())
+        return known[requests]
 
-    def initial_layer_yield(self, source: Source, layer: int) -> DecayedMean:
-        """`layer_yield` for one request that runs alone, which starts from the common value."""
-        return DecayedMean(self.layer_yield(source, layer).value, 2.0, _REQUEST_YIELD_FADE)
+    def initial_layer_yields(self, source: Source) -> LayerYields:
+        """Return `layer_yields` for one request that runs alone, which start from the common first layer's."""
+        return LayerYields(self.layer_yields(source).value(0), _REQUEST_YIELD_FADE)
 
-    def record_draft(self, seconds: float, requests: int, source: Source | None) -> None:
-        """Record one growth of the trees of `requests` requests, by one source or by all (None)."""
-        self.last_draft_seconds, self._is_step = seconds / requests, True
-        if source is None:
-            return
-        self._drafted_at[source.name] = self._elapsed
-        if not source.runs_model:
-            self.record_step(source, 1)
-        elif source.name in self._catching_up:
+    def _step_curve(self, source: Source) -> LatencyCurve:
+        """Return the times of a source's draft steps. Until they are known, a step is assumed to take its share of a
+        target pass over as many rows."""
+        curve = self._steps.get(source.name)
+        if curve is None:
+            share = self._shares.get(source.name, 0.0)
+            curve = LatencyCurve(lambda rows: share * self.pass_seconds(rows))
+            self._steps[source.name] = curve
+        return curve
+
+    def record_draft(self, source: Source, seconds: float, width: int, requests: int = 1) -> None:
+        """Record a growth of the trees of `requests` requests by one source: a forward that expanded `width` nodes of
+        all of them together, or lookups; `seconds` include the host's time for planning the next growth."""
+        if source.name in self._catching_up:
             self._catching_up.remove(source.name)
-            self._is_step = False
+        elif source.runs_model:
+            self._step_curve(source).learn(width, seconds)
+        else:
+            self._step_curve(source).learn(1, seconds / requests)
 
     def note_catch_up(self, source: Source) -> None:
         """Note that in its next growth this model reads text that it did not propose, so that its time is not that of a
         draft step."""
         self._catching_up.add(source.name)
 
-    def record_step(self, source: Source, requests: int) -> None:
-        """Count the last growth as a draft step of this source, unless the model had to catch up in it."""
-        if self._is_step:
-            self._draft[source.name].learn(requests, self.last_draft_seconds)
-
-    def seconds_idle(self, source: Source) -> float:
-        """Seconds of rounds since this source last drafted for any request."""
-        return self._elapsed - self._drafted_at.get(source.name, 0.0)
-
-    def record_trial(self, source: Source, requests: int, pays: bool) -> None:
-        """Record that this source drafted for one of several requests because that pays, or to see whether it does."""
-        count, last = self._failures.get((source.name, requests), (0, -1))
-        more = last != self.num_rounds  # all trials of one round count as one
-        self._failures[source.name, requests] = 0 if pays else min(count + more, _MAX_FAILURES), self.num_rounds
-
-    def failed_trials(self, source: Source, requests: int) -> int:
-        """Consecutive rounds in which several requests tried this source and it paid for none of them. Trials of a
-        request that runs alone are not counted: they say nothing about the next one's text."""
-        return self._failures.get((source.name, requests), (0, 0))[0] if requests > 1 else 0
+    def draft_seconds(self, source: Source, requests: int = 1, width: int = 1) -> float:
+        """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
+        while nothing is known."""
+        if not source.runs_model:
+            return self._step_curve(source).seconds(1)
+        return self._step_curve(source).seconds(width * requests) / requests
 
     def expect_draft_steps(self, target: Model, drafters: Iterable[Drafter]) -> None:
         """Set priors for draft steps from the sizes of the weights: passes over few rows are bound by memory."""
@@ -202,15 +168,6 @@ class CostModel:
         if most_read is not None:
             self._most_read[source.name] = most_read
 
-    def draft_seconds(self, source: Source, requests: int = 1) -> float:
-        """Return one request's share of a draft step, or 0 while nothing is known. A model's forward is assumed to take
-        as long for any number of requests until it was timed with as many."""
-        known = self._draft[source.name].medians if source.name in self._draft else {}
-        if not known:
-            return self._shares.get(source.name, 0.0) * self.pass_seconds(1) / requests
-        count = requests if requests in known else _nearest(known, requests)
-        return known[count] * (count / requests if source.runs_model else 1.0)
-
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record a target pass that read `tokens` prompt tokens and nothing else."""
         self._prefill.learn(seconds, tokens)
@@ -225,6 +182,10 @@ class CostModel:
     def is_timed(self, rows: int, samples: int) -> bool:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""
         return self._rounds.is_timed(rows, samples)
+
+    def is_untimed(self, rows: int) -> bool:
+        """Return whether the time of a pass over `rows` rows is unknown or stale."""
+        return self._rounds.is_untimed(rows)
 
     def pass_seconds(self, rows: int) -> float:
         """Return the expected seconds of a round over `rows` rows without its drafting, or 0 while unknown."""
@@ -261,29 +222,20 @@ class CostModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a profile stores."""
-        growth = {name: [mean.value for mean in known[min(known)]] for name, known in self._yields.items() if known}
+        growth = {name: known[min(known)].state_dict() for name, known in self._yields.items() if known}
         trust = {name: mean.value for name, mean in self._trust.items()}
-        draft = {}
-        for name, steps in self._draft.items():
-            if known := steps.medians:
-                draft[name] = known[min(known)] * min(known)
+        draft = {name: curve.state_dict() for name, curve in self._steps.items()}
         return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": trust, "growth": growth}
 
     def load_state_dict(self, profile: Mapping[str, Any]) -> None:
         """Start from what a profile stored."""
         self._rounds.load_state_dict(profile["rounds"])
-        for name, seconds in profile["draft"].items():
-            self._draft[name] = RollingMedian()
-            self._draft[name].expect(1, float(seconds))
+        for name, times in profile["draft"].items():
+            self._step_curve(Source(name, True)).load_state_dict(times)
         self._trust |= {name: DecayedMean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
-            self._yields[name] = {1: [DecayedMean(float(value), 4.0, _YIELD_FADE) for value in values]}
+            self.layer_yields(Source(name, True)).load_state_dict(values)
         self._prices.clear()
-
-
-def _nearest(known: Iterable[int], requests: int) -> int:
-    """Return the known number of requests that is nearest to `requests`; of two the smaller."""
-    return min(known, key=lambda count: (abs(count - requests), count))
 
 
 def best_rows(chances: Sequence[float], extra: Sequence[float], price: float) -> tuple[int, float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from statistics import median_low
 
 WINDOW = 9  # samples kept for each key; their median counts
 MIN_SAMPLES = 2  # a key with fewer samples has no median
 _REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
+_YIELD_WEIGHT, _LAYERS = 2.0, 8  # weight of a layer's prior; layers whose yield is known separately
+_MAX_FAILURES = 5  # failed trials that are counted
 FADE = 0.95  # weight of the past, for each new sample
 
 
@@ -85,29 +87,66 @@ class DecayedMean:
         self.value = self._numerator / self._denominator if self._denominator else 0.0
 
 
-class ExplorationBudget:
-    """Decides when options that did not pay are tried again.
+class LayerYields:
+    """The tokens that a draft layer adds, per unit of the chance that the walk reaches it, by layer.
 
-    A trial may cost a fixed `share` of the time since the option was last tried; each trial in a row that did not pay
-    halves the share.
+    A layer's estimate starts from that of the layer above, the first layer's from `prior`.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, prior: float, fade: float) -> None:
+        self._prior, self._fade = prior, fade
+        self._sums: list[tuple[float, float]] = []  # by layer: decayed sums of tokens and of chances
+
+    def value(self, layer: int) -> float:
+        """Return the estimate for a layer; those beyond the deepest that was grown are as the deepest."""
+        value = self._prior
+        for tokens, chances in self._sums[: layer + 1]:
+            value = (tokens + _YIELD_WEIGHT * value) / (chances + _YIELD_WEIGHT)
+        return value
+
+    def learn(self, layer: int, tokens: float, chance: float) -> None:
+        """Add a sample; layers from the `_LAYERS`th on share one estimate."""
+        layer = min(layer, _LAYERS - 1)
+        self._sums += [(0.0, 0.0)] * (layer + 1 - len(self._sums))
+        before = self._sums[layer]
+        self._sums[layer] = before[0] * self._fade + tokens, before[1] * self._fade + chance
+
+    def state_dict(self) -> list[float]:
+        """Return the estimate of each layer."""
+        return [self.value(layer) for layer in range(_LAYERS)]
+
+    def load_state_dict(self, kept: Sequence[float]) -> None:
+        """Start from stored estimates."""
+        self._sums = [(float(value) * _YIELD_WEIGHT, _YIELD_WEIGHT) for value in kept[:_LAYERS]]
+
+
+class ExplorationBudget:
+    """Decides when options that are not known to pay are tried.
+
+    A trial may cost a `share` of the time since the option last failed. A `credit`, in seconds, is added where
+    something new begins, of which earlier trials say little, as an answer. Each failure in a row halves both, so that
+    failures of one option cost at most the share of all time and twice one credit.
+    """
+
+    def __init__(self) -> None:
         self._seconds = 0.0  # duration of all rounds so far
-        self._tried_at: dict[Hashable, float] = {}  # on that time scale
-        self._failures: dict[Hashable, int] = {}  # trials since the option last paid
+        self._failed_at: dict[Hashable, float] = {}  # on that time scale
+        self._failures: dict[Hashable, int] = {}  # failed trials since the option last paid
 
     def advance(self, seconds: float) -> None:
         """Add the duration of a round."""
         self._seconds += seconds
 
-    def is_due(self, option: Hashable, cost: float) -> bool:
+    def is_due(self, option: Hashable, cost: float, share: float, credit: float = 0.0) -> bool:
         """Return whether a trial that takes `cost` seconds is affordable by now."""
-        idle = self._seconds - self._tried_at.get(option, 0.0)
-        return cost < self._share / 2 ** self._failures.get(option, 0) * idle
+        idle = self._seconds - self._failed_at.get(option, 0.0)
+        return cost < (share * idle + credit) / 2 ** self._failures.get(option, 0)
 
     def record_trial(self, option: Hashable, has_paid: bool) -> None:
-        """Note that the option was used in this round, as a trial or because it pays."""
-        self._tried_at[option] = self._seconds
-        self._failures[option] = 0 if has_paid else min(self._failures.get(option, 0) + 1, 10)
+        """Note that the option was used in this round, as a trial or because it pays. Trials by several requests in one
+        round count as one."""
+        if has_paid:
+            self._failures[option] = 0
+        elif self._failed_at.get(option) != self._seconds:
+            self._failures[option] = min(self._failures.get(option, 0) + 1, _MAX_FAILURES)
+            self._failed_at[option] = self._seconds

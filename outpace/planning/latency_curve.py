@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from outpace.planning.estimators import MIN_SAMPLES, WINDOW, RollingMedian
 
@@ -18,9 +18,11 @@ Point = tuple[int, float]
 
 
 class LatencyCurve:
-    """Seconds of a round without its drafting, by the rows of all requests together."""
+    """Seconds of a forward by its number of rows, of all requests together: a target pass or a draft step."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: Callable[[int], float] | None = None) -> None:
+        """`prior` returns the expected seconds of a number of rows until they are timed."""
+        self._prior = prior
         self._times = RollingMedian()  # by bucket of rows
         self._last: dict[int, int] = {}  # by bucket: the round that was timed last
         self._wide: deque[Point] = deque(maxlen=WINDOW)  # tokens and seconds of the latest passes over prompts
@@ -83,7 +85,7 @@ class LatencyCurve:
             self._curve = self._convex()
         counts, seconds = self._curve
         if not counts:
-            return 0.0
+            return self._prior(rows) if self._prior else 0.0
         index = bisect.bisect_left(counts, rows)
         if index == len(counts):
             if self._tail_slope is None:
@@ -149,6 +151,8 @@ class LatencyCurve:
         that and a row's prior."""
         more = sum(tokens - counts[0] for tokens, _ in self._wide)
         token = sum(wide - seconds[0] for _, wide in self._wide) / more if more > 0 else 0.0
+        if len(counts) < 2 and self._prior and (expected := self._prior(counts[0])):
+            return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
         if len(counts) < 2:
             prior = _ROW * seconds[0]
             return (prior + max(prior, token)) / 2

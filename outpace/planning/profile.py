@@ -18,7 +18,7 @@ from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
 
-VERSION = 5  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
+VERSION = 6  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
 FEWEST = 50  # rounds that make a profile worth storing
 FIELDS: dict[str, Any] = {
     "rounds": dict,
@@ -132,8 +132,8 @@ def _checked(learnt: Any) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if not isinstance(learnt[name], kind):
             raise ValueError(f"{name} is of the wrong kind")
-    seconds = [*learnt["rounds"].values(), *learnt["draft"].values()]
-    if not all(_is_positive(value) for value in [*seconds, *map(_whole, learnt["rounds"])]):
+    curves = [learnt["rounds"], *learnt["draft"].values()]
+    if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(_whole, curve)]):
         raise ValueError("a time or a row count is not a number above 0")
     shares = [*learnt["trust"].values(), *chain.from_iterable(learnt["growth"].values())]
     if not all(map(_is_number, shares)) or not all(map(_is_layers, learnt["growth"].values())):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean
+from outpace.planning.estimators import DecayedMean, LayerYields
 
 
 @dataclass
@@ -106,20 +106,19 @@ class ModelSource:
     """A source that runs a model, and what its layers gave this request.
 
     A request that runs alone explores in its first rounds what the model gives for its text, whatever it gave for
-    others, as long as these rounds cost less than the model is expected to save.
+    others.
     """
 
-    def __init__(self, source: Source, deepest: int, context: PlanningContext) -> None:
+    def __init__(self, source: Source, context: PlanningContext) -> None:
         self.source = source
         self.layers = 0  # grown in this round
         self.is_trial = False  # whether the last of them does not pay as far as is known
-        self.grown_at = [0.0] * deepest  # by layer: when it was last grown, in seconds of rounds
-        self.failures = 0  # trials since a layer last paid
-        self.trial_cost = 0.0  # seconds of the last trial, which also reads the text written since the one before
-        self.is_following = False  # it has read everything except the tokens of the last round
-        self.has_read = False  # the prompt
+        self.doubtful = -1  # the layer of this round that was grown without being known to pay
+        self.has_paid = False  # whether that layer gave more than it cost
+        self.is_new_text = True  # whether the request still finds out what the model gives for its text
         self._context, self._costs = context, context.costs
-        self._yields: dict[int, DecayedMean] = {}  # by layer, of this request
+        self._read = 0  # tokens of the text that the model has read
+        self._yields = self._costs.initial_layer_yields(source)
         self._rounds = 0  # in which it drafted
 
     @property
@@ -128,49 +127,47 @@ class ModelSource:
         return self.is_trial and self.layers == 1
 
     @property
-    def layer_yield(self) -> DecayedMean:
-        """Yield of the next layer: this request's own if it runs alone, else that of all requests."""
-        return self._yield_of(self.layers)
+    def yields(self) -> LayerYields:
+        """The yields of its layers: this request's own if it runs alone, else those of all requests."""
+        is_alone = self._context.requests == 1
+        return self._yields if is_alone else self._costs.layer_yields(self.source, self._context.requests)
 
-    def _yield_of(self, layer: int) -> DecayedMean:
-        if self._context.requests > 1:
-            return self._costs.layer_yield(self.source, layer, self._context.requests)
-        if layer not in self._yields:
-            self._yields[layer] = self._costs.initial_layer_yield(self.source, layer)
-        return self._yields[layer]
-
-    def gave(self, worth: float, at_leaves: float) -> None:
-        """Learn that the next layer added `worth` below leaves with the chance `at_leaves`."""
-        self._costs.layer_yield(self.source, self.layers, self._context.requests).learn(worth, at_leaves)
+    def gave(self, worth: float, reach: float) -> None:
+        """Learn that the next layer added `worth` below leaves that the walk reaches with the chance `reach`."""
+        self._costs.layer_yields(self.source, self._context.requests).learn(self.layers, worth, reach)
         if self._context.requests == 1:
-            self.layer_yield.learn(worth, at_leaves)
+            self._yields.learn(self.layers, worth, reach)
 
     @property
-    def prefill_seconds(self) -> float:
-        """Seconds that the model needs to read the text, 0 if it has."""
-        return 0.0 if self.has_read else self._costs.draft_prefill_seconds(self.source, len(self._context.committed))
-
-    def is_worth_reading(self) -> bool:
-        """Return whether the rest of the answer may be long enough to repay reading the text."""
-        return self.prefill_seconds <= self._may_save
+    def is_behind(self) -> bool:
+        """Whether the model must first read text that it did not propose."""
+        return len(self._context.committed) > self._read
 
     @property
-    def _may_save(self) -> float:
-        """Seconds that the model is assumed to save in the rest of the answer."""
+    def catch_up_seconds(self) -> float:
+        """Expected seconds for reading the text that the model has not read."""
+        behind = len(self._context.committed) - self._read
+        return self._costs.draft_prefill_seconds(self.source, behind) if behind > 0 and not self.layers else 0.0
+
+    def may_save(self) -> float:
+        """Return the seconds that the model is assumed to save in the rest of the answer."""
         context = self._context
         return _SAVED * context.tokens_left * self._costs.pass_seconds(context.requests) / context.requests
 
-    def explores(self) -> bool:
-        """Return whether to grow the first layer only to see what it gives for this text."""
-        if self.layers or self._rounds >= _EXPLORED or self._context.requests > 1:
-            return False
-        step = self._costs.draft_seconds(self.source)
-        cost = _EXPLORED * 2 * step + self.prefill_seconds  # its rows cost about as much as the step
-        return cost < self._costs.payoff_rate(self.source).value * self._may_save
-
-    def end_round(self, price: float) -> None:
-        """Count a round in which it drafted; the last one of the exploration updates the source's payoff rate."""
+    def end_round(self, emitted: int, step: float) -> None:
+        """End a round in which it drafted and the target wrote `emitted` tokens; `step`: tokens that a draft step
+        costs."""
+        self._read = len(self._context.committed) + emitted
         self._rounds += 1
-        if self._rounds == _EXPLORED and 0 in self._yields:
-            pays = self._yields[0].value > price * self._costs.draft_seconds(self.source)
-            self._costs.payoff_rate(self.source).learn(float(pays))
+        if self._rounds <= _EXPLORED and self._context.requests == 1:
+            self._costs.exploration.record_trial(self.text_option, emitted - 1 > step)
+        self.is_new_text = self._rounds < _EXPLORED
+
+    @property
+    def text_option(self) -> tuple[str, str]:
+        """The option of trying the model for a new text, in the exploration budget."""
+        return self.source.name, "new text"
+
+    def layer_option(self, layer: int) -> tuple[str, int, int]:
+        """The option of growing a layer that does not pay, in the exploration budget."""
+        return self.source.name, layer, self._context.requests
