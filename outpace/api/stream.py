@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.text import Piece, TextAssembler
-from outpace.core.stats import RunStats, summarize
+from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import TokenSequence
 
@@ -23,7 +23,8 @@ class Result:
     `tokens_per_second` is measured between the two.
     `figures`: counts of drafted and accepted tokens. `choice`: number of the answer among several to one prompt.
     `logprobs` has one record per token, `prompt_logprobs` one per prompt token but the first, if requested.
-    `lossless` is False if the rule trades the target's distribution for speed.
+    `lossless` is False if the rule trades the target's distribution for speed. `rounds`: the figures of each round,
+    with what its planner expected of it.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     lossless: bool = True
+    rounds: tuple[RoundStats, ...] = ()
 
 
 class Stream:
@@ -105,6 +107,7 @@ class Stream:
             lossless=run.request.rule.traits.lossless,
             logprobs=tuple(history.logprobs[: self._sent]),
             prompt_logprobs=tuple(history.prompt_logprobs),
+            rounds=tuple(history.steps),
         )
 
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:

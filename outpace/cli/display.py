@@ -6,18 +6,20 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
 
 from outpace.cli import process
 
 if TYPE_CHECKING:
     from outpace.api.stream import Result, Stream
     from outpace.api.text import Piece
+    from outpace.core.stats import RoundStats
 
 DRAFTED = "green"
 GREY = "bright_black"
@@ -53,6 +55,24 @@ def print_for_machines(value: Mapping[str, Any]) -> None:
     """Print a last line of JSON after a table, except on a terminal, where it would scroll the table away."""
     if not sys.stdout.isatty():
         print_json(value)
+
+
+def show_rounds(rounds: Sequence[RoundStats]) -> None:
+    """Print to stderr what was expected of each round, what came of it, and why no more was drafted."""
+    table = Table(box=None, title_justify="left", title="expected by the planner, and what came of it")
+    for column in ("round", "widths of layers", "rows", "tokens", "came", "ms", "took"):
+        table.add_column(column, justify="right")
+    table.add_column("no further draft because")
+    for number, one in enumerate(rounds, 1):
+        came = str(one.verified_rows), str(one.emitted), f"{1e3 * one.seconds:.1f}"
+        plan, rows = one.plan, came[0]
+        if plan is None:
+            table.add_row(str(number), "", rows, "", came[1], "", came[2], "the method does not plan its rounds")
+            continue
+        widths = " ".join(map(str, plan.widths)) or "none"
+        expected = f"{plan.tokens:.2f}", f"{1e3 * plan.seconds:.1f}"
+        table.add_row(str(number), widths, rows, expected[0], came[1], expected[1], came[2], plan.why)
+    stderr().print(table)
 
 
 def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:

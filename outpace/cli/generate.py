@@ -50,6 +50,7 @@ def generate(
     system: str | None = SYSTEM,
     prefill: str | None = flag(None, "Begin of the answer, which is not written again.", metavar="TEXT", panel=TEXT),
     raw: bool = flag(False, "Continue the text as it is, without the chat template.", panel=TEXT),
+    explain: bool = flag(False, "Show after the answer what method auto planned in each round, and why.", panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
     """Answer one prompt.
@@ -64,21 +65,24 @@ def generate(
     with process.at_safe_points(), model.open(ctx.obj, quiet=as_json) as llm:
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
-        is_complete = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
+        is_complete = all(_write(stream, as_json, explain, streams[-1], precision) for stream in streams)
     if not is_complete:
         raise typer.Exit(process.INTERRUPTED)
 
 
-def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
+def _write(stream: Stream, as_json: bool, explain: bool, last: Stream, precision: str) -> bool:
     """Write one answer with its summary, or as one line of JSON. Return False if Ctrl-C ended it."""
     printer = display.TextPrinter()
     is_complete = display.write_answer(stream, printer.show if not as_json else lambda piece: None)
     printer.end()
     result = stream.finish()
     if as_json:
-        display.print_json(_record(result, precision, several=last.choice > 0))
+        rounds = {"rounds": [one._asdict() | {"plan": one.plan and one.plan._asdict()} for one in result.rounds]}
+        display.print_json(_record(result, precision, several=last.choice > 0) | (rounds if explain else {}))
     else:
         display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))
+        if explain:
+            display.show_rounds(result.rounds)
         if stream is not last:
             typer.echo()
     return is_complete

@@ -14,6 +14,16 @@ Positions = tuple[tuple[int, int], ...]
 accepted it."""
 
 
+class RoundPlan(NamedTuple):
+    """What a planner expected of a round of one request, and why it drafted no more."""
+
+    widths: tuple[int, ...]  # nodes that each layer of a draft model was allowed to expand
+    tokens: float  # expected tokens, the target's own included
+    seconds: float  # expected duration of the round, for all requests; 0: unknown
+    price: float  # tokens per second that a second had to bring
+    why: str
+
+
 class RoundStats(NamedTuple):
     """The record of one round of one request."""
 
@@ -29,6 +39,7 @@ class RoundStats(NamedTuple):
     predicted: int = 0  # verified tokens that the caller predicted
     predicted_accepted: int = 0  # predicted tokens that were written
     relaxed: int = 0  # accepted tokens that the exact rule would have rejected
+    plan: RoundPlan | None = None  # of methods that plan their rounds
 
 
 @dataclass(frozen=True)

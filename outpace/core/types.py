@@ -22,6 +22,7 @@ from outpace.core.logits import SparseLogits
 from outpace.core.logits import TopK as TopK
 from outpace.core.options import MethodOptions
 from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.stats import RoundPlan
 from outpace.core.tree import Siblings, TokenTree
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ class Commit(NamedTuple):
     tree: TokenTree
     verdict: Verdict
     hit: str | None = None  # CARD: where the next token was found (primary, secondary, late), or "miss"
+    plan: RoundPlan | None = None
 
 
 DecoderAction = Draft | Verify | Await | Commit

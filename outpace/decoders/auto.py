@@ -44,12 +44,12 @@ class Auto(Decoder):
                 yield from _look_up(tree, planner)
                 if not planner.is_plain:
                     yield from _grow(tree, planner)
-                if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
+                if len(nodes := planner.chosen(tree)) < len(tree):
                     tree = tree.copy(nodes)
                 picks = yield Verify(tree)
                 verdict = context.request.rule.walk(tree, picks)
                 planner.learn(tree, verdict.path)
-                tree = yield Commit(tree, verdict)
+                tree = yield Commit(tree, verdict, plan=planner.plan)
         finally:
             planner.end()
 

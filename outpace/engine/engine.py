@@ -339,7 +339,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Commit a sequence's verdict on a pass, and let its drafter follow."""
         ask, rows = sequence.action, len(verified.picks)
         assert isinstance(ask, Commit)
-        tree, verdict, _ = ask
+        tree, verdict = ask.tree, ask.verdict
         path = verdict.path
         tokens = sequence.commit(tree, verdict, len(path) - 1)
         sequence.kv.keep = (

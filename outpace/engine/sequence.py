@@ -292,7 +292,7 @@ class TokenSequence:
         """Return what its verdict emits, on a tree whose first `num_rows` nodes were verified; `commit` cuts the
         log-probabilities with the tokens."""
         assert isinstance(self.action, Commit)
-        tree, verdict, _ = self.action
+        tree, verdict = self.action.tree, self.action.verdict
         rows, tokens = tree_rows(self.request, self.committed, tree), _tokens_of(tree, verdict)
         nodes = [node for node in verdict.path if node < num_rows][: len(tokens)]
         return EmittedRows(nodes, [rows[node] for node in nodes], tokens)
@@ -302,7 +302,7 @@ class TokenSequence:
     ) -> None:
         """Add the statistics of the round from `start` to `now`, which verified the first `rows` nodes of the tree; a
         late node may have been accepted after them."""
-        tree, verdict, hit = commit
+        tree, verdict, hit, plan = commit
         path, sources, history = verdict.path, [*tree.sources], self.history
         length = longest = len(path) - 1
         accepted = min(length, emitted)  # a stop or the limit may have cut off some
@@ -321,7 +321,8 @@ class TokenSequence:
         self.draft.seconds = 0.0
         predicted = self._predicted(tree, rows, path, accepted, emitted) if self.request.prediction else (0, 0)
         relaxed = min(verdict.relaxed, accepted)
-        history.steps.append(RoundStats(drafted, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed))
+        figures = drafted, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed
+        history.steps.append(RoundStats(*figures, plan))
         history.ended, history.first_token = now, history.first_token or now
         if self.request.rounds:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)

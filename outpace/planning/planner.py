@@ -10,6 +10,7 @@ from itertools import accumulate
 from math import inf, log
 
 from outpace.core.options import MethodOptions, number, whole
+from outpace.core.stats import RoundPlan
 from outpace.core.tree import TokenTree
 from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
@@ -56,6 +57,10 @@ class Planner:
         self._row = 0.0  # tokens that one of a few more rows is worth in it
         self._reached = 0.0  # chance that the walk reaches the parents of the layer that is being grown
         self._rounds = 0
+        self._widths: list[int] = []  # of this round's layers
+        self._drafting = 0.0  # expected seconds of its draft steps
+        self._why = ""
+        self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
         self.uses_drafts = False  # some source drafts in this round
 
@@ -72,11 +77,13 @@ class Planner:
             model.layers, model.doubtful, model.is_trial = 0, -1, False
         for source in self.lookups:
             source.is_asked = False
+        self._acceptance.begin()
+        self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
+            self._why = "a plain round is timed" if self._context.budget > 1 else "one row for each request"
             return
         self._worth = self._lookup_chance = 0.0
         self._row = self._price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
-        self._acceptance.begin()
         for source in self.lookups:
             source.is_asked = self._gains(source) or source.is_due(self._repetitions)
             self.uses_drafts = self.uses_drafts or source.is_asked
@@ -94,16 +101,22 @@ class Planner:
         or is due for a trial; 0: none."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
         if model.is_trial or model.layers >= (self._options.deepest if is_known else _UNKNOWN):
+            self._why = "a trial of one layer" if model.is_trial else "as deep as allowed"
             return 0
         catch_up = model.catch_up_seconds
         reach = self._reach(tree, model)
         width, gain = self._best_width(model, reach)
+        if not width:
+            expected = model.yields.value(model.layers) * reach[0] if reach else 0.0
+            cost = self._price * self._costs.draft_seconds(model.source, self._context.requests)
+            self._why = f"another layer adds {expected:.2f} tokens and costs {cost:.2f}"
         if gain <= self._price * catch_up / max(1, self._context.tokens_left):  # reading is paid once for all rounds
             explores = self._explores(model)
             if not explores and not self._is_due(model):
                 return 0
             width, model.is_trial, model.doubtful, model.has_paid = width or 1, not explores, model.layers, False
         elif catch_up > model.may_save():
+            self._why = "the answer is too short for the draft model to read the text"
             return 0
         self._reached = reach[width - 1] if reach else 0.0
         if not model.layers:
@@ -111,13 +124,17 @@ class Planner:
             if model.is_behind:
                 self._costs.note_catch_up(model.source)
         self.uses_drafts = True
+        self._widths.append(width)
+        self._drafting += (
+            self._costs.draft_seconds(model.source, self._context.requests, width) * self._context.requests
+        )
         return width
 
     def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
         """Return the width at which the next layer brings most above its cost, and that gain; 0 where no width does."""
-        best, best_gain, requests = 0, 0.0, self._context.requests
-        value, width = model.yields.value(model.layers), 1
-        while width <= min(len(reach), model.source.width):
+        best, best_gain, requests, width = 0, 0.0, self._context.requests, 1
+        value = model.yields.value(model.layers)
+        while width <= len(reach):
             gain = value * reach[width - 1] - self._price * self._costs.draft_seconds(model.source, requests, width)
             if gain > best_gain:
                 best, best_gain = width, gain
@@ -144,15 +161,17 @@ class Planner:
         """Learn from a layer that the model has added."""
         # After lookups a layer adds what they leave to add, which says nothing about other rounds.
         if self._lookup_chance <= MAX_LOOKUP_CHANCE:
-            chances, before = sorted(self._acceptance.of(tree)[1:], reverse=True), self._worth
-            rows, self._worth = self._best(chances[: self._context.budget - 1])
+            chances = sorted(self._acceptance.of(tree)[1:], reverse=True)
+            rows, worth = self._best(chances[: self._context.budget - 1])
             most = self._costs.max_extra_rows(self._context.rows_of_others)
             is_cut = len(chances) >= rows > most  # by the limit on untimed rows, not by what pays
-            if not is_cut:
-                model.gave(self._worth - before, self._reached)
+            if not is_cut and self._reached:
+                most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
+                model.gave((worth - self._worth) / most_reached, self._reached / most_reached)
             if model.doubtful == model.layers:
                 cost = self._costs.draft_seconds(model.source, self._context.requests)
-                model.has_paid = self._worth - before > self._price * cost
+                model.has_paid = worth - self._worth > self._price * cost
+            self._worth = worth
         model.layers += 1
 
     def _explores(self, model: ModelSource) -> bool:
@@ -178,7 +197,11 @@ class Planner:
         and then fewer than pay, to time so few rows."""
         chances = self._acceptance.of(tree)
         order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._context.budget - 1]
-        return sorted([0, *order[: self._count([*map(chances.__getitem__, order)]) - 1]])
+        nodes = order[: self._count([*map(chances.__getitem__, order)]) - 1] if order else []
+        seconds = self._costs.pass_seconds(self._context.rows_of_others + 1 + len(nodes))
+        tokens = 1.0 + sum(map(chances.__getitem__, nodes))
+        self.plan = RoundPlan((*self._widths,), tokens, seconds + self._drafting, self._price, self._why)
+        return sorted([0, *nodes])
 
     def _count(self, chances: Sequence[float]) -> int:
         """Return how many rows to verify, the root's included, of nodes with these falling chances."""
