@@ -123,8 +123,8 @@ class LayerYields:
 class ExplorationBudget:
     """Decides when options that are not known to pay are tried.
 
-    A trial may cost a `share` of the time since the option last failed. A `credit`, in seconds, is added where
-    something new begins, of which earlier trials say little, as an answer. Each failure in a row halves both, so that
+    A trial may cost a `share` of the time since the option last failed. Where something new begins, such as
+    an answer, earlier trials say little: a `credit` in seconds is added. Each failure in a row halves both, so that
     failures of one option cost at most the share of all time and twice one credit.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from outpace.models.text.special_tokens import THOUGHT_BEGIN as OPEN
-from outpace.models.text.special_tokens import THOUGHT_END as CLOSE
+from outpace.models.files.special_tokens import THOUGHT_BEGIN as OPEN
+from outpace.models.files.special_tokens import THOUGHT_END as CLOSE
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.call_scanners import held_back
 from outpace.tools.calls import TextDelta, merge_deltas

@@ -19,6 +19,7 @@ from outpace.core.machine import trim_heap
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json
+from outpace.models.files.special_tokens import INFILL_MARKS, THOUGHT_BEGIN, InfillTokens, ends_among
 from outpace.models.files.tokenizer_folder import (
     SPECIAL_NAMES,
     add_tokens,
@@ -29,7 +30,6 @@ from outpace.models.files.tokenizer_folder import (
     token_text,
 )
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.special_tokens import INFILL_MARKS, THOUGHT_BEGIN, InfillTokens, ends_among
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
 if TYPE_CHECKING:
