@@ -49,6 +49,24 @@ def test_generate_prints_text_to_stdout_and_statistics_to_stderr(run: Run, tiny:
     assert re.fullmatch("auto: .* tokens/s.*\n", err)
 
 
+def test_explain_shows_the_plan_of_each_round(run: Run, tiny: Path) -> None:
+    found = generate(run, tiny, "--explain", "--method", "auto", "--draft", "layers:0", "--drafter", "model")
+    assert set(found) == FIELDS | {"rounds"}
+    assert sum(one["emitted"] for one in found["rounds"]) == len(found["tokens"])
+    for one in found["rounds"]:
+        plan = one["plan"]
+        assert set(plan) == {"widths", "tokens", "seconds", "price", "why"}
+        assert one["verified_rows"] == 1 or plan["widths"]
+        assert 1.0 <= plan["tokens"] <= one["verified_rows"]
+        assert plan["why"]
+    words = ("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--explain")
+    _, _, err = run(*words, "--method", "auto")
+    assert "why no more" in err
+    assert "expected by the planner" in err
+    _, _, err = run(*words, "--method", "autoregressive")
+    assert err.count("does not plan") == 12
+
+
 def test_every_method_writes_the_same(run: Run, tiny: Path) -> None:
     drawn = ("--temperature", "1", "--seed", "3", "--top-k", "9")
     plain = generate(run, tiny, "--method", "autoregressive", *drawn)

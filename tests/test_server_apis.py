@@ -243,6 +243,7 @@ def test_sources_agree_with_accepted_tokens(site: Served) -> None:
     for one in choice["rounds"]:
         assert len(one["tokens"]) == len(one["parents"]) == len(one["sources"])
         assert one["path"][0] == 0
+        assert one["plan"] is None or one["plan"]["tokens"] >= 1.0
         assert [one["parents"][node] for node in one["path"][1:]] == one["path"][:-1]
     events = site.chat("hello hello hello hello", stream=True, **asked).events
     sources = [one for event in events for one in event["choices"][0].get("sources", ())]

@@ -62,7 +62,7 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
     table = Table(box=None, title_justify="left", title="expected by the planner, and what came of it")
     for column in ("round", "widths of layers", "rows", "tokens", "came", "ms", "took"):
         table.add_column(column, justify="right")
-    table.add_column("no further draft because")
+    table.add_column("why no more", min_width=24)
     for number, one in enumerate(rounds, 1):
         came = str(one.verified_rows), str(one.emitted), f"{1e3 * one.seconds:.1f}"
         plan, rows = one.plan, came[0]
