@@ -164,7 +164,13 @@ def test_stop_sequences(site: Served) -> None:
             )
             for kind in ("image", "document", "search_result")
         ],
+        ({"system": [{"type": "tool_result", "content": "x"}]}, "system.0.type is 'tool_result'"),
         ({"output_config": {"format": {"type": "xml"}}}, "'xml'"),
+        ({"output_config": {"format": {}}}, "must be an object with a type"),
+        (
+            {"output_config": {"format": {"type": "json_object"}}, "output_format": {"type": "text"}},
+            "output_config.format and output_format both",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0"),
         ({"stop": ["x"]}, "stop_sequences"),
     ],
@@ -178,6 +184,27 @@ def test_errors_have_the_format_of_the_messages_api(site: Served, fields: dict[s
 
 def response(site: Served, **fields: Any) -> Answered:
     return site.ask("/v1/responses", {"input": "hello world", "max_output_tokens": 12, **FREE, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"reasoning": {"effort": "low", "summary": "auto", "max_tokens": 5}}, "reasoning.max_tokens"),
+        ({"stream_options": {"include_obfuscation": False, "more": 1}}, "stream_options.more"),
+        (
+            {"tools": [{"type": "function", "name": "f", "more": 1}], "tool_choice": "none"},
+            "tools.0.more",
+        ),
+    ],
+)
+def test_unknown_fields_of_the_responses_api_are_named(site: Served, fields: dict[str, Any], ignored: str) -> None:
+    found = response(site, **fields)
+    assert (found.status, found.headers.get("x-ignored-fields")) == (200, ignored)
+
+
+def test_an_effort_is_a_text(site: Served) -> None:
+    found = response(site, reasoning={"effort": 5})
+    assert (found.status, found.error["param"]) == (400, "reasoning")
 
 
 def test_a_response_equals_the_library_s_answer(site: Served) -> None:

@@ -59,7 +59,15 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"store": True}, "store", "stores nothing"),
         ({"outpace": {"method": "crad"}}, "outpace", "method 'crad' is not allowed"),
         ({"model": "gpt-9"}, "model", "there is no model 'gpt-9'"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have tools"),
+        *[
+            ({"chat_template_kwargs": {name: []}}, "chat_template_kwargs", f"may not have {name}")
+            for name in ("tools", "chat_template")
+        ],
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
+            "tools",
+            "strict of tool f is 'yes'",
+        ),
         ({"messages": []}, "messages", "messages is []"),
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages", "messages.0.role is 'clown'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "messages.0.content"),
@@ -198,10 +206,10 @@ def test_head_is_answered_as_get_is(site: Served) -> None:
 
 def test_what_is_unknown_is_ignored_and_named(site: Served, capsys: pytest.CaptureFixture[str]) -> None:
     """Fields, and tools of types that the server does not have; null is no value, and some values change nothing."""
-    function = {"type": "function", "function": {"name": "f"}}
+    function = {"type": "function", "function": {"name": "f", "parametrs": {}, "absent": None}}
     more = {"größe": 1, "absent": None, "n_probs": 0, "use_beam_search": False, "best_of": 1}
     given = {"tools": [{"type": "web_search"}, function], "tool_choice": "none", "stream_options": {"more": 2}, **more}
-    names = "n_probs,use_beam_search,best_of,stream_options.more,tools.0=web_search"
+    names = "n_probs,use_beam_search,best_of,stream_options.more,tools.0.function.parametrs,tools.0=web_search"
     for stream in (False, True):
         found = site.chat(max_tokens=2, stream=stream, wrong=1, **given)
         assert found.status == 200, found.body
@@ -217,6 +225,11 @@ def test_what_is_unknown_is_ignored_and_named(site: Served, capsys: pytest.Captu
     [
         ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'"),
         ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "did you mean 'include_usage'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strct": True}}]},
+            "tools.0.function.strct",
+            "did you mean 'strict'",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type is 'web_search', this API supports 'function'"),
     ],
 )

@@ -17,6 +17,9 @@ from outpace.server.tool_calls import AnswerPart, parse_arguments, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
+# Of `chat_template_kwargs`: they have fields of their own or are not supported.
+RESERVED_VALUES = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"}
+
 
 class TextPart(Body):
     """A text part of a message, or a refusal. Images, audio and files are not supported."""
@@ -82,7 +85,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
     if body.store:
         raise ApiError(400, "store is true, but this server stores nothing: leave it out", param="store")
     values = body.chat_template_kwargs or {}
-    reserved = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"} & values.keys()
+    reserved = values.keys() & RESERVED_VALUES
     if reserved:
         raise ApiError(400, f"chat_template_kwargs may not have {min(reserved)}", param="chat_template_kwargs")
     if body.top_logprobs and not body.logprobs:

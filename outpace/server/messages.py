@@ -17,8 +17,8 @@ from outpace.server.tool_calls import ToolOptions, parse_arguments, template_cal
 from outpace.tools.calls import CallBegin
 
 
-class ResultBlock(Body):
-    """A part of a tool's result."""
+class TextBlock(Body):
+    """A text of the system message or of a tool's result."""
 
     type: Literal["text"]
     text: str
@@ -38,7 +38,7 @@ class ContentBlock(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[ResultBlock] | None = None
+    content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
     citations: Any = None
@@ -82,7 +82,7 @@ class ConversationBody(Body):
 
     tool_type = "custom"
     messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[ContentBlock] | None = None
+    system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ def template_messages(body: ConversationBody) -> list[dict[str, Any]]:
     """Convert messages for chat templates."""
     found: list[dict[str, Any]] = []
     if body.system:
-        text = body.system if isinstance(body.system, str) else "\n".join(block.text or "" for block in body.system)
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
         found.append({"role": "system", "content": text})
     for message in body.messages:
         if isinstance(message.content, str):
@@ -175,6 +175,10 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
     """Convert a request body."""
     if body.stop is not None:
         raise ApiError(400, "stop is named stop_sequences in this API", param="stop")
+    form = body.output_config and body.output_config.format
+    if form is not None and body.output_format is not None:
+        why = "output_config.format and output_format both say what the answer is, give one of them"
+        raise ApiError(400, why, param="output_format")
     return chat_request(
         body,
         _tool_options(body, service),
@@ -182,7 +186,7 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
         body.max_tokens,
         template_values=_reasoning(body),
         continues=_continues(body),
-        response_format=(body.output_config and body.output_config.format) or body.output_format,
+        response_format=body.output_format if form is None else form,
         stop=body.stop_sequences or [],
     )
 

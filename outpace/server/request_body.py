@@ -24,6 +24,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 SURROGATE = re.compile("[\ud800-\udfff]")
+FUNCTION_FIELDS = ("type", "function", "name", "description", "parameters", "strict", "cache_control")
 SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
@@ -208,7 +209,7 @@ def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[
         raise _validation_error(error, given) from None
     if issubclass(kind, SamplingBody):
         _refuse_unsupported(kind, body.model_extra or {})
-    unknown = list(unknown_fields(body))
+    unknown = [*unknown_fields(body), *_unknown_in_functions(getattr(body, "tools", None))]
     if unknown and is_strict:
         name, allowed = unknown[0]
         near = difflib.get_close_matches(name.rpartition(".")[2], allowed, n=1)
@@ -254,6 +255,16 @@ def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]
             if isinstance(item, Body):
                 place = f"{name}.{number}" if isinstance(value, list) else name
                 yield from unknown_fields(item, f"{path}{place}.")
+
+
+def _unknown_in_functions(tools: Sequence[Any] | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield the unknown fields of functions, which are dicts because chat templates render all of their fields."""
+    for number, tool in enumerate(tools or ()):
+        for place in ("", "function."):
+            found = tool.get("function") if isinstance(tool, dict) and place else tool
+            for name, value in found.items() if isinstance(found, dict) else ():
+                if name not in FUNCTION_FIELDS and value is not None:
+                    yield f"tools.{number}.{place}{name}", list(FUNCTION_FIELDS)
 
 
 def _validation_error(error: ValidationError, given: Any) -> ApiError:

@@ -10,7 +10,7 @@ from pydantic import Field
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody
+from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import parse_arguments, template_call, tool_options
@@ -54,6 +54,14 @@ class TextOptions(Body):
     verbosity: str | None = None  # accepted without effect
 
 
+class ReasoningOptions(Body):
+    """How much the model reasons."""
+
+    effort: str | None = None
+    summary: str | None = None  # accepted without effect, as the next one
+    generate_summary: str | None = None
+
+
 class ResponsesBody(SamplingBody):
     """The request body of a response."""
 
@@ -68,8 +76,8 @@ class ResponsesBody(SamplingBody):
     background: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
-    reasoning: dict[str, Any] | None = None
-    stream_options: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
+    stream_options: StreamOptions | None = None
     parallel_tool_calls: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -129,7 +137,7 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
         tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
         messages,
         body.max_output_tokens,
-        template_values=reasoning_values((body.reasoning or {}).get("effort")),
+        template_values=reasoning_values(body.reasoning.effort if body.reasoning else None),
         response_format=body.text.format if body.text else None,
         logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
     )

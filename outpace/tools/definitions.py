@@ -137,6 +137,8 @@ def _tool(given: Any) -> Tool:
         raise UserError(
             f"a tool's name is {reprlib.repr(name)}, it must be 1 to 128 letters, digits, '_', '-', '.' or '/'"
         )
+    if function.get("strict") not in (None, True, False):
+        raise UserError(f"strict of tool {name} is {reprlib.repr(function['strict'])}, it must be true or false")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):

@@ -32,7 +32,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> str:
         """Return the text of the conversation; UserError if the template is invalid, raises, or exceeds its limits."""
         try:
             request = json.dumps({"messages": [dict(message) for message in messages], **values}).encode()

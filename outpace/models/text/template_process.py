@@ -60,7 +60,7 @@ def _renderer(template: str) -> Callable[[Mapping[str, Any]], dict[str, str]]:
     def render(values: Mapping[str, Any]) -> dict[str, str]:
         pieces, length = [], 0
         try:
-            for piece in compiled.generate(**values):
+            for piece in compiled.generate(values):
                 length += len(piece)
                 if length > LONGEST:
                     return {"refusal": f"writes more than {LONGEST} characters"}

@@ -148,6 +148,7 @@ class Tokenizer:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **values: Any,
@@ -190,7 +191,7 @@ class Tokenizer:
         for template in self._templates.values():
             template.close()
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> list[int]:
         """Encode the conversation up to the start of the answer; only the template adds special tokens."""
         return self._encode(self.render(messages, **values), add_special=False)
 
