@@ -43,7 +43,7 @@ OTHERS = ("functions", "function_call", "web_search_options", "audio", "verbosit
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that refuses what it does not know."""
+    """Start a server with `--strict`."""
     model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=512)
     set_fields(Path(model), chat_template=REASONING + TEMPLATE)
     with outpace.load(model) as llm, served(llm, strict=True) as site:

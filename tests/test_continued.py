@@ -126,13 +126,13 @@ def test_every_api_continues_the_last_message(site: Served, temperature: float, 
     [
         ({"add_generation_prompt": True}, "both true"),
         ({"messages": BEGUN[:1]}, "only a text of the assistant"),
-        ({"response_format": FORMAT}, "a structured answer must begin anew"),
-        ({"structured_outputs": {"regex": "a"}}, "a structured answer must begin anew"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice 'required' must begin anew"),
+        ({"response_format": FORMAT}, "a structured answer needs a whole answer"),
+        ({"structured_outputs": {"regex": "a"}}, "a structured answer needs a whole answer"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice 'required' needs a whole answer"),
         ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs may not have"),
     ],
 )
-def test_what_cannot_go_with_a_continued_message_is_refused(site: Served, fields: dict[str, Any], says: str) -> None:
+def test_fields_that_exclude_a_continued_message_are_refused(site: Served, fields: dict[str, Any], says: str) -> None:
     body = {"messages": BEGUN, "continue_final_message": True, "max_tokens": 9} | fields
     found = site.ask("/v1/chat/completions", body)
     assert found.status == 400

@@ -88,7 +88,7 @@ def test_a_grammar_takes_whole_answers_alone(
     ],
 )
 @pytest.mark.parametrize("kind", ["regex", "lark"])
-def test_classes_of_a_regex_are_those_of_ascii(
+def test_classes_of_a_regex_match_ascii_only(
     kind: str, pattern: str, good: list[str], bad: list[str], grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     asked = Structure(kind, pattern if kind == "regex" else f"start: /{pattern}/")
@@ -138,7 +138,7 @@ def test_fields_of_both_apis_are_read() -> None:
         (None, {}, "must have one of json"),
         (None, {"regex": "a", "choice": ["b"]}, "must have one of json"),
         (None, {"regexp": "a"}, "did you mean 'regex'"),
-        (None, {"grammar": ""}, "must be a text"),
+        (None, {"grammar": ""}, "must be a non-empty string"),
         (None, {"choice": ["a", ""]}, "must be a list of texts"),
         (None, {"json": "{"}, "not valid JSON"),
         (None, {"json": {"const": float("nan")}}, "plain JSON"),
@@ -163,10 +163,10 @@ def test_an_invalid_structure_is_refused(response_format: Any, structured_output
         (schema_of({"type": "zzz"}), "type of the JSON schema is 'zzz', it must be one or several of"),
         (schema_of({"type": "string", "format": "zzz"}), "unknown format of a JSON schema 'zzz'"),
         (schema_of(False), "allows no value"),
-        (schema_of({"items": 3}), "where a schema belongs"),
-        (schema_of({"type": "string", "pattern": "a(?=b)b"}), "looks ahead or back"),
+        (schema_of({"items": 3}), "where a schema must be"),
+        (schema_of({"type": "string", "pattern": "a(?=b)b"}), "has a lookahead or lookbehind"),
         (schema_of({"properties": {f"p{n}": {} for n in range(1001)}}), "more than 1000 properties"),
-        (schema_of(nested(schema.DEEPEST + 1)), "deeper than 64 levels"),
+        (schema_of(nested(schema.MAX_DEPTH + 1)), "deeper than 64 levels"),
         (Structure("regex", "("), "regex"),
         (Structure("regex", ""), "no text but the empty one"),
         (Structure("lark", "start: a"), "line 1, column 8: unknown name"),
@@ -183,10 +183,10 @@ def test_what_cannot_be_enforced_is_refused_by_name(asked: Structure, words: str
 
 def test_the_number_of_unknown_keywords_is_bounded() -> None:
     """Each is compared with all that have a meaning, so a flood of them would take the server's time."""
-    names = [f"zq{number:06d}" for number in range(schema.NOTES + 1)]
+    names = [f"zq{number:06d}" for number in range(schema.MAX_UNKNOWN + 1)]
     allowed = dict.fromkeys(names[1:], 1)
     schema.enforceable({"type": "array", "items": allowed, **allowed})  # the same ones twice
-    with pytest.raises(UserError, match="more than 200 different keywords that are not known"):
+    with pytest.raises(UserError, match="more than 200 different unknown keywords"):
         schema.enforceable(dict.fromkeys(names, 1))
 
 

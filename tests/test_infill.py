@@ -88,7 +88,7 @@ def test_code_llama(tmp_path: Path) -> None:
     assert {eot, 2} <= tokenizer.stop_ids
 
 
-def test_what_exceeds_the_room_is_left_out_from_afar(tmp_path: Path) -> None:
+def test_parts_far_from_the_cursor_are_left_out(tmp_path: Path) -> None:
     tokenizer = load_model(file_with(tmp_path, QWEN), runtime="llama").tokenizer
     prefix, suffix = "p" * 40 + "12", "34" + "s" * 40
     for room in (100, 60, 30, 12, 3, 1):
@@ -179,8 +179,8 @@ def test_models_without_marks_are_refused_by_name(tiny_folder: str) -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_no_special_token_joins_two_texts(site: Served, skip: bool) -> None:
-    """Whatever an answer writes after a document, a turn or a mark is another text."""
+def test_an_answer_ends_at_tokens_that_separate_texts(site: Served, skip: bool) -> None:
+    """Text after the end of a document or turn, or after a fill-in-the-middle mark, is not part of the answer."""
     tokenizer = site.llm.tokenizer
     for mark in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN):
         bias = {tokenizer.id_of(mark): 100.0}

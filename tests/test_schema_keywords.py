@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema has one of three levels: it has no effect, it is enforced, or it is refused by name."""
+"""Every keyword of JSON Schema is ignored because it has no effect, enforced, or refused by name."""
 
 from __future__ import annotations
 
@@ -241,9 +241,9 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "discriminator": [({"type": "object", "discriminator": {"propertyName": "a"}}, "'discriminator'")],
     "pattern": [
-        ({"type": "string", "pattern": "^a(?=b)b"}, "looks ahead"),
-        ({"type": "string", "pattern": "^(?!a)b"}, "looks ahead"),
-        ({"type": "string", "pattern": "^(?=a)a|b"}, "looks ahead"),
+        ({"type": "string", "pattern": "^a(?=b)b"}, "has a lookahead"),
+        ({"type": "string", "pattern": "^(?!a)b"}, "has a lookahead"),
+        ({"type": "string", "pattern": "^(?=a)a|b"}, "has a lookahead"),
         ({"type": "string", "pattern": r"\bfoo"}, "word boundaries"),
         ({"type": "string", "pattern": "("}, "unclosed group"),
     ],
@@ -267,7 +267,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"type": "integer", "minimum": 2, "maximum": 1}, "no text fits"),
     ],
     "properties": [({"properties": ["a"]}, "must be an object")],
-    "anyOf": [({"anyOf": []}, "must be a list that is not empty")],
+    "anyOf": [({"anyOf": []}, "must be a non-empty list")],
     "allOf": [({"allOf": [{"type": "object"}, {"type": "string"}]}, "no text fits all of its limits")],
     "$ref": [
         ({"$ref": "#/$defs/a"}, "$ref leads to #/$defs/a, which does not exist"),

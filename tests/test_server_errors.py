@@ -191,7 +191,7 @@ def test_unknown_paths_and_methods(site: Served) -> None:
     assert [site.ask(CHAT).status, site.ask("/health", {}).status] == [405, 405]
 
 
-def test_head_is_answered_as_get_is(site: Served) -> None:
+def test_head_is_answered_like_get(site: Served) -> None:
     for path in [*GETS, "/openapi.json", "/v1/models/" + site.service.names[0]]:
         connection = site.connect()
         connection.request("HEAD", path)
@@ -204,8 +204,8 @@ def test_head_is_answered_as_get_is(site: Served) -> None:
         connection.close()
 
 
-def test_what_is_unknown_is_ignored_and_named(site: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fields, and tools of types that the server does not have; null is no value, and some values change nothing."""
+def test_unknown_fields_and_tools_are_ignored_and_listed(site: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """Null counts as missing, and unsupported fields with neutral values are ignored."""
     function = {"type": "function", "function": {"name": "f", "parametrs": {}, "absent": None}}
     more = {"größe": 1, "absent": None, "n_probs": 0, "use_beam_search": False, "best_of": 1}
     given = {"tools": [{"type": "web_search"}, function], "tool_choice": "none", "stream_options": {"more": 2}, **more}
@@ -233,7 +233,7 @@ def test_what_is_unknown_is_ignored_and_named(site: Served, capsys: pytest.Captu
         ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type is 'web_search', this API supports 'function'"),
     ],
 )
-def test_strict_servers_refuse_what_is_unknown(llm: outpace.LLM, fields: dict[str, Any], param: str, says: str) -> None:
+def test_strict_servers_refuse_unknown_names(llm: outpace.LLM, fields: dict[str, Any], param: str, says: str) -> None:
     with served(llm, strict=True) as site:
         found = site.chat(max_tokens=2, **fields)
         assert (found.status, found.error["param"]) == (400, param)

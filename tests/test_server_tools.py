@@ -158,7 +158,7 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
     return {**choice, "message": {**choice["message"], "tool_calls": calls}}
 
 
-def test_an_answer_is_a_call_or_of_the_asked_form(site: Served) -> None:
+def test_an_answer_is_a_call_or_has_the_requested_form(site: Served) -> None:
     flat = {"type": "function", "name": "add", "parameters": PARAMETERS}
     has_called = set()
     for seed in range(10):
@@ -208,7 +208,7 @@ def test_a_call_that_a_stop_string_cuts_is_not_complete(site: Served, stop: str)
         assert found["output"][0]["status"] == "incomplete"
 
 
-def test_the_form_of_calls_is_chosen(site: Served) -> None:
+def test_tool_parser_selects_the_form_of_calls(site: Served) -> None:
     asked = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100, "seed": 1}
     expected = {
         "hermes": "<tool_call>",

@@ -156,7 +156,7 @@ def test_the_command_line_reads_schemas_regexes_and_grammars(generate: Run) -> N
         (["--json-schema", "schema.json", "--regex", "a"], "give one of them"),
         (["--regex", "("], "the regex cannot be enforced"),
         (["--grammar", "schema.json"], "the grammar cannot be enforced"),
-        (["--regex", ""], "must be a text that is not empty"),
+        (["--regex", ""], "must be a non-empty string"),
     ],
 )
 def test_errors_of_structure_flags(generate: Run, arguments: list[str], words: str) -> None:

@@ -85,7 +85,7 @@ HERMES_CALL, TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call>", f"<tools>\n{CAL
 XML_CALL, ARGS_CALL = f"<tool_call>\n{tagged('A')}\n</tool_call>", f"[TOOL_CALLS]weather[ARGS]{A}"
 LLAMA_CALL = CALL.replace("arguments", "parameters")
 NO_CITY = CALL.replace("city", "town")
-QWEN = replace(  # as `auto` makes it
+QWEN = replace(  # as `auto` returns it for Qwen
     HERMES, marks=tuple(f for one in FORMATS.values() for f in one.frames.items()), takes_unmarked=True
 )
 PROPERTIES = {"text": {"type": "string"}, "count": {"$ref": "#/$defs/N"}, "flag": {"type": "boolean"}}
@@ -415,7 +415,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ],
 )
 @pytest.mark.parametrize(("structured", "good", "bad"), FORMS)
-def test_an_answer_is_calls_or_of_the_asked_form(
+def test_an_answer_is_calls_or_has_the_requested_form(
     structured: dict[str, Any], good: str, bad: str, family: CallFormat, call: str, tokenizer: Tokenizer
 ) -> None:
     form = read_structure(None, structured)
@@ -512,7 +512,7 @@ def test_many_tools_are_enforced_together(tokenizer: Tokenizer) -> None:
     ids=["uniqueItems", "patternProperties", "size"],
 )
 def test_a_model_may_call_a_tool_whose_parameters_cannot_be_enforced(bad: Any, tokenizer: Tokenizer) -> None:
-    """Other tools of the request stay usable. What a strict tool takes is enforced nevertheless."""
+    """Other tools of the request remain usable, and the parameters of a strict tool are still enforced."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": bad}}, strict])
     structure = structure_of(tokenizer, HERMES, tools, ToolChoice("auto"))
@@ -529,6 +529,32 @@ def test_a_model_may_call_a_tool_whose_parameters_cannot_be_enforced(bad: Any, t
         tokens = tokenizer.continuation(text)
         allowed.append(constraint.allowed([], tokens) == len(tokens))
     assert allowed == [True, True, False]
+
+
+def test_a_model_may_call_a_tool_whose_parameters_cannot_be_enforced_in_tags(tokenizer: Tokenizer) -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "string", "pattern": "^x"}}}}
+    tools = read_tools([{"type": "function", "function": function}])
+    structure = structure_of(tokenizer, XML, tools, ToolChoice("auto"))
+    assert structure is not None
+    text = "<function=f>\n<parameter=a>\ny\n</parameter>\n</function>"
+    assert accepts(Grammars(tokenizer), structure, tokenizer, text)
+    strict = read_tools([{"type": "function", "function": {**function, "strict": True}}])
+    for offered, choice in ((tools, "required"), (strict, "auto")):
+        with pytest.raises(UserError, match=r"parameters of tool f: 'pattern' of 'a' cannot be enforced"):
+            structure_of(tokenizer, XML, offered, ToolChoice(choice))
+
+
+def test_schemas_that_are_true_or_false_in_tags(tokenizer: Tokenizer) -> None:
+    """The first allows every value, the second forbids the parameter."""
+    function = {"name": "f", "parameters": {"properties": {"a": True, "b": False, "c": {"$ref": "#/$defs/any"}}}}
+    function["parameters"]["$defs"] = {"any": True}  # type: ignore[index]
+    tools = read_tools([{"type": "function", "function": function}])
+    structure = structure_of(tokenizer, XML, tools, ToolChoice("required"))
+    assert structure is not None
+    grammars = Grammars(tokenizer)
+    for name, is_allowed in (("a", True), ("b", False), ("c", True)):
+        text = f"<tool_call>\n<function=f>\n<parameter={name}>\ny\n</parameter>\n</function>\n</tool_call>"
+        assert accepts(grammars, structure, tokenizer, text) is is_allowed
 
 
 def test_templates_say_whether_they_take_tools(tmp_path: Path) -> None:

@@ -58,20 +58,21 @@ def print_for_machines(value: Mapping[str, Any]) -> None:
 
 
 def show_rounds(rounds: Sequence[RoundStats]) -> None:
-    """Print to stderr what was expected of each round, what came of it, and why no more was drafted."""
-    table = Table(box=None, title_justify="left", title="expected by the planner, and what came of it")
-    for column in ("round", "widths of layers", "rows", "tokens", "came", "ms", "took"):
+    """Print to stderr what the planner expected of each round, the result, and why it drafted no more."""
+    table = Table(box=None, title_justify="left", title="rounds: expected by the planner, and measured")
+    columns = ("round", "layer widths", "rows", "tokens expected", "tokens", "ms expected", "ms")
+    for column in columns:
         table.add_column(column, justify="right")
     table.add_column("why no more", min_width=24)
     for number, one in enumerate(rounds, 1):
-        came = str(one.verified_rows), str(one.emitted), f"{1e3 * one.seconds:.1f}"
-        plan, rows = one.plan, came[0]
-        if plan is None:
-            table.add_row(str(number), "", rows, "", came[1], "", came[2], "the method does not plan its rounds")
-            continue
-        widths = " ".join(map(str, plan.widths)) or "none"
-        expected = f"{plan.tokens:.2f}", f"{1e3 * plan.seconds:.1f}"
-        table.add_row(str(number), widths, rows, expected[0], came[1], expected[1], came[2], plan.why)
+        plan = one.plan
+        widths = tokens = seconds = ""
+        if plan is not None:
+            widths = " ".join(map(str, plan.widths)) or "none"
+            tokens, seconds = f"{plan.tokens:.2f}", f"{1e3 * plan.seconds:.1f}"
+        why = "the method does not plan its rounds" if plan is None else plan.why
+        measured = str(one.verified_rows), tokens, str(one.emitted), seconds, f"{1e3 * one.seconds:.1f}"
+        table.add_row(str(number), widths, *measured, why)
     stderr().print(table)
 
 

@@ -48,9 +48,9 @@ def generate(
     sampling: SamplingFlags,
     answer: AnswerFlags,
     system: str | None = SYSTEM,
-    prefill: str | None = flag(None, "Begin of the answer, which is not written again.", metavar="TEXT", panel=TEXT),
+    prefill: str | None = flag(None, "Beginning of the answer, which the model continues.", metavar="TEXT", panel=TEXT),
     raw: bool = flag(False, "Continue the text as it is, without the chat template.", panel=TEXT),
-    explain: bool = flag(False, "Show after the answer what method auto planned in each round, and why.", panel=TEXT),
+    explain: bool = flag(False, "After the answer, show what method auto planned in each round, and why.", panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
     """Answer one prompt.

@@ -76,8 +76,8 @@ class ModelFlags:
     draft_threads: int = flag(1, "CPU threads of a drafter that drafts in parallel with the target.", panel=METHOD)
     nodes: int | None = flag(
         None,
-        "Maximum number of tree nodes verified in a pass, with the root; the default is 32 for auto, else 8 or as many"
-        " as the draft length needs.",
+        "Maximum number of tree nodes verified in a pass, including the root; the default is 32 for auto, else 8 or"
+        " what the draft length needs.",
         panel=METHOD,
     )
     kv_memory: float | None = flag(

@@ -32,7 +32,7 @@ class ListenFlags:
     insecure: bool = flag(False, "Serve other machines without API keys.")
     allow_host: list[str] | None = flag(None, "Host header to accept without keys; may be repeated.")
     allow_method: list[str] | None = flag(None, "Method, drafter or rule that a request may choose; may be repeated.")
-    strict: bool = flag(False, "Refuse unknown fields and tools instead of listing them in a header.")
+    strict: bool = flag(False, "Refuse unknown fields and tools instead of ignoring them and listing them in a header.")
     tool_prompt: bool = flag(False, "Describe tools in the system message if the chat template ignores them.")
     tool_parser: str = flag("auto", "Form of tool calls: auto, hermes, json, llama3, mistral, tools or xml.")
     metrics_prefix: str = flag("outpace", "Prefix of the metrics: outpace, vllm or both.")

@@ -22,8 +22,8 @@ def theory(
     ),
     drafts: str = flag(
         "",
-        "Acceptance rates of the second, third, ... draft of the same token, each after the earlier ones were rejected,"
-        " with commas between them: what several drafts after each rejection gain.",
+        "Acceptance rates of the second, third, ... draft of one token, each after the earlier ones were rejected, with"
+        " commas between them. They show the gain of several drafts of each token that follows a rejection.",
     ),
     cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
     verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
@@ -68,7 +68,7 @@ def _rates(name: str, text: str) -> list[float]:
 
 
 def _batch(positions: list[float], others: list[float]) -> dict[str, Any]:
-    """Return the bounds of Yin et al. if there are `others` too after each rejection, whose drafts cost nothing."""
+    """Return the bounds of Yin et al. for drafts without cost, with drafts of rates `others` too after a rejection."""
     first = formulas.any_acceptance([positions[0], *others])
     tokens = formulas.tokens_per_rejection([first, *(positions[1:] or positions)])
     ideal = tokens if tokens < float("inf") else None

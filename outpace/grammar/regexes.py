@@ -1,4 +1,4 @@
-"""Translates regexes as users write them (for Python, JavaScript and other engines) to those of llguidance (Rust)."""
+"""Translates regexes of Python, JavaScript and other engines to those of llguidance (Rust)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}  # in ASCII
-_UNIT = re.compile(r"\\.|\[:\^?[a-z]+:\]|&&|~~|.", re.DOTALL)  # what has one meaning, in a class or outside
+_UNIT = re.compile(r"\\.|\[:\^?[a-z]+:\]|&&|~~|.", re.DOTALL)  # one item of a regex, in a class or outside
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
 
 def in_ascii(regex: str) -> str:
-    r"""Return a regex, or a Lark grammar, whose \d, \w and \s match ASCII only, as in other engines.
+    r"""Return a regex, or a Lark grammar, whose \d, \w and \s match ASCII only, as in JavaScript.
 
-    Those of llguidance match all of Unicode.
+    In llguidance they match all of Unicode.
     """
     return re.sub(r"\\(.)", _escape_in_ascii, regex, flags=re.DOTALL)
 
@@ -25,7 +25,7 @@ def _escape_in_ascii(escape: re.Match[str]) -> str:
 
 
 def with_plain_classes(regex: str) -> str:
-    """Return a regex in whose classes `[`, `&&` and `~~` are characters. llguidance nests and intersects classes."""
+    """Escape `[`, `&&` and `~~` in character classes, where llguidance reads them as set operations."""
     written, in_class = "", False
     for unit in _UNIT.findall(regex):
         if not in_class:
@@ -39,12 +39,12 @@ def with_plain_classes(regex: str) -> str:
 
 
 def has_lookaround(regex: str) -> bool:
-    """Return whether a regex looks ahead or back, which no grammar can."""
+    """Return whether a regex has a lookahead or lookbehind, which llguidance cannot enforce."""
     return _LOOKAROUND.search(re.sub(r"\\.", "", regex, flags=re.DOTALL)) is not None
 
 
 def without_lookaheads(regex: str) -> list[str]:
-    """Return regexes that all have to match where this one does: one for each positive lookahead at its beginning."""
+    """Split off the positive lookaheads at a regex's beginning; return regexes that all have to match instead of it."""
     found = []
     while regex.startswith("^(?="):
         ends = [end for end, depth, unit in _nested(regex) if depth == 0 and unit == ")"]
@@ -56,7 +56,7 @@ def without_lookaheads(regex: str) -> list[str]:
 
 
 def _nested(regex: str) -> Iterator[tuple[int, int, str]]:
-    """Yield each character outside of classes: where it ends, in how many groups it is, and the character."""
+    """Yield (end, depth of groups, character) for each character outside of classes."""
     depth, in_class = 0, False
     for match in _UNIT.finditer(regex):
         unit = match[0]

@@ -1,9 +1,9 @@
 """Reduces a JSON schema to what the grammar enforces.
 
-A keyword with its value has one of three levels. It has no effect on the answer and is left out: titles, unknown
-annotations (JSON Schema 2020-12, Core, 6.5), `uniqueItems: false`, a format of strings for a number. Or it is
-enforced, where necessary in other words. Or it is refused by name: a limit is never ignored silently, and an unknown
-keyword that resembles a known one counts as misspelt.
+Each keyword is treated in one of three ways, depending on its value. It is left out if it cannot affect the answer:
+titles, unknown annotations (JSON Schema 2020-12, Core, 6.5), `uniqueItems: false`, a string format for a number. It is
+enforced, if necessary after it was expressed by other keywords. Or it is refused by name: a limit is never ignored
+silently, and an unknown keyword that resembles a known one is assumed to be misspelt.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 from outpace.core.errors import UserError, unknown
 from outpace.grammar.regexes import has_lookaround, with_plain_classes, without_lookaheads
 
-PROPERTIES = 1000  # most properties in the whole schema
-NOTES = 200  # most distinct unknown keywords: each is compared with all known ones
-DEEPEST = 64  # most nested schemas
-_BRANCHES = 100  # most branches of oneOf whose pairs are compared
-_EXACT = 2**53  # up to here, the grammar represents all whole numbers
+MAX_PROPERTIES = 1000  # in the whole schema
+MAX_UNKNOWN = 200  # distinct unknown keywords: each is compared with all known ones
+MAX_DEPTH = 64  # of nested schemas
+_MAX_BRANCHES = 100  # of oneOf, whose pairs are compared
+_EXACT = 2**53  # the grammar represents all integers up to here
 _LARGEST = 2**63 - 1024  # the largest bound of a grammar
 _SMALLEST = 1e-30
-_NOTES = frozenset(
+_ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
         *("$schema", "$comment", "$vocabulary", "$recursiveAnchor"),
         *("contentMediaType", "contentEncoding", "contentSchema"),
     )
 )
-_NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")  # of schemas, for references
+_NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")  # names that references use
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONES = ("items", "additionalItems", "additionalProperties")
@@ -45,12 +45,12 @@ _RULES = (*_TEXTS, *_COUNTS, *_LEAST, *_MOST, "multipleOf", "type", "enum", "con
 _REWRITTEN = ("discriminator", "nullable", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _REFUSED = frozenset(
     (
-        # of the drafts of JSON Schema
+        # JSON Schema, all drafts
         *("if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
         *("dependencies", "dependentSchemas", "dependentRequired", "$dynamicRef", "$recursiveRef"),
         *("extends", "disallow", "divisibleBy", "requires", "optional", "unique", "maxDecimal"),
         *("minimumCanEqual", "maximumCanEqual"),
-        # of MongoDB and Ajv
+        # MongoDB and Ajv
         *("bsonType", "$data", "$merge", "$patch", "switch", "constant", "typeof", "instanceof"),
         *("range", "exclusiveRange", "regexp", "transform", "prohibited", "patternRequired", "uniqueItemProperties"),
         *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
@@ -62,12 +62,12 @@ _REFUSED = frozenset(
     )
 )
 _ENFORCED = frozenset((*_MAPS, *_LISTS, *_ONES, *_RULES, *_REWRITTEN))
-_NOTED = frozenset(name.lower() for name in (*_NOTES, *_NAMES))
+_HARMLESS = frozenset(name.lower() for name in (*_ANNOTATIONS, *_NAMES))
 _LIMITING = {name.lower(): name for name in (_ENFORCED | _REFUSED).difference(_NAMES)}
 _ALIKE = 0.85  # similarity from which a name counts as misspelt
 _SHORT = 4  # letters; shorter names resemble too many words
 _LONG_ENOUGH = [name for name in _LIMITING if len(name) >= _SHORT]
-_OWN = ("_", "@", "//", "x-")  # prefixes of comments, of JSON-LD and of extensions
+_OWN = ("_", "@", "//", "x-")  # prefixes of comments, JSON-LD and extensions
 
 _NUMBER = frozenset(("integer", "fraction"))
 _TYPES = {name: frozenset((name,)) for name in ("null", "boolean", "integer", "string", "array", "object")}
@@ -78,7 +78,7 @@ _OF_TYPE = {
     **dict.fromkeys(("dependencies", "dependentSchemas", "dependentRequired", "propertyNames"), "object"),
     **{"unevaluatedProperties": "object", "pattern": "string", "format": "string"},
 }
-_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")  # which evaluate items and properties too
+_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")  # they also evaluate items and properties
 _UUID = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-%s[0-9a-fA-F]{3}-[0-9a-fA-F]{12}$"
 _BASE64 = "^(?:[%s]{4})*(?:[%s]{2}(?:==)%s|[%s]{3}=%s)?$"
 _FORMATS = {  # as patterns
@@ -93,32 +93,32 @@ _FORMATS = {  # as patterns
 _NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}  # enforced by ASCII alone
 _KNOWN_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri")
 _FREE_FORMATS = ("binary", "password", "path", "file-path", "directory-path", "textarea", "markdown", "html")
-_LOOKAHEADS = (  # negative ones of zod and pydantic, as patterns that say the same
+_LOOKAHEADS = (  # negative lookaheads that zod and pydantic write, with equivalent patterns
     ("^(?!\\.)(?!.*\\.\\.)", ("^[^.]", "^(?:\\.?[^.]+)*\\.?$")),  # no dot at the beginning, no two dots
     ("^(?!^[-+.]*$)", ("[^-+.]",)),
 )
 
 
 def enforceable(schema: Any) -> Any:
-    """Return a schema that llguidance enforces, all of whose answers are valid by the given one.
+    """Return a schema that llguidance can enforce. Every answer that it allows is valid under the given schema.
 
-    Raises UserError for a schema that is too large, too deep or invalid, or has a keyword that cannot be enforced.
+    Raises UserError if the schema is too large, too deep or invalid, or has a keyword that cannot be enforced.
     """
     return _Reducer(schema).whole()
 
 
 class _Reducer:
-    """Reduces one schema and all schemas in it, which count together."""
+    """Reduces a schema and the schemas nested in it. The limits apply to all of them together."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._properties = 0
-        self._notes: set[str] = set()
-        self._reduced: dict[int, dict[str, Any]] = {}  # by the id of the original
-        self._tags: dict[int, tuple[Mapping[str, Any], str]] = {}  # a property that this object must have
+        self._unknown: set[str] = set()
+        self._reduced: dict[int, dict[str, Any]] = {}  # by the id() of the original schema
+        self._tags: dict[int, tuple[Mapping[str, Any], str]] = {}  # by id(): a schema and the property it must require
 
     def whole(self) -> Any:
-        """Return the whole schema, reduced."""
+        """Return the reduced schema."""
         found = self._reduce(self._root, 1)
         if found is False:
             raise UserError("the JSON schema allows no value")
@@ -128,13 +128,13 @@ class _Reducer:
         return {} if found is True else found
 
     def _reduce(self, schema: Any, depth: int) -> Any:
-        """Return a schema at this depth, reduced."""
+        """Return a nested schema, reduced. `depth` is 1 for the whole schema."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise UserError(f"the JSON schema holds {schema!r:.50} where a schema belongs")
-        if depth > DEEPEST:
-            raise UserError(f"the JSON schema is deeper than {DEEPEST} levels")
+            raise UserError(f"the JSON schema has {schema!r:.50} where a schema must be")
+        if depth > MAX_DEPTH:
+            raise UserError(f"the JSON schema is deeper than {MAX_DEPTH} levels")
         given = {keyword: value for keyword, value in schema.items() if value is not None or keyword == "const"}
         kept = {keyword: _checked(keyword, given[keyword]) for keyword in given if self._has_effect(keyword, given)}
         if _limits_nothing(kept.get("not", False)):
@@ -143,8 +143,8 @@ class _Reducer:
         for name in _MAPS:
             if (inner := kept.get(name)) is not None:
                 self._properties += len(inner)
-                if self._properties > PROPERTIES:
-                    raise UserError(f"the JSON schema has more than {PROPERTIES} properties and definitions")
+                if self._properties > MAX_PROPERTIES:
+                    raise UserError(f"the JSON schema has more than {MAX_PROPERTIES} properties and definitions")
                 kept[name] = {key: self._reduce(value, depth + 1) for key, value in inner.items()}
         for name in (*_LISTS, *_ONES):
             if isinstance(inner := kept.get(name), list):
@@ -155,24 +155,26 @@ class _Reducer:
         return kept
 
     def _has_effect(self, keyword: str, schema: Mapping[str, Any]) -> bool:
-        """Return whether a keyword may limit values; UserError if it does and cannot be enforced."""
-        if keyword in _NOTES or _is_idle(keyword, schema):
+        """Return whether a keyword may limit values; raise UserError if it may but cannot be enforced."""
+        if keyword in _ANNOTATIONS or _is_redundant(keyword, schema):
             return False
         if keyword in _ENFORCED:
             return True
         if keyword in _REFUSED:
             raise _unsupported(keyword, schema[keyword])
-        if keyword not in self._notes:
+        if keyword not in self._unknown:
             if near := _resembles(keyword):
-                raise UserError(f"the JSON schema has {keyword!r:.60}, is {near!r} meant? A comment may begin with x-")
-            self._notes.add(keyword)
-            if len(self._notes) > NOTES:
-                raise UserError(f"the JSON schema has more than {NOTES} different keywords that are not known")
+                hint = f"did you mean {near!r}? Prefix annotations of your own with x-"
+                raise UserError(f"the JSON schema has the unknown keyword {keyword!r:.60}; {hint}")
+            self._unknown.add(keyword)
+            if len(self._unknown) > MAX_UNKNOWN:
+                raise UserError(f"the JSON schema has more than {MAX_UNKNOWN} different unknown keywords")
         return False
 
     def _rewritten(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """Return the same limits in keywords that llguidance knows."""
-        kept = {{"$dynamicAnchor": "$anchor"}.get(name, name): value for name, value in kept.items()}
+        """Express the same limits by keywords that llguidance knows."""
+        if "$dynamicAnchor" in kept:
+            kept["$anchor"] = kept.pop("$dynamicAnchor")
         if kept.pop("nullable", False) and "type" in kept:
             kept["type"] = list(dict.fromkeys([*_listed(kept["type"]), "null"]))
         for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
@@ -192,11 +194,11 @@ class _Reducer:
         return _with_counts(_with_formats(kept))
 
     def _with_names(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """Replace `propertyNames` by properties, or by a pattern of properties."""
+        """Replace `propertyNames` by `properties` or `patternProperties`."""
         asked = kept.pop("propertyNames")
         names = self._resolved(asked)
         is_text = "string" in _types(names) and names
-        names = {name: value for name, value in names.items() if name not in (*_NOTES, "type")}
+        names = {name: value for name, value in names.items() if name not in (*_ANNOTATIONS, "type")}
         if is_text and not names:
             return kept
         others = kept.get("additionalProperties", True)
@@ -210,12 +212,12 @@ class _Reducer:
         return {**kept, "additionalProperties": False}
 
     def _discriminate(self, kept: Mapping[str, Any], discriminator: Any) -> None:
-        """Require the property that distinguishes the branches, as OpenAPI does."""
+        """Record that each branch must require the property that distinguishes the branches, as in OpenAPI."""
         tag = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
         branches = [*kept.get("oneOf", ()), *kept.get("anyOf", ())]
         if not isinstance(tag, str) or not branches:
             raise _unsupported("discriminator", discriminator)
-        for _ in range(DEEPEST):
+        for _ in range(MAX_DEPTH):
             resolved = [self._resolved(branch) for branch in branches]
             for branch in resolved:
                 if not {"oneOf", "anyOf"} & branch.keys():
@@ -223,21 +225,21 @@ class _Reducer:
             branches = [inner for branch in resolved for name in ("oneOf", "anyOf") for inner in branch.get(name) or ()]
 
     def _check_exclusive(self, branches: Sequence[Any]) -> None:
-        """Raise UserError unless at most one branch of oneOf fits any value: the grammar enforces one of them."""
+        """Raise UserError if a value might be valid under two branches of oneOf: the grammar enforces only one."""
         resolved = [self._resolved(branch) for branch in branches]
         listed = [_values(branch) for branch in resolved]
         keys = [_key(value) for values in listed for value in values or ()]
         if None not in listed and len(set(keys)) == len(keys):
             return
-        if len(branches) > _BRANCHES:
-            raise UserError(f"oneOf of the JSON schema has more than {_BRANCHES} branches, use anyOf")
+        if len(branches) > _MAX_BRANCHES:
+            raise UserError(f"oneOf of the JSON schema has more than {_MAX_BRANCHES} branches, use anyOf")
         for one, other in itertools.combinations(resolved, 2):
             if not self._are_exclusive(one, other, 8):
-                why = "may fit one value both: use anyOf, or give each a required property with a const of its own"
-                raise UserError(f"two branches of oneOf in the JSON schema {why}")
+                how = "use anyOf, or give each branch a required property with a different const"
+                raise UserError(f"two branches of oneOf in the JSON schema may allow the same value: {how}")
 
     def _are_exclusive(self, one: Any, other: Any, depth: int) -> bool:
-        """Return whether it is certain that no value fits both schemas."""
+        """Return whether certainly no value is valid under both schemas."""
         one, other = self._resolved(one), self._resolved(other)
         if not depth or not one or not other:
             return False
@@ -264,8 +266,8 @@ class _Reducer:
         return [*(required if isinstance(required, list) else ()), *([tag[1]] if tag else ())]
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """Follow references, whatever keywords are next to them; return an empty schema if that is impossible."""
-        for _ in range(DEEPEST):
+        """Follow references, ignoring the keywords next to them; return an empty schema if that is impossible."""
+        for _ in range(MAX_DEPTH):
             if isinstance(schema, bool):
                 return {} if schema else {"not": {}}
             if not isinstance(schema, Mapping):
@@ -273,14 +275,14 @@ class _Reducer:
             reference = schema.get("$ref")
             if reference is None:
                 return schema
-            schema = _target(self._root, reference)
+            schema = target(self._root, reference)
         return {}
 
 
 def _resembles(keyword: str) -> str | None:
-    """Return the keyword that limits values and that an unknown one resembles."""
+    """Return the value-limiting keyword that an unknown keyword resembles, or None."""
     lower = keyword.lower()[:60]
-    if keyword.startswith(_OWN) or lower in _NOTED:
+    if keyword.startswith(_OWN) or lower in _HARMLESS:
         return None
     near = [lower] if lower in _LIMITING else difflib.get_close_matches(lower, _LONG_ENOUGH, 1, _ALIKE)
     return _LIMITING[near[0]] if near else None
@@ -290,8 +292,8 @@ def _unsupported(keyword: str, value: Any) -> UserError:
     return UserError(f"the JSON schema has {keyword!r} ({reprlib.repr(value)}), which is not supported")
 
 
-def _is_idle(keyword: str, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword with its value limits nothing where it is."""
+def _is_redundant(keyword: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword with its value limits nothing in this schema."""
     value = schema[keyword]
     if keyword in _OF_TYPE and "type" in schema and _OF_TYPE[keyword] not in _listed(schema["type"]):
         return True
@@ -324,16 +326,16 @@ def _is_idle(keyword: str, schema: Mapping[str, Any]) -> bool:
 
 def _limits_nothing(schema: Any) -> bool:
     """Return whether a schema has annotations only."""
-    return schema is True or (isinstance(schema, Mapping) and all(name in _NOTES for name in schema))
+    return schema is True or (isinstance(schema, Mapping) and all(name in _ANNOTATIONS for name in schema))
 
 
 def _checked(keyword: str, value: Any) -> Any:
-    """Return a keyword's value, as the grammar can hold it; raise UserError for a wrong one."""
+    """Return a keyword's value in a form that llguidance accepts; raise UserError if it is invalid."""
     if keyword in ("const", "enum"):
         _check_numbers(keyword, value)
     if keyword in _COUNTS:
         is_count = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
-        return int(value) if is_count else _refuse(keyword, value, "a whole number from 0")
+        return int(value) if is_count else _refuse(keyword, value, "a non-negative integer")
     if keyword in (*_LEAST, *_MOST, "multipleOf"):
         if isinstance(value, bool) and keyword.startswith("exclusive"):  # of draft 4
             return value
@@ -341,11 +343,11 @@ def _checked(keyword: str, value: Any) -> Any:
             _refuse(keyword, value, "a number")
         return value if keyword == "multipleOf" else _bound(keyword, value)
     if keyword in _TEXTS and not isinstance(value, str):
-        _refuse(keyword, value, "a text")
+        _refuse(keyword, value, "a string")
     if keyword in _MAPS and not isinstance(value, Mapping):
         _refuse(keyword, value, "an object")
     if keyword in (*_LISTS, "enum") and not (isinstance(value, list) and value):
-        _refuse(keyword, value, "a list that is not empty")
+        _refuse(keyword, value, "a non-empty list")
     if keyword == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         _refuse(keyword, value, "a list of property names")
     if keyword == "type" and not all(isinstance(name, str) and name in _TYPES for name in _listed(value) or [None]):
@@ -358,7 +360,7 @@ def _refuse(keyword: str, value: Any, allowed: str) -> Any:
 
 
 def _bound(keyword: str, value: float) -> float:
-    """Return a bound that the grammar represents exactly, a little narrower where it must be."""
+    """Return a bound that the grammar represents exactly, narrowed slightly if necessary."""
     if 0 < abs(value) < _SMALLEST:
         _refuse(keyword, value, f"0 or at least {_SMALLEST}")
     if abs(value) <= _EXACT:
@@ -373,15 +375,15 @@ def _bound(keyword: str, value: float) -> float:
 
 
 def _check_numbers(keyword: str, value: Any) -> None:
-    """Raise UserError for a whole number that a double does not hold: the grammar would have another one."""
+    """Raise UserError for an integer that a double cannot represent: the grammar would contain another number."""
     if isinstance(value, int) and abs(value) > _EXACT and (abs(value) > 10**308 or int(float(value)) != value):
-        raise UserError(f"{keyword} of the JSON schema has {value!r:.40}, a number with too many digits to be enforced")
+        raise UserError(f"{keyword} of the JSON schema has {value!r:.40}, a number with too many digits")
     for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         _check_numbers(keyword, inner)
 
 
 def _with_formats(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with formats and patterns that llguidance has."""
+    """Rewrite formats and patterns to those that llguidance supports."""
     patterns = []
     if (name := kept.pop("format", None)) is not None:
         known = _NARROWER.get(name, name)
@@ -404,7 +406,7 @@ def _with_formats(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_patterns(pattern: str) -> list[str]:
-    """Return patterns without lookahead that together match the same texts."""
+    """Return patterns without lookahead that all have to match where the given one does."""
     for begin, others in _LOOKAHEADS:
         if pattern.startswith(begin) and not has_lookaround(rest := "^" + pattern[len(begin) :]):
             return [with_plain_classes(rest), *others]
@@ -413,12 +415,12 @@ def _plain_patterns(pattern: str) -> list[str]:
 
 def _plain_name(pattern: str) -> str:
     if has_lookaround(pattern):
-        raise UserError(f"the pattern {pattern!r:.100} looks ahead or back, which is not supported")
+        raise UserError(f"the pattern {pattern!r:.100} has a lookahead or lookbehind, which is not supported")
     return with_plain_classes(pattern)
 
 
 def _name_pattern(names: Mapping[str, Any]) -> str | None:
-    """Return one pattern for all limits of names; None if there is none."""
+    """Return a pattern that is equivalent to all limits of property names, or None."""
     match names:
         case {"pattern": str(pattern), **rest} if not rest or set(rest) == {"format"}:
             return pattern
@@ -431,9 +433,9 @@ def _name_pattern(names: Mapping[str, Any]) -> str | None:
 
 
 def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with numbers of properties that llguidance counts: it does only if all are required.
+    """Rewrite minProperties and maxProperties: llguidance supports them only if all properties are required.
 
-    It does not see whether a name occurs twice, so it ensures at most one property more than the required ones.
+    It would count a repeated name twice, so at most one property beyond the required ones can be demanded.
     """
     properties, required = kept.get("properties", {}), kept.get("required", ())
     is_closed = kept.get("additionalProperties") is False and not kept.get("patternProperties")
@@ -464,7 +466,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types of the values that a schema allows, a superset."""
+    """Return the types that a schema may allow, possibly too many."""
     found = _ALL_TYPES
     if schema.get("type") is not None:
         names = [*_listed(schema["type"]), *(["null"] if schema.get("nullable") else [])]
@@ -487,7 +489,7 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _key(value: Any) -> Any:
-    """Return what is equal for equal JSON values: true is not 1, but 1.0 is."""
+    """Return a key that is equal for equal JSON values: those of 1 and 1.0 are equal, that of true is not."""
     if isinstance(value, list):
         return tuple(map(_key, value))
     if isinstance(value, Mapping):
@@ -496,15 +498,15 @@ def _key(value: Any) -> Any:
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of a property; an empty one if that is not certain."""
+    """Return the schema of a property; an empty schema if it depends on patterns."""
     properties = schema.get("properties") or {}
     if name in properties:
         return properties[name]
     return {} if schema.get("patternProperties") else schema.get("additionalProperties", {})
 
 
-def _target(root: Any, reference: Any) -> Any:
-    """Return the schema that a reference within the document leads to; an empty one for other references."""
+def target(root: Any, reference: Any) -> Any:
+    """Return the schema that a reference within the document names; an empty schema for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return {}
     found = root

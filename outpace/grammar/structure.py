@@ -25,8 +25,8 @@ class Structure:
     """The form of an answer.
 
     `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written with ", " and ": " and
-    no other whitespace. `around`: Lark rules of a larger grammar, which has this form as `@form`. `fallback` is the
-    form to use if this one cannot be enforced.
+    no other whitespace. `around`: Lark rules of a larger grammar, which refers to this form as `@form`. `fallback` is
+    used if this form cannot be enforced.
     """
 
     kind: str  # json, regex or lark
@@ -40,6 +40,7 @@ NAMES = {"json": "JSON schema", "regex": "regex", "lark": "grammar"}
 
 
 def _limited(structure: Structure) -> Structure:
+    """Return the structure; raise UserError if its text is too large."""
     size = len(structure.text.encode("utf-8", "surrogatepass"))
     if size > LARGEST:
         raise UserError(f"the {NAMES[structure.kind]} has {size} bytes, at most {LARGEST} are allowed")
@@ -109,7 +110,7 @@ def _response_format(value: Any) -> Structure | None:
 
 
 def _of_object(asked: Any) -> Any:
-    """Return a schema that also requires an object."""
+    """Return a schema that also requires its value to be an object."""
     limits = {} if asked is None else json.loads(schema_of(asked).text)
     kinds = limits.get("type", "object") if isinstance(limits, Mapping) else limits
     if kinds is not True and "object" not in (kinds if isinstance(kinds, list) else [kinds]):
@@ -118,7 +119,7 @@ def _of_object(asked: Any) -> Any:
 
 
 def _members(name: str, value: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
-    """Return the members of an object that are not null; raise UserError for one that is not known."""
+    """Return the members of an object that are not null; raise UserError if one of them is unknown."""
     found = {member: inner for member, inner in value.items() if inner is not None}
     for member in found:
         if member not in allowed:
@@ -150,5 +151,5 @@ def _structured_outputs(value: Any) -> Structure | None:
     if kind == "choice":
         return choice_of(asked)
     if not isinstance(asked, str) or not asked:
-        raise UserError(f"{kind} is {reprlib.repr(asked)}, it must be a text that is not empty")
+        raise UserError(f"{kind} is {reprlib.repr(asked)}, it must be a non-empty string")
     return _limited(Structure("regex" if kind == "regex" else "lark", asked))

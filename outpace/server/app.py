@@ -32,7 +32,7 @@ from outpace.server.tokens import DetokenizeBody, TokenizeBody, detokenize, toke
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 PAGE = files("outpace.server") / "page.html"
-MAX_IGNORED = 500  # characters of the names of ignored fields
+MAX_IGNORED = 500  # characters of the list of ignored fields
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # not allowed in headers
 
 
@@ -121,7 +121,7 @@ def _call(kind: type[Any], function: Callable[..., dict[str, Any]]) -> Handler:
 
 
 async def _body(service: Service, request: Request, kind: type[B]) -> tuple[B, Mapping[str, str]]:
-    """Read and validate a body; return it with a response header that lists what is ignored, as the log does."""
+    """Read and validate a body; return it with response headers that list ignored fields. The log lists them too."""
     given, record = await read_json(request, service.limits), _record(request)
     if service.options.log_prompts:
         logs.write("body", id=record["id"], body=given)

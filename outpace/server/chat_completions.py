@@ -40,11 +40,11 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    annotations: list[Any] | None = None  # accepted without effect, as the next one
-    cache_control: dict[str, Any] | None = None
-    audio: None = None  # with a value, this and the next one are not supported
-    function_call: None = None
-    prefix: bool | None = None  # the answer continues this message, the last one
+    annotations: list[Any] | None = None  # accepted without effect
+    cache_control: dict[str, Any] | None = None  # accepted without effect
+    audio: None = None  # not supported, must be null
+    function_call: None = None  # not supported, must be null
+    prefix: bool | None = None  # whether the answer continues this message, which must be the last one
 
 
 class PredictedOutput(Body):
@@ -92,7 +92,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     continues = bool(body.continue_final_message or body.messages[-1].prefix)
     if continues and body.add_generation_prompt:
-        why = "continue_final_message and add_generation_prompt are both true, set one of them"
+        why = "continue_final_message and add_generation_prompt are both true, set only one of them"
         raise ApiError(400, why, param="continue_final_message", code="invalid_value")
     if body.add_generation_prompt is False:
         values = {**values, "add_generation_prompt": False}
@@ -118,7 +118,7 @@ def template_messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 def _template_message(given: ChatMessage) -> dict[str, Any]:
     if given.role == "user" and not given.content and given.content != "":
-        raise ApiError(400, "a user message has no content, it must be a text or a list of parts", param="messages")
+        raise ApiError(400, "a user message has no content, it must be a string or a list of parts", param="messages")
     role = "system" if given.role == "developer" else given.role
     message: dict[str, Any] = {"role": role, "content": _text(given.content) or given.refusal or ""}
     if given.tool_calls:
@@ -133,7 +133,7 @@ def _text(content: str | list[TextPart] | None, separator: str = "\n") -> str:
 
 
 def _template_call(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert the arguments to an object. Clients also send none, or an empty text, for a call without arguments."""
+    """Convert the arguments to an object. For a call without arguments, clients also send null or an empty string."""
     function = given.get("function")
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments") or "{}", str):
         return given

@@ -68,7 +68,7 @@ def _check(body: CompletionBody, num_prompts: int, n: int, best_of: int) -> None
         message = f"{num_prompts} prompts of {best_of} choices exceed the limit of {MAX_ANSWERS} answers a request"
         raise ApiError(400, message, param="prompt")
     if body.suffix and body.echo and body.logprobs is not None:
-        why = "echo with logprobs reports the tokens of the prompt alone, it cannot be combined with suffix"
+        why = "echo with logprobs cannot be combined with suffix"
         raise ApiError(400, why, param="suffix")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, it must be at least 1 without echo", param="max_tokens")
@@ -83,18 +83,19 @@ def _prompts(body: CompletionBody) -> list[Any]:
 
 
 def _token_ids(prompt: str | list[int], llm: LLM, suffix: str | None) -> tuple[int, ...]:
-    """Return a prompt's tokens; with a suffix, the answer is the text between the two."""
-    if isinstance(prompt, str) and not suffix:
-        return tuple(llm.tokenizer.encode(prompt))
-    last = llm.target.model.vocab_size - 1
-    bad = None if isinstance(prompt, str) else next((token for token in prompt if token > last), None)
-    if bad is not None:
-        raise ApiError(400, f"the prompt has token {bad}, allowed are 0 to {last}", param="prompt")
-    return infill_tokens(llm, prompt, suffix) if suffix else tuple(prompt)  # type: ignore[arg-type]
+    """Return the tokens of a prompt; if there is a suffix, of a prompt for the text before it."""
+    if not isinstance(prompt, str):
+        last = llm.target.model.vocab_size - 1
+        bad = next((token for token in prompt if token > last), None)
+        if bad is not None:
+            raise ApiError(400, f"the prompt has token {bad}, allowed are 0 to {last}", param="prompt")
+    if suffix:
+        return infill_tokens(llm, prompt, suffix)
+    return tuple(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def infill_tokens(llm: LLM, prefix: str | Sequence[int], suffix: str, **options: Any) -> tuple[int, ...]:
-    """Return the prompt for the text between a prefix and a suffix; raise ApiError for a model that cannot fill in."""
+    """Return the prompt for the text between a prefix and a suffix; raise ApiError if the model cannot fill it in."""
     try:
         return tuple(infill_prompt(llm.tokenizer, prefix, suffix, **options))
     except UserError as error:

@@ -55,16 +55,16 @@ class ApiError(Exception):
 
 
 class PromptTooLong(ApiError):
-    """The prompt fills the context. Clients recognize the sentence of their API, and then shorten the conversation."""
+    """A prompt fills the context. Clients recognize the message by the wording of their API and shorten the prompt."""
 
     def __init__(self, num_tokens: int, most: int) -> None:
-        sentence = f"the prompt has {num_tokens} tokens, this model's maximum context length is {most} with the answer"
-        super().__init__(400, sentence, param="prompt", code="context_length_exceeded")
-        self._messages_sentence = f"prompt is too long: {num_tokens} tokens > {most} maximum"
+        message = f"the prompt has {num_tokens} tokens, this model's maximum context length is {most} with the answer"
+        super().__init__(400, message, param="prompt", code="context_length_exceeded")
+        self._messages_wording = f"prompt is too long: {num_tokens} tokens > {most} maximum"
 
     def messages(self, request_id: str) -> dict[str, Any]:
         value = super().messages(request_id)
-        value["error"]["message"] = self._messages_sentence
+        value["error"]["message"] = self._messages_wording
         return value
 
 

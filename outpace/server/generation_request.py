@@ -51,8 +51,10 @@ def chat_request(
     structured_outputs: Any = None,
     **sampling: Any,
 ) -> GenerationRequest:
-    """Render a conversation. `continues`: the answer continues the last message. `sampling` are arguments of
-    SamplingParams."""
+    """Render a conversation.
+
+    `continues`: the answer continues the last message. `sampling`: further arguments of SamplingParams.
+    """
     if continues:
         template_values = {**template_values, "continue_final_message": True}
     prompt = tools.render(messages, template_values)
@@ -76,7 +78,7 @@ def chat_request(
 
 
 def reasoning_values(effort: str | None) -> dict[str, Any]:
-    """Return the values by which chat templates choose how much a model reasons; most templates have no such value."""
+    """Return the template values that set how much a model reasons. Few templates use them."""
     values: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     return {**values, "enable_thinking": False} if effort == "none" else values
 

@@ -1,4 +1,4 @@
-"""`/infill`: the text at a cursor between a prefix and a suffix, as editors ask llama.cpp's server for it."""
+"""`/infill`, as in llama.cpp's server: editors request the text between a prefix and a suffix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outpace.server.response_formats import ResponseFormat, sse
 from outpace.server.service import Service
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+DISABLED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class ExtraFile(Body):
@@ -34,9 +34,9 @@ class InfillBody(SamplingBody):
     prompt: str | None = None  # the current line up to the cursor, at the end of the prefix
     n_predict: int | None = Field(default=None, ge=-1)
     repeat_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    samplers: list[str] | None = None  # a sampler of DEFAULTS that is not listed is turned off
+    samplers: list[str] | None = None  # samplers of DEFAULTS that are not listed are turned off
     response_fields: list[str] | None = None
-    # The fields below are accepted without effect: the text does not depend on a cache or on times.
+    # The fields below are accepted without effect.
     cache_prompt: bool | None = None
     id_slot: int | None = None
     t_max_prompt_ms: int | None = None
@@ -45,26 +45,27 @@ class InfillBody(SamplingBody):
 
 
 def to_request(body: InfillBody, service: Service) -> GenerationRequest:
-    """Convert a request body. A prompt that exceeds the context loses its distant parts."""
+    """Convert a request body. Of a prompt that exceeds the context, the parts farthest from the cursor are left out."""
     llm = service.llm
     context = llm.target.model.max_positions
-    asked = body.n_predict if body.n_predict is not None and body.n_predict >= 0 else None
+    asked = None if body.n_predict == -1 else body.n_predict  # -1: no limit
+    reserved = context // 4 if asked is None else max(asked, 1)  # for the answer
     files = tuple((file.filename, file.text) for file in body.input_extra or ())
     prompt = infill_tokens(
         llm,
         body.input_prefix + (body.prompt or ""),
         body.input_suffix,
         files=files,
-        room=max(context - (context // 4 if asked is None else max(asked, 1)), context // 2),
+        room=max(context - reserved, context // 2),
     )
     left = max_answer_tokens(llm, prompt)
-    sampling = {name: DEFAULTS[name] for name in DEFAULTS if getattr(body, name) is None}
+    sampling = {name: value for name, value in DEFAULTS.items() if getattr(body, name) is None}
     if body.samplers is not None:
-        sampling |= {name: OFF[name] for name in OFF if name not in body.samplers}
+        sampling |= {name: value for name, value in DISABLED.items() if name not in body.samplers}
     if body.repeat_penalty is not None:
         sampling["repetition_penalty"] = body.repeat_penalty
     if body.seed == -1:
-        body.seed = None  # drawn
+        body.seed = None  # a random one
     params = sampling_params(body, max(1, left if asked is None else min(asked, left)), **sampling)
     return GenerationRequest((prompt,), params, 1, 1, drafting_options(body, service.chat_model), False)
 
@@ -90,7 +91,7 @@ class InfillFormat(ResponseFormat):
         return found if fields is None else {path: value for path in fields for value in _at(found, path)}
 
     def _part(self, text: str, tokens: tuple[int, ...], written: int, is_last: bool) -> dict[str, Any]:
-        if self.body.n_predict == 0:  # the prompt is read ahead of the request that needs it
+        if self.body.n_predict == 0:  # the request only fills the prefix cache
             text, tokens, written = "", (), 0
         found = {"index": 0, "content": text, "tokens": list(tokens), "id_slot": 0, "stop": is_last}
         return found | {"tokens_predicted": written, "tokens_evaluated": self.group.prompt_tokens}

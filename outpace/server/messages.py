@@ -71,7 +71,7 @@ class MessagesToolChoice(Body):
 
 
 class OutputConfig(Body):
-    """The form of the answer."""
+    """The form of the answer and the effort of reasoning."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None

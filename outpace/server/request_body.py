@@ -30,8 +30,8 @@ SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
     *("logit_bias", "bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
     "include_stop_str_in_output",
 )
-# Fields that change the answer where other APIs and servers have them, with what serves the purpose here. They are
-# refused, unless their value is zero, empty or among NEUTRAL_VALUES.
+# Fields of other APIs and servers that would change the answer, each with the field to use instead. They are refused,
+# unless their value is zero, empty or in NEUTRAL_VALUES.
 UNSUPPORTED = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "format"), "structured_outputs"),
@@ -83,7 +83,7 @@ async def _read(request: Request, limits: ServerLimits) -> bytearray:
 
 
 def parse_json(body: bytes | bytearray, depth: int) -> dict[str, Any]:
-    """Parse a JSON object at most `depth` levels deep, without lone surrogates and numbers beyond a double's range."""
+    """Parse a JSON object of at most `depth` levels, without lone surrogates and numbers beyond a double's range."""
     try:
         value = parse_finite_json(body.decode("utf-8"))
     except RecursionError:
@@ -97,7 +97,7 @@ def parse_json(body: bytes | bytearray, depth: int) -> dict[str, Any]:
 
 
 def parse_finite_json(text: str) -> Any:
-    """Parse JSON; raise ValueError also for numbers that JSON cannot represent as doubles: NaN, infinities, 1e999."""
+    """Parse JSON; raise ValueError also for NaN, infinities and numbers beyond a double's range, such as 1e999."""
     return json.loads(text, parse_constant=_finite_number, parse_float=_finite_number)
 
 
@@ -135,7 +135,7 @@ def _invalid_json(message: str) -> ApiError:
 
 
 class Body(BaseModel):
-    """A JSON object. It keeps unknown fields, see `unknown_fields`. `tool_type`: the supported type of `tools`."""
+    """A JSON object. It keeps unknown fields, see `unknown_fields`. `tool_type`: the only type of tools supported."""
 
     tool_type: ClassVar[str | None] = None
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -198,9 +198,9 @@ B = TypeVar("B", bound=Body)
 
 
 def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[B, list[str]]:
-    """Validate a body; return it with the names of what is ignored: unknown fields, and tools of unknown types.
+    """Validate a body; return it with the names of ignored fields and tools, which are those of unknown names or types.
 
-    Raises ApiError for a wrong value, a field that would change the answer, and for anything unknown if `is_strict`.
+    Raises ApiError for a wrong value, an UNSUPPORTED field and, if `is_strict`, anything unknown.
     """
     given, left_out = _without_unknown_tools(kind, given, is_strict)
     try:
@@ -229,12 +229,12 @@ def _refuse_unsupported(kind: type[Body], unknown: Mapping[str, Any]) -> None:
 def _without_unknown_tools(
     kind: type[Body], given: Mapping[str, Any], is_strict: bool
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Leave out tools that the server does not have, such as web search; return their places and types too."""
+    """Remove tools of unknown types, such as web search; return the remaining body and what was removed."""
     tools = given.get("tools")
     if not isinstance(tools, list) or kind.tool_type is None:
         return given, []
     types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    known = (kind.tool_type, "function")  # a function in another API's format is an error
+    known = (kind.tool_type, "function")  # functions in the format of another API fail validation
     unknown = {number: name for number, name in enumerate(types) if isinstance(name, str) and name not in known}
     if unknown and is_strict:
         number, name = next(iter(unknown.items()))

@@ -89,11 +89,11 @@ def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*first, {"role": "user", "content": body.input}]
     messages = [_template_message(item, number) for number, item in enumerate(body.input) if item.type != "reasoning"]
-    return first + _join_turns(messages)
+    return first + _merged(messages)
 
 
-def _join_turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Join the texts and calls of each of the assistant's turns, which are items of their own, to one message."""
+def _merged(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge consecutive messages of the assistant: this API has the texts and calls of one answer as separate items."""
     found: list[dict[str, Any]] = []
     for message in messages:
         if not found or not found[-1]["role"] == message["role"] == "assistant":
@@ -131,7 +131,7 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
             raise ApiError(400, message, param=name)
     messages = template_messages(body)
     if not messages:
-        raise ApiError(400, "input is an empty list, it must be a text or a list of items", param="input")
+        raise ApiError(400, "input is an empty list, it must be a string or a list of items", param="input")
     return chat_request(
         body,
         tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
@@ -170,7 +170,7 @@ class ResponsesFormat(ItemFormat):
         super().__init__(service, body, request, group)
         self._sequence_number = 0
         self._status = "in_progress"
-        self._incomplete: dict[str, str] | None = None  # why the response or its last call is
+        self._incomplete: dict[str, str] | None = None  # why the response, or its last call, is incomplete
         self._logprobs: list[dict[str, Any]] = []  # of the current delta, sent with its first text
 
     def opening(self) -> Iterator[bytes]:

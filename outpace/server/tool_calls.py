@@ -48,7 +48,7 @@ class TextSplitter:
 
     @property
     def has_called(self) -> bool:
-        """Whether there are tool calls so far, and all of them are complete."""
+        """Whether the answer has tool calls so far, all of them complete."""
         return self._calls is not None and 0 < self._calls.count == self._calls.num_whole
 
     @property
@@ -120,31 +120,28 @@ class ToolOptions:
                 raise error from None
 
     def within_text(self, is_structured: bool) -> ToolOptions:
-        """Return the options for an answer that continues a text; raise ApiError for one that has to begin anew."""
+        """Return the options for an answer that continues a text; raise ApiError if it must be a whole answer."""
         if is_structured or self.choice.kind in ("required", "named"):
             what = "a structured answer" if is_structured else f"tool_choice {self.choice.kind!r}"
-            why = f"{what} must begin anew, it cannot continue the last message"
+            why = f"{what} needs a whole answer, it cannot continue the last message"
             raise ApiError(400, why, param="messages", code="invalid_value")
-        # Without a mark, a call is a whole answer.
+        # Without a start mark, only a whole answer is a call.
         return self if self.model.call_format.start else replace(self, choice=ToolChoice("none"))
 
-    def thought(self, prompt: Sequence[int], continued: str = "") -> Thought:
-        """Return where the answer begins; `continued` is the text of the last message, if the answer continues it."""
+    def thought(self, prompt: Sequence[int], continued: str) -> Thought:
+        """Return whether the answer begins within a thought; `continued` is the text that it continues."""
         tail = self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
         return thought_after(tail, self.model.has_thoughts, continued)
 
     def constraints(self, begin: Thought, response_format: Any, structured_outputs: Any) -> dict[str, Any]:
-        """Return the fields of SamplingParams that make the answer follow the tools and the requested structure.
-
-        `begin` is where the answer begins.
-        """
+        """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
         given = {"response_format": response_format, "structured_outputs": structured_outputs}
         found = {name: value for name, value in given.items() if value is not None}
         tokenizer, family = self.model.tokenizer, self.model.call_format
         thought = "" if begin is Thought.NONE else thought_rules(tokenizer, begin.is_open)
         has_calls = self.choice.kind != "none"
-        is_shown = (thought and hides_thoughts(tokenizer)) or (has_calls and family.keeps_special)
-        shown = {"skip_special_tokens": False} if is_shown else {}
+        has_special_marks = (thought and hides_thoughts(tokenizer)) or (has_calls and family.keeps_special)
+        shown = {"skip_special_tokens": False} if has_special_marks else {}
         if not has_calls and not thought:
             return shown | found
         try:
@@ -152,13 +149,13 @@ class ToolOptions:
         except UserError as error:
             raise ApiError(400, str(error), param=next(iter(found)), code="invalid_value") from None
         if structured_outputs is not None and self.choice.kind in ("required", "named"):
-            why = "structured_outputs is the form of an answer without calls, but tool_choice demands a call"
+            why = "structured_outputs applies to an answer without calls, but tool_choice requires a call"
             raise ApiError(400, why, param="structured_outputs")
         structure = structure_of(tokenizer, family, self.tools, self.choice, self.parallel, thought, form)
         return shown | ({"structured_outputs": structure} if structure else {})
 
     def splitter(self, begin: Thought) -> Callable[[], TextSplitter]:
-        """Return a factory of splitters for the choices of a prompt; `begin` is where they begin."""
+        """Return a factory of splitters for the choices of a prompt."""
         has_calls = self.choice.kind != "none"
         return lambda: TextSplitter(
             None if begin is Thought.NONE else ReasoningParser(begin),
@@ -172,8 +169,10 @@ class ToolOptions:
 
 
 def _for_strict_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation as strict templates want it: one system message, at the beginning, and ids of tool calls
-    that are nine letters and digits (Mistral)."""
+    """Adapt a conversation to strict chat templates.
+
+    They accept one system message, at the beginning, and (Mistral's) only call ids of nine letters and digits.
+    """
     system = "\n\n".join(str(message["content"]) for message in messages if message.get("role") == "system")
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in messages:

@@ -1,4 +1,4 @@
-"""Tool calls as grammars: enforced from the first token, or from where the model begins a call."""
+"""Writes grammars of tool calls, enforced from the first token or from where the model begins a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from outpace.core.errors import UserError
 from outpace.grammar import schema
@@ -37,19 +37,21 @@ def structure_of(
 ) -> Structure | None:
     """Return the form of the answer; None if it is free text.
 
-    `parallel` allows several calls; `thought` is how the answer begins, from `thought_rules`. `form` is that of an
-    answer without calls: if tools may be called but need not be, the answer is either calls or of this form. Parameters
-    that cannot be enforced may be any object, but raise UserError if a call is forced or the tool is strict.
+    `parallel`: allow several calls. `thought`: rules of a thought before the answer, from `thought_rules`. `form`: the
+    form of an answer without calls; if the model decides whether it calls, the answer is either calls or has this form.
+    A tool whose parameters cannot be enforced accepts any object; if a call is forced or the tool is strict, UserError
+    is raised instead.
     """
     begin = ["start: thought answer", thought] if thought else ["start: answer"]
     if choice.kind == "none" or not tools:
         return replace(form, around="\n".join([*begin, "answer: @form"])) if form and thought else form
     offered = [tool for tool in tools if choice.name in (None, tool.name)]
     is_forced = choice.kind in ("required", "named")
-    calls = _Calls(tokenizer, family, offered, parallel and choice.kind != "named", is_forced)
+    several = parallel and choice.kind != "named"
+    calls = _Calls(tokenizer, family, offered, several, "all" if is_forced else "possible")
     if is_forced:
         return Structure("lark", "\n".join([*begin, *calls.forced("answer", _SEPARATORS)]))
-    free = _Calls(tokenizer, family, offered, parallel, None)
+    free = _Calls(tokenizer, family, offered, parallel, "none")
     if form is None:
         fallback = Structure("lark", "\n".join([*begin, *free.optional()]))
         return Structure("lark", "\n".join([*begin, *calls.optional()]), fallback=fallback)
@@ -58,10 +60,9 @@ def structure_of(
 
 
 def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
-    """Return the rule `thought` of a Lark grammar: all text up to </think> and the white space after it.
+    """Return the Lark rule `thought`: all text up to </think>, and the white space after it.
 
-    `is_open`: the prompt has begun a thought, which the answer then has to end. Otherwise the model decides whether it
-    thinks.
+    `is_open`: the prompt has begun a thought, so the answer must end it. Otherwise, the thought is optional.
     """
     close = _mark(tokenizer, CLOSE)
     is_special = _is_special(close)
@@ -72,7 +73,7 @@ def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
 
 
 class _Calls:
-    """Writes the rules of answers that call some of the offered tools."""
+    """Writes the Lark rules of answers that call offered tools."""
 
     def __init__(
         self,
@@ -80,22 +81,26 @@ class _Calls:
         family: CallFormat,
         tools: Sequence[Tool],
         parallel: bool,
-        is_enforced: bool | None,
+        enforced: Literal["all", "possible", "none"],
     ) -> None:
-        """`is_enforced`: whether all parameters must be enforced, not only where that is possible; None: for none of
-        the tools that are not strict."""
+        """`enforced`: which parameters to enforce besides those of strict tools: all, those that can be, or no others.
+
+        Raises UserError if parameters that must be enforced cannot be.
+        """
         self._tokenizer, self._family, self._tools, self._parallel = tokenizer, family, tools, parallel
-        self._limits_of = {tool.name: _limits(tool, is_enforced) for tool in tools}
+        self._enforced = enforced
+        self._limits_of = {tool.name: _limits(tool, enforced) for tool in tools}
 
     def forced(self, name: str, options: Mapping[str, Any]) -> list[str]:
-        """Return the rule `name`, which is calls and nothing else, with the rules that it needs."""
+        """Return a rule of this name, which matches calls only, and the rules that it uses."""
         between = quoted(self._family.between) if self._family.between else ""
         more = f" ({between} framed)*" if self._parallel and self._family.body != "list" else ""
-        framed = " ".join(filter(None, (self._literal(self._family.start), self._calls(), self._end())))
+        terms = (self._literal(self._family.start), self._calls(), self._literal(self._family.end))
+        framed = " ".join(filter(None, terms))
         return [f"{name}: framed{more}", f"framed: {framed}", *self._call_rules(options)]
 
     def optional(self) -> list[str]:
-        """Return the rule `answer` of free text in which calls are enforced from where they certainly are calls."""
+        """Return the rule `answer`: free text, with each call enforced from where it certainly is one."""
         family, rules = self._family, ["rest: " + _ANY]
         framed = []
         if family.body == "xml":  # models omit the mark before the tag
@@ -104,7 +109,8 @@ class _Calls:
         elif family.start:
             mark = family.start.strip()
             after = family.start.partition(mark)[2]
-            framed.append(" ".join(filter(None, ("begun", quoted(after) if after else "", self._calls(), self._end()))))
+            terms = ("begun", quoted(after) if after else "", self._calls(), self._literal(family.end))
+            framed.append(" ".join(filter(None, terms)))
             rules += self._until(mark)
         if family.takes_unmarked:
             for number, tool in enumerate(self._tools):
@@ -116,14 +122,14 @@ class _Calls:
         else:
             answer = "answer: framed after? | rest"
             rules.append(f"after: {_AFTER}")
-        # The model chooses its own separators where a call is known only from its name on.
+        # An unmarked call is recognized after its name, when the model has already chosen its separators.
         options = _FREE if family.takes_unmarked else _SEPARATORS
         return [answer, "framed: " + " | ".join(framed), *rules, *self._call_rules(options)]
 
     def instead_of(self, form: Structure) -> list[str]:
-        """Return the rule `answer` of calls, or a text of another form.
+        """Return the rule `answer`: either calls, or a text of the given form.
 
-        Calls without marks are written as JSON schemas, whose lexemes are those of a form that is a JSON schema too.
+        Calls without marks are JSON schemas, so that they share lexemes with a form that is a JSON schema.
         """
         family = self._family
         options = _SEPARATORS if form.compact else _FREE
@@ -139,14 +145,11 @@ class _Calls:
         return ["answer: " + " | ".join(answers), *rules]
 
     def _calls(self) -> str:
-        """Return what is written between the marks."""
+        """Return the terms between the marks."""
         if self._family.body != "list":
             return "call"
         more = f" ({quoted(self._family.between)} call)*" if self._parallel else ""
         return f'"[" call{more} "]"'
-
-    def _end(self) -> str:
-        return self._literal(self._family.end)
 
     def _until(self, mark: str) -> list[str]:
         """Return the rule `begun`: all text up to a mark."""
@@ -154,7 +157,7 @@ class _Calls:
         return [f"begun: rest {written}" if _is_special(written) else f"begun[lazy]: {_ANY} {written}"]
 
     def _literal(self, text: str) -> str:
-        """Return a mark with space around it as a grammar names it."""
+        """Return the grammar's terms for a mark with white space around it."""
         mark = text.strip()
         written = _mark(self._tokenizer, mark)
         if not _is_special(written):
@@ -168,7 +171,12 @@ class _Calls:
         names = [f"call_{number}" for number in range(len(self._tools))]
         for number, tool in enumerate(self._tools):
             if self._family.body == "xml":
-                rules += self._tags(number, tool)
+                try:
+                    rules += self._tags(number, tool, self._limits_of[tool.name])
+                except UserError:  # the schema can be enforced, but not in tags
+                    if self._enforced == "all" or tool.is_strict:
+                        raise
+                    rules += self._tags(number, tool, _OBJECT)
                 continue
             arguments = f"arguments_{number}"
             rules.append(f"{arguments}: %json {self._parameters(tool, options)}")
@@ -187,7 +195,7 @@ class _Calls:
 
     def _bare(self, tool: Tool, options: Mapping[str, Any]) -> str:
         """Return the JSON schema of a whole call."""
-        place = rf"\g<0>/properties/{self._family.arguments}"  # of the arguments, which references call the root
+        place = rf"\g<0>/properties/{self._family.arguments}"  # of the arguments, which `#` means in their schema
         limits = json.loads(_ROOT.sub(place, json.dumps(self._limits_of[tool.name])))
         definitions: dict[str, Any] = {name: limits.pop(name) for name in ("$defs", "definitions") if name in limits}
         fields: dict[str, Any] = {"name": {"const": tool.name}, self._family.arguments: limits}
@@ -195,10 +203,9 @@ class _Calls:
         call: dict[str, Any] = {"type": "object", "properties": fields, **required, **definitions}
         return json.dumps({**call, "x-guidance": {**options, **_EXCLUSIVE}})
 
-    def _tags(self, number: int, tool: Tool) -> list[str]:
+    def _tags(self, number: int, tool: Tool, limits: Mapping[str, Any]) -> list[str]:
         """Return the rules of a call whose parameters are written in tags, in the order of the schema."""
-        limits = dict(self._limits_of[tool.name])
-        fields = limits.pop("properties", {})
+        fields = limits.get("properties", {})
         required, rules, terms = limits.get("required", []), [], []
         if not fields:
             terms, rules = [f"any_{number}*"], [rf"any_{number}: /<parameter=[^<>\n]+>\n/ until_{number}"]
@@ -207,15 +214,18 @@ class _Calls:
             if keyword in limits:
                 raise UserError(f"parameters of tool {tool.name}: {keyword!r} cannot be enforced in tags, leave it out")
         for place, (field, inner) in enumerate(fields.items()):
+            if resolved(inner, limits) is False:
+                continue
             name = f"value_{number}_{place}"
             terms.append(name if field in required else f"{name}?")
             rules += self._value(name, tool, field, inner, limits)
         return [f"call_{number}: " + " ".join([quoted(f"{tool.name}>\n"), *terms, quoted("</function>")]), *rules]
 
     def _value(self, name: str, tool: Tool, field: str, inner: Any, root: Mapping[str, Any]) -> list[str]:
-        """Return the rules of one parameter: text as it is, and other values as JSON."""
+        """Return the rules of one parameter: strings are written as they are, other values as JSON."""
         begin, end = quoted(f"<parameter={field}>\n"), quoted("\n</parameter>\n")
-        limits, types = resolved(inner, root), types_of(inner, root)
+        found, types = resolved(inner, root), types_of(inner, root)
+        limits = {} if found is True else found
         values = limits.get("enum", [limits["const"]] if "const" in limits else None)
         if values is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
@@ -226,19 +236,19 @@ class _Calls:
             return [f"{name}: {begin} {name}_json {end}", f"{name}_json: %json {value}"]
         if keyword := next((key for key in ("pattern", "format", "minLength", "maxLength") if key in limits), None):
             where = f"parameters of tool {tool.name}: {keyword!r} of {field!r}"
-            raise UserError(f"{where} cannot be enforced where values are text between tags, leave it out")
+            raise UserError(f"{where} cannot be enforced for strings in tags, leave it out")
         return [f"{name}: {begin} {name}_text", f"{name}_text[lazy]: {_ANY} {end}"]
 
 
-def _limits(tool: Tool, is_enforced: bool | None) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments, as `_Calls` takes `is_enforced`."""
-    if is_enforced is None and not tool.is_strict:
+def _limits(tool: Tool, enforced: str) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments. `enforced` is as for `_Calls`."""
+    if enforced == "none" and not tool.is_strict:
         return _OBJECT
     try:
-        schema_of(tool.parameters)  # is not too large
+        schema_of(tool.parameters)  # raises UserError if it is too large
         limits: Mapping[str, Any] = schema.enforceable(tool.parameters)
     except UserError as error:
-        if is_enforced or tool.is_strict:
+        if enforced == "all" or tool.is_strict:
             raise UserError(f"parameters of tool {tool.name}: {error}") from error
         return _OBJECT
     return limits
@@ -251,11 +261,11 @@ def _head(tool: Tool) -> str:
 
 
 def _mark(tokenizer: Tokenizer, text: str) -> str:
-    """Return a mark as a grammar names it: by its id if it is a special token."""
+    """Return the grammar's term for a mark: its id if it is a special token, else its text."""
     index = tokenizer.id_of(text)
     return f"<[{index}]>" if index is not None and index in tokenizer.special_ids else quoted(text)
 
 
 def _is_special(mark: str) -> bool:
-    """Return whether a grammar names a mark by its id, so that no other text matches it."""
+    """Return whether a term is the id of a special token, which no other text matches."""
     return mark.startswith("<")

@@ -10,8 +10,8 @@ from typing import Any
 
 from outpace.tools.schemas import TYPES, types_of
 
-ARGUMENTS = ("arguments", "parameters")  # accepted names of the arguments' field
-FIELDS = ("name", "type", "id", *ARGUMENTS)  # of a call without marks
+ARGUMENTS = ("arguments", "parameters")  # accepted names of the field with the arguments
+FIELDS = ("name", "type", "id", *ARGUMENTS)  # allowed in a call without marks
 SPACE = " \n\t\r"
 TAG_STARTS = ("<function=", "<function name=", "<invoke name=")
 MAX_TAG = 160  # characters of a tag
@@ -30,19 +30,19 @@ class Stage(Enum):
 
 
 class CallScanner:
-    """Reads a call's JSON object from its `{` on, character by character.
+    """Reads the JSON object of a call, starting at its `{`, character by character.
 
-    `name` is None until it is known; `take()` returns the new part of the arguments. Only what a call consists of is
-    checked: fields at the top level, strings, and matching brackets; `is_whole` checks the arguments at the end.
+    `name` is None until it is known; `take()` returns the new part of the arguments. While
+    reading, only the fields at the top level, strings and brackets are checked; `is_whole` checks the arguments.
     """
 
     def __init__(self, name: str | None = None, is_strict: bool = False) -> None:
-        """`name`: of a call whose object has the arguments only. `is_strict`: refuse fields that no call has."""
+        """`name`: the call's name if the JSON object is its arguments. `is_strict`: refuse fields not in FIELDS."""
         self.stage = Stage.READING
         self.name = name
         self.has_arguments = False
         self._is_strict = is_strict
-        self._brackets: list[str] = []  # closing ones that are expected
+        self._brackets: list[str] = []  # the closing brackets that must follow
         self._in_string = self._is_escaped = False
         self._wants = "key"  # at the top level: key, colon, value or comma
         self._field: str | None = None
@@ -55,7 +55,7 @@ class CallScanner:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the call is complete, and its arguments are a JSON object. All of them were taken."""
+        """Whether the call is complete and its arguments, all of them taken, are a JSON object."""
         return self.stage is Stage.DONE and is_object("".join(self._taken))
 
     def take(self) -> str:
@@ -140,12 +140,12 @@ class CallScanner:
             self.name = _decoded(text)
             if self.name is None:
                 self.stage = Stage.BROKEN
-        elif self._field in ARGUMENTS and text[0] == '"':  # the arguments are an object in a string
+        elif self._field in ARGUMENTS and text[0] == '"':  # the arguments are JSON encoded as a string
             self._arguments, self.has_arguments = _decoded(text) or "", True
 
 
 def _decoded(text: str) -> str | None:
-    """Return a JSON string's text, None for anything else."""
+    """Decode a JSON string; return None for anything else."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -166,23 +166,23 @@ def _refuse(name: str) -> None:
 
 
 class TagScanner:
-    """Reads a call from its function's tag on: the tags of its parameters with their values, or a JSON object.
+    """Reads a call in tags, after the tag of its function: its parameters in tags, or a JSON object.
 
-    A value is text, or JSON if its parameter's schema allows other types than text. Text is passed on at once, JSON at
-    its end. Tags that are malformed are left out.
+    A value is text, or JSON if the parameter's schema allows other types than strings. Text is passed on immediately,
+    JSON when it is complete. Malformed tags are ignored.
     """
 
     has_arguments = True
 
     def __init__(self, name: str, schema: Mapping[str, Any]) -> None:
-        """`schema`: of the call's parameters."""
+        """`schema`: the JSON schema of the function's parameters."""
         self.stage = Stage.READING
         self.name = name
         self._schema = schema
         self._text = ""  # between tags, or of the value
-        self._field: str | None = None  # whose value is read
-        self._types = TYPES  # of the value
-        self._has_passed = False  # some of the value was passed on
+        self._field: str | None = None  # the parameter whose value is being read
+        self._types = TYPES  # the value's, by its schema
+        self._has_passed = False  # a part of the value was passed on
         self._object: CallScanner | None = None  # reads a JSON object
         self._fields: list[str] = []  # read so far
         self._arguments = ""  # not taken yet
@@ -208,7 +208,7 @@ class TagScanner:
             self._between()
 
     def _between(self) -> None:
-        """Read between the values."""
+        """Read what is between two values."""
         begun = self._text.strip()
         if not begun:
             return
@@ -235,7 +235,7 @@ class TagScanner:
 
     @property
     def _is_text(self) -> bool:
-        """Whether the value is text, whatever it looks like."""
+        """Whether the value is a string even if it looks like other JSON."""
         return self._types == {"string"}
 
     def _begin_value(self, field: str) -> None:
@@ -250,7 +250,7 @@ class TagScanner:
         self._field, self._text = field, ""
 
     def _in_value(self, character: str) -> None:
-        """Read a character of a value. A line break at its beginning and one at its end are not part of it."""
+        """Read a character of a value. One line break at each end is not part of the value."""
         end = next(filter(self._text.endswith, _VALUE_ENDS), None) if character == ">" else None
         if end is None and not self._is_text:
             return
@@ -267,7 +267,7 @@ class TagScanner:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value of one of these types, which was written between tags, as JSON."""
+    """Convert a value that was written between tags to JSON; `types` are those that its schema allows."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

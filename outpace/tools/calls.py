@@ -12,7 +12,7 @@ from outpace.tools.definitions import MISTRAL, CallFormat, Tool
 FENCE = "```"
 MAX_FENCE = 80  # characters of the line that begins a fence
 MAX_DEPTH = 4  # marks before one call
-MAX_SPACE = 256  # characters of space that are held back
+MAX_SPACE = 256  # characters of white space that are held back
 _FENCE_LINE = re.compile(r"```[^`\n]*")
 _LIST = re.compile(r"\[\s*\{?")
 _NAME_MARK = re.compile(r"([\w./-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")  # Mistral's name of a call
@@ -59,21 +59,22 @@ def merge_deltas(deltas: Iterable[D]) -> list[D]:
 class CallParser:
     """Finds the calls of offered tools, character by character.
 
-    It is in free text, before a call, in it, or after it; each has a method that reads the next character. Text that
-    may still turn out to be a call is kept in `_raw`, and returned as text if it is none. A call needs the name of an
-    offered tool; without marks around it, it also needs arguments, and no fields that calls do not have.
+    The parser is in one of four states: in free text, before a call, in a call, or after a call. Each has a method that
+    reads the next character, and `_read` is the current one. Text that may still become a call is kept in `_raw`, and
+    returned as text if it does not. A call must have the name of an offered tool; without marks around it, it must also
+    have arguments, and no unknown fields before them.
     """
 
     def __init__(self, family: CallFormat, tools: Sequence[Tool]) -> None:
         self._family, self._frames, self._tools = family, family.frames, {tool.name: tool for tool in tools}
         self._read: Callable[[str], None] = self._in_text
         self._raw = ""
-        self._part = 0  # where in `_raw` the text after the last mark begins
-        self._retry = 0  # where in `_raw` to continue in free text, if there is no call
-        self._closers: list[str] = []  # what ends the marks before the call, the innermost last
-        self._has_mark = False  # marks other than a fence and a list's bracket
+        self._part = 0  # index in `_raw` after the last mark
+        self._retry = 0  # index in `_raw` up to which it is free text if no call follows
+        self._closers: list[str] = []  # closing marks that are expected, the innermost last
+        self._has_mark = False  # a mark other than a fence or the bracket of a list was read
         self._is_line_start = True
-        self._in_fence = False  # in a Markdown fence without calls
+        self._in_fence = False  # in a Markdown fence that has no calls
         self._call: CallScanner | TagScanner = CallScanner()
         self._has_begun = False  # CallBegin was returned for the current call
         self._deltas: list[Delta] = []  # not returned yet
@@ -113,10 +114,7 @@ class CallParser:
         return self._is_line_start or "\n" in space
 
     def _open(self, begun: str, space: str) -> bool:
-        """Read a mark, or what begins a call without one; return whether the text may still be one.
-
-        `space` is before it.
-        """
+        """Read the beginning of a mark or call; return False if `begun` cannot be one. `space` precedes it."""
         is_first = self._read == self._in_text
         may_be_bare = self._family.takes_unmarked and not self._in_fence and self._starts_line(space)
         is_mistral = not is_first and MISTRAL.start in self._raw
@@ -142,7 +140,7 @@ class CallParser:
         return True
 
     def _open_fence(self, begun: str, may_begin: bool) -> bool:
-        """Read the line that begins a Markdown fence."""
+        """Read the first line of a Markdown fence; return False if the text cannot be one with calls."""
         if not may_begin or FENCE.startswith(begun):
             return may_begin
         if begun[-1] == "\n" and _FENCE_LINE.fullmatch(begun[:-1]):
@@ -152,7 +150,7 @@ class CallParser:
         return begun.startswith(FENCE) and not self._in_fence
 
     def _open_tag(self, begun: str) -> bool:
-        """Read the tag of a function."""
+        """Read the tag of a function; return False if the text cannot be one."""
         found = BEGIN_TAG.fullmatch(begun)
         if found and found[1] in self._tools:
             self._has_mark = True
@@ -161,14 +159,14 @@ class CallParser:
         return len(begun) < MAX_TAG and not found and any(start.startswith(begun[: len(start)]) for start in TAG_STARTS)
 
     def _after_mark(self, closer: str) -> None:
-        """Continue before a call, after a mark that `closer` ends."""
+        """Expect a call after an opening mark, to which `closer` belongs."""
         if self._read != self._before_call:
             self._retry = len(self._raw)
         self._closers += [closer] if closer else []
         self._part, self._read = len(self._raw), self._before_call
 
     def _before_call(self, character: str) -> None:
-        """Read between a mark and a call."""
+        """Read what is between a mark and a call."""
         begun = self._raw[self._part :].lstrip()
         is_long = len(self._closers) > MAX_DEPTH or len(self._raw) - self._part > MAX_SPACE
         if is_long or (begun and not self._open(begun, "\n")):
@@ -198,7 +196,7 @@ class CallParser:
             self._has_begun, self._part, self._read = False, 0, self._after_call
 
     def _after_call(self, character: str) -> None:
-        """Read between a call and the marks that end it, or the next call."""
+        """Read what follows a call: closing marks, or the next call."""
         begun = self._raw.strip()
         if not begun:
             return
@@ -208,7 +206,7 @@ class CallParser:
                 pass
             self._raw = ""
             if not self._closers:
-                self._to_text()
+                self._read, self._has_mark, self._is_line_start = self._in_text, False, True
         elif self._is_closing(begun):
             return
         elif begun in (",", ";") and ("]" in self._closers or not self._closers):
@@ -217,28 +215,25 @@ class CallParser:
             self._give_up(0)
 
     def _is_closing(self, text: str) -> bool:
-        """Return whether a text may become a mark that ends the call's marks."""
+        """Return whether a text is the beginning of an expected closing mark."""
         return any(closer.startswith(text) for closer in self._closers)
 
-    def _to_text(self) -> None:
-        self._read, self._closers, self._has_mark, self._is_line_start = self._in_text, [], False, True
-
     def _give_up(self, length: int) -> None:
-        """Return that many characters of what is held back as text, and read the rest again in free text."""
+        """Return the first `length` held-back characters as text, and read the others again as free text."""
         self._in_fence = self._in_fence or FENCE in self._closers
         self._read, self._closers, self._has_mark = self._in_text, [], False
         self._emit(self._raw[:length])
         self._reread()
 
     def _reread(self) -> None:
-        """Read what is held back again."""
+        """Read the held-back text again."""
         rest, self._raw = self._raw, ""
         for character in rest:
             self._raw += character
             self._read(character)
 
     def _emit(self, text: str) -> None:
-        """Return the beginning of `_raw` as text."""
+        """Return `text`, the beginning of `_raw`, as free text."""
         self._raw = self._raw[len(text) :]
         if text:
             last = text.rpartition("\n")[2]

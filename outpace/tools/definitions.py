@@ -15,11 +15,11 @@ from outpace.models.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes calls, and which other forms of a call are taken from its answers.
+    """How a model writes tool calls, and which other forms of calls are accepted in its answers.
 
-    Calls are written between the marks `start` and `end`; without a `start` mark the answer is the call. `body` is how:
-    `json` (one JSON object between the marks), `list` (a JSON list of all calls), `args` (the name, a mark and the
-    arguments), or `xml` (tags for the function and its parameters).
+    A call is written between the marks `start` and `end`; without a `start` mark, the whole answer is the call. `body`
+    is the form between the marks: `json` (one JSON object), `list` (a JSON list of all calls), `args` (the name, a mark
+    and the arguments), or `xml` (tags for the function and its parameters).
     """
 
     name: str
@@ -29,9 +29,9 @@ class CallFormat:
     arguments: str = "arguments"  # the field's name
     between: str = "\n"  # separates several calls
     keeps_special: bool = False  # the marks may be special tokens, whose text answers omit by default
-    marks: tuple[tuple[str, str], ...] = ()  # more marks that may enclose a call, with what ends them
-    takes_unmarked: bool = False  # a JSON object at the beginning of a line, also in a Markdown fence, may be a call
-    takes_tags: bool = False  # so may the tag of a function
+    marks: tuple[tuple[str, str], ...] = ()  # more pairs of marks that may enclose a call
+    takes_unmarked: bool = False  # a JSON object at the start of a line or in a Markdown fence may be a call
+    takes_tags: bool = False  # a tag of a function may begin a call
 
     @property
     def frames(self) -> dict[str, str]:
@@ -62,10 +62,10 @@ AUTO = "auto"
 
 
 def call_format_of(tokenizer: Tokenizer, name: str = AUTO) -> CallFormat:
-    """Return the named format, for `auto` the model's own.
+    """Return the named format, or for `auto` the model's own.
 
     `auto` chooses by chat template and vocabulary: Hermes and Qwen, Qwen3-Coder's tags, Mistral, Llama 3.1, else plain
-    JSON. It takes the other formats' calls too, since models often write another form than their template asks for.
+    JSON. It accepts calls in the other formats too, since models often deviate from their templates.
     """
     own = FORMATS[name] if name != AUTO else _own_format(tokenizer)
     if own is MISTRAL and tokenizer.id_of(ARGS) is not None:
@@ -77,7 +77,7 @@ def call_format_of(tokenizer: Tokenizer, name: str = AUTO) -> CallFormat:
 
 
 def _own_format(tokenizer: Tokenizer) -> CallFormat:
-    """Return the format that the chat template or the vocabulary names."""
+    """Detect the format by the chat template and the vocabulary."""
     template = tokenizer.template_text
     if "<function=" in template:
         return XML
@@ -103,7 +103,7 @@ class Tool:
 
     @property
     def is_strict(self) -> bool:
-        """Whether its arguments must follow the parameters even if the model decides to call it."""
+        """Whether the arguments must fit the schema even where `tool_choice` does not force a call."""
         return self.raw["function"].get("strict") is True
 
 
@@ -199,7 +199,7 @@ def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool
 
 
 def _example(family: CallFormat) -> str:
-    """Return the form of a call, with dots in place of its name and its arguments."""
+    """Return an example of a call, with dots in place of the name and the arguments."""
     call = json.dumps({"name": "...", family.arguments: {}}).replace("{}", "{...}")
     if family.body == "list":
         call = f"[{call}]"

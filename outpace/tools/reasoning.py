@@ -14,13 +14,12 @@ from outpace.tools.calls import TextDelta, merge_deltas
 
 
 class Thought(Enum):
-    """Where an answer begins: outside of thoughts, where the model may begin one, or within one that the template or,
-    continued in the middle, the last message has begun."""
+    """Whether an answer begins within a thought."""
 
-    NONE = "none"
-    OPTIONAL = "optional"
-    BEGUN = "begun"
-    CONTINUED = "continued"
+    NONE = "none"  # no, and it will have none
+    OPTIONAL = "optional"  # no, but the model may begin one
+    BEGUN = "begun"  # the chat template has begun one
+    CONTINUED = "continued"  # the last message, which the answer continues, has begun one
 
     @property
     def is_open(self) -> bool:
@@ -35,21 +34,23 @@ class ThoughtDelta(NamedTuple):
 
 
 def has_thoughts(tokenizer: Tokenizer) -> bool:
-    """Return whether the model may write thoughts: its chat template knows them. Tokens for the marks alone, which
-    families share with models that do not think, say nothing."""
+    """Return whether the model may write thoughts, which its chat template shows.
+
+    Tokens for the marks do not show it: models that do not think share vocabularies with models that do.
+    """
     return CLOSE in tokenizer.template_text
 
 
 def hides_thoughts(tokenizer: Tokenizer) -> bool:
-    """Return whether the marks are special tokens, without which a thought and its answer would be one text."""
+    """Return whether the marks are special tokens, which decoded text omits by default."""
     return not tokenizer.special_ids.isdisjoint({tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)})
 
 
 def thought_after(prompt: str, thinks: bool, continued: str = "") -> Thought:
-    """Return where the answer to a prompt begins.
+    """Return whether the answer to a prompt begins within a thought.
 
-    `prompt`: its text, or the end of it. `thinks`: the model may write thoughts. `continued`: the text of the last
-    message, if the answer continues it.
+    `prompt`: the text of the prompt, or its end. `thinks`: the model may write thoughts. `continued`: the text of the
+    last message, if the answer continues it.
     """
     if continued.rfind(OPEN) > continued.rfind(CLOSE):
         return Thought.CONTINUED
@@ -57,12 +58,12 @@ def thought_after(prompt: str, thinks: bool, continued: str = "") -> Thought:
         return Thought.NONE
     if prompt.rstrip().endswith(OPEN):
         return Thought.BEGUN
-    is_closed = prompt.rstrip().endswith(CLOSE)  # by which templates turn reasoning off
+    is_closed = prompt.rstrip().endswith(CLOSE)  # templates turn reasoning off by an empty thought
     return Thought.OPTIONAL if thinks and not is_closed else Thought.NONE
 
 
 def has_begun_text(continued: str) -> bool:
-    """Return whether a message that is to be continued has begun its text, after a thought if it has one."""
+    """Return whether a message to be continued has any text outside of thoughts."""
     text = continued.rpartition(CLOSE)[2]
     return bool(text.strip()) and OPEN not in text
 
@@ -85,7 +86,7 @@ class ReasoningParser:
     """Splits a streamed text into thought and text, character by character."""
 
     def __init__(self, thought: Thought = Thought.OPTIONAL) -> None:
-        """`thought`: where the text begins."""
+        """`thought`: whether the text begins within a thought."""
         self._is_open, self._held = thought.is_open, ""
         # At the beginning, or right after the thought: white space there is dropped.
         self._is_start = thought is not Thought.CONTINUED

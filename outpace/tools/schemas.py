@@ -1,9 +1,11 @@
-"""What the schema of a tool's parameter says about its type, and the schema without texts for readers."""
+"""Reads the types of a tool's parameters from their JSON schemas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from outpace.grammar.schema import target
 
 TYPES = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
 _OF = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -11,7 +13,7 @@ _MOST_REFERENCES = 8
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all of them if it does not say. `root` has its definitions."""
+    """Return the JSON types that a schema allows; all types if it does not limit them. `root` has its definitions."""
     return frozenset(_types(schema, root, 0))
 
 
@@ -30,11 +32,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] |
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return what a schema that is a reference refers to, the schema itself if it is none."""
+    """Follow references; return the schema itself if it is not a reference."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(name := schema.get("$ref"), str):
             break
-        schema = root
-        for part in name.removeprefix("#/").split("/") if name != "#" else ():
-            schema = schema.get(part, {}) if isinstance(schema, Mapping) else {}
+        schema = target(root, name)
     return schema

@@ -1,6 +1,6 @@
-// Claude Code and Codex CLI read a file and change it. The shipped model is too small to choose the calls by itself, so
-// that a proxy names the tool in each request and narrows its schema, and that of the last answer; everything else is
-// what the clients sent.
+// Claude Code and Codex CLI read a file and change it. The shipped model is too small to choose the calls itself, so a
+// proxy sets the tool of each request and narrows the schemas of its arguments and of the last answer. All else is
+// forwarded unchanged.
 
 // needs: @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0
 import assert from "node:assert";
