@@ -60,8 +60,7 @@ def print_for_machines(value: Mapping[str, Any]) -> None:
 def show_rounds(rounds: Sequence[RoundStats]) -> None:
     """Print to stderr what the planner expected of each round, the result, and why it drafted no more."""
     table = Table(box=None, title_justify="left", title="rounds: expected by the planner, and measured")
-    columns = ("round", "layer widths", "rows", "tokens expected", "tokens", "ms expected", "ms")
-    for column in columns:
+    for column in ("round", "layer\nwidths", "rows", "expected\ntokens", "tokens", "expected\nms", "ms"):
         table.add_column(column, justify="right")
     table.add_column("why no more", min_width=24)
     for number, one in enumerate(rounds, 1):

@@ -17,7 +17,7 @@ from outpace.server.tool_calls import AnswerPart, parse_arguments, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
-# Of `chat_template_kwargs`: they have fields of their own or are not supported.
+# Not allowed in `chat_template_kwargs`, since they have their own fields or are not supported.
 RESERVED_VALUES = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"}
 
 

@@ -260,9 +260,10 @@ def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]
 def _unknown_in_functions(tools: Sequence[Any] | None) -> Iterator[tuple[str, list[str]]]:
     """Yield the unknown fields of functions, which are dicts because chat templates render all of their fields."""
     for number, tool in enumerate(tools or ()):
-        for place in ("", "function."):
-            found = tool.get("function") if isinstance(tool, dict) and place else tool
-            for name, value in found.items() if isinstance(found, dict) else ():
+        if not isinstance(tool, dict):
+            continue
+        for place, fields in (("", tool), ("function.", tool.get("function"))):
+            for name, value in fields.items() if isinstance(fields, dict) else ():
                 if name not in FUNCTION_FIELDS and value is not None:
                     yield f"tools.{number}.{place}{name}", list(FUNCTION_FIELDS)
 

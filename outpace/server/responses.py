@@ -58,8 +58,8 @@ class ReasoningOptions(Body):
     """How much the model reasons."""
 
     effort: str | None = None
-    summary: str | None = None  # accepted without effect, as the next one
-    generate_summary: str | None = None
+    summary: str | None = None  # accepted without effect
+    generate_summary: str | None = None  # accepted without effect
 
 
 class ResponsesBody(SamplingBody):
