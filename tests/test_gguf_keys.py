@@ -1,4 +1,4 @@
-"""Every metadata key of llama.cpp is honoured, without effect on a text, or refused by its name: none in silence."""
+"""Every metadata key of llama.cpp is honoured, has no effect on a text, or is refused by name; none is ignored."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_neutral_values_are_accepted(tmp_path: Path) -> None:
 
 def test_unknown_keys_are_reported(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", {"llama.shiny.new": 3, "llama.other": "x", "llama.off": 0})
-    said = "the file's metadata llama.shiny.new, llama.other are unknown and were ignored"
+    said = "unknown metadata of the file were ignored: llama.shiny.new, llama.other"
     for options in ({}, {"runtime": "llama"}):
         assert said in (load_model(str(path), **options).notice or "")
 
@@ -223,7 +223,12 @@ def test_all_methods_write_one_text(tmp_path: Path, scaling: dict[str, Any]) -> 
 
 # Keys of the whole file and of the tokenizer
 
+INFILL = (
+    *("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id"),
+    *("fim_sep_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
+)
 READ = {
+    **{f"tokenizer.ggml.{name}": 5 for name in INFILL},
     "tokenizer.ggml.bos_token_id": 5,
     "tokenizer.ggml.eos_token_id": 5,
     "tokenizer.ggml.eot_token_id": 5,
@@ -232,7 +237,7 @@ READ = {
     "tokenizer.ggml.padding_token_id": 5,
     "tokenizer.ggml.pre": "qwen2",
     "tokenizer.ggml.merges": list(MERGES[:3]),
-    "tokenizer.ggml.token_type": [1] * len(tokens()),
+    "tokenizer.ggml.token_type": [*[1] * (len(tokens()) - 1), 4],  # known special tokens keep their type
     "tokenizer.ggml.tokens": [*tokens()[:-1], "other"],
     "tokenizer.ggml.add_bos_token": True,
     "tokenizer.ggml.add_eos_token": True,
@@ -248,10 +253,12 @@ READ = {
     "tokenizer.ggml.scores": None,  # of SentencePiece, by test_tokenizer
 }
 WITHOUT_EFFECT = (
-    *("token_type_count", "seperator_token_id", "mask_token_id", "remove_extra_whitespaces", "precompiled_charsmap"),
-    *("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id"),
-    *("fim_sep_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
-)  # of tokenizer.ggml: roles of tokens in prompts that a client builds, or fields of other kinds of tokenizers
+    "token_type_count",
+    "seperator_token_id",
+    "mask_token_id",
+    "remove_extra_whitespaces",
+    "precompiled_charsmap",
+)  # of tokenizer.ggml: fields of other kinds of tokenizers
 NAMES = ("tokenizer.huggingface.json", "tokenizer.rwkv.world", "tokenizer.chat_templates")  # llama.cpp reads none
 
 

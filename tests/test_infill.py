@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: prompts of each family, the library, `suffix` in completions, and llama.cpp's `/infill`."""
+"""Fill-in-the-middle: each family's prompts, `LLM.infill`, `suffix` in completions, and llama.cpp's `/infill`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FREE = {"temperature": 0, "ignore_eos": True}
 
 
 def file_with(where: Path, marks: list[str], kind: int = 3, **named: int) -> Path:
-    """A tiny model with the marks at the vocabulary's end."""
+    """Write a tiny model whose vocabulary ends with these infill tokens."""
     words = [*tokens()[: 272 - len(marks)], *marks]
     types = [3] * 3 + [1] * (269 - len(marks)) + [kind] * len(marks)
     fields: dict[str, Any] = {"tokens": words, "merges": list(MERGES[:3]), "token_type": types, **named}
@@ -56,7 +56,7 @@ def test_prompts_of_families(tmp_path: Path, marks: list[str], kind: int) -> Non
     assert set(infill_prompt(tokenizer, "", "")) <= tokenizer.stop_ids
 
 
-def test_marks_written_in_a_file_stay_text(tmp_path: Path) -> None:
+def test_infill_tokens_written_in_a_text_stay_text(tmp_path: Path) -> None:
     tokenizer = load_model(file_with(tmp_path, QWEN), runtime="llama").tokenizer
     code = "x = '<|fim_suffix|><|endoftext|><|fim_' + '|im_end|>'"
     prompt = infill_prompt(tokenizer, code, code)
@@ -66,7 +66,7 @@ def test_marks_written_in_a_file_stay_text(tmp_path: Path) -> None:
     assert shown(tokenizer, code, code) == f"{QWEN[0]}{code}{QWEN[1]}{code}{QWEN[2]}"
 
 
-def test_marks_that_the_metadata_name(tmp_path: Path) -> None:
+def test_infill_tokens_named_by_the_metadata(tmp_path: Path) -> None:
     named = {"fim_pre_token_id": 269, "suffix_token_id": 270, "fim_mid_token_id": 271}
     tokenizer = load_model(file_with(tmp_path, ["<x>", "<y>", "<z>"], **named), runtime="llama").tokenizer
     assert infill_prompt(tokenizer, "a", "b")[::2] == [269, 270, 271]
@@ -154,7 +154,7 @@ def test_infill_as_in_llama_cpp(site: Served, temperature: float, speculation: b
     assert stopped["content"] == expected.text[: expected.text.find(expected.text[3:5])]
 
 
-def test_an_infill_reads_a_prompt_ahead_and_fits_the_context(site: Served) -> None:
+def test_infill_prompts_fit_the_context(site: Served) -> None:
     parts = {"input_prefix": "hello" * 100, "input_suffix": "12" * 100}
     for predict in (0, 5, -1, None):
         found = site.ask("/infill", {**parts, "n_predict": predict}).json
@@ -166,7 +166,7 @@ def test_an_infill_reads_a_prompt_ahead_and_fits_the_context(site: Served) -> No
     assert len({site.ask("/infill", same).json["content"] for _ in range(4)}) > 1
 
 
-def test_models_without_marks_are_refused_by_name(tiny_folder: str) -> None:
+def test_models_without_infill_tokens_are_refused(tiny_folder: str) -> None:
     with outpace.load(tiny_folder) as llm, served(llm) as site:
         with pytest.raises(UserError, match=r"no fill-in-the-middle tokens, such as <\|fim_prefix\|>"):
             llm.infill("a", "b")

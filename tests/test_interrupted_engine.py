@@ -1,6 +1,6 @@
 """Ctrl-C at every line of the engine and of the library.
 
-Only KeyboardInterrupt comes out, the texts of later answers are right, and all that a request holds is given back.
+Only KeyboardInterrupt is raised, later answers have the right text, and everything that a request holds is released.
 
 The long variants interrupt every visit of every line; the short ones choose some places, evenly.
 """
@@ -57,14 +57,14 @@ OPTIONS = EngineOptions(nodes=6, rows=12, chunk=4, batch=2)
 
 
 class Kind(NamedTuple):
-    """A method, the parts of its drafter, and where that runs."""
+    """A method, its drafters joined by +, and the worker in which they run."""
 
     method: str
     drafter: str = ""
     worker: str = ""
 
     def build(self) -> Any:
-        """Return the drafter or the worker that the engine gets; None if there is none."""
+        """Return the engine's drafter or worker; None without drafts."""
         if self.worker == "process":
             return ProcessWorker(build_light)
         if not self.drafter:
@@ -103,7 +103,7 @@ def text_of(request: Request) -> list[int]:
 
 
 class Scenario:
-    """Three requests (one waits, one is aborted), a fourth that copies a kept text, and the end."""
+    """Runs three requests (one waits, one is aborted) and two more that reuse a kept text, then closes the engine."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -145,7 +145,7 @@ class Scenario:
         engine.close()
 
     def check(self) -> None:
-        """Write more texts, and look at what is held before and after the end of the engine."""
+        """Write more texts, close the engine, and check that nothing is still held."""
         engine = self.engine
         if engine is None:
             if self.kind.worker and self.given is not None:
@@ -174,7 +174,7 @@ class Scenario:
 
 
 def check_closed(engine: Engine, models: tuple[Any, ...]) -> None:
-    """The engine holds nothing but kept texts, and its worker nothing."""
+    """Check that the engine holds nothing but kept texts, and its worker nothing."""
     memory, worker = engine.memory, engine.worker
     assert not engine.running
     assert not engine.waiting
@@ -198,7 +198,7 @@ def check_closed(engine: Engine, models: tuple[Any, ...]) -> None:
 def _nothing_left() -> Iterator[None]:
     before, running = children(), threading.active_count()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # for instance of a drafter that was given up
+        warnings.simplefilter("error")  # such as the one about a drafter that was given up
         warnings.simplefilter("ignore", ResourceWarning)  # Python closes the pipes of a process that was not started
         yield
     until(lambda: threading.active_count() <= running, "the threads end")
@@ -206,8 +206,8 @@ def _nothing_left() -> Iterator[None]:
 
 
 def interrupt_everywhere(work: Any, most: int | None, twice: bool = False) -> Iterator[Place]:
-    """Interrupt `work` at one place after the other, at all or at `most` of them, perhaps once more while that is
-    handled; yield each place afterwards."""
+    """Run `work` once per place with an interrupt there, at all places or at `most` of them; with `twice` a second one
+    comes while the first is handled. Yield the place after each run."""
     work()
     found = places(visited_lines(work), every=most is None)
     chosen = found[:: max(len(found) // most, 1)] if most else found
@@ -225,7 +225,7 @@ def interrupt_everywhere(work: Any, most: int | None, twice: bool = False) -> It
     + [pytest.param(kind, None, twice, marks=pytest.mark.long) for kind in KINDS for twice in (False, True)],
     ids=lambda value: "-".join(value) if isinstance(value, Kind) else str(value),
 )
-def test_an_interrupted_engine_gives_everything_back(kind: Kind, most: int | None, twice: bool) -> None:
+def test_an_interrupted_engine_releases_everything(kind: Kind, most: int | None, twice: bool) -> None:
     scenario = Scenario(kind)
     for place in interrupt_everywhere(scenario.work, most, twice):
         try:
@@ -238,7 +238,7 @@ def test_an_interrupted_engine_gives_everything_back(kind: Kind, most: int | Non
 
 
 def test_an_interrupt_while_a_parallel_drafter_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the request is known to the worker yet."""
+    """The worker does not know the request yet."""
     engine = Engine(TARGET, None, InlineWorker(build_drafter("model", BuildContext(DRAFT, TARGET), {})), OPTIONS)
     (request,) = requests(1)
     decoder = registry.find("decoders", "card")
@@ -283,7 +283,7 @@ def later_answers(llm: LLM) -> list[tuple[int, ...]]:
 
 
 class LLMScenario:
-    """Two streams (one is read later, one closed early); a batch, a chat and a structured answer between."""
+    """Opens two streams (one is read later, one closed early), with a batch, a chat and a structured answer between."""
 
     def __init__(self, pair: tuple[Loaded, Loaded], options: dict[str, Any]) -> None:
         self._pair, self._options = pair, options
@@ -332,7 +332,7 @@ def test_an_interrupted_library_stays_usable(
             raise AssertionError(f"interrupted at {place}") from error
 
 
-def test_an_interrupt_ends_other_answers_of_the_round_by_a_clear_error(
+def test_an_interrupt_ends_other_answers_of_its_round_with_a_clear_error(
     tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(tiny_pair[0], method="autoregressive", batch=2) as llm:
@@ -348,7 +348,7 @@ def test_an_interrupt_ends_other_answers_of_the_round_by_a_clear_error(
         assert len(waiting.finish().tokens) == 20
 
 
-def test_an_answer_whose_reading_was_interrupted_is_not_called_whole(
+def test_an_interrupted_answer_is_not_reported_as_complete(
     tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(tiny_pair[0], method="autoregressive") as llm:
@@ -361,7 +361,7 @@ def test_an_answer_whose_reading_was_interrupted_is_not_called_whole(
         assert stream.finish().finish_reason == "abort"
 
 
-def test_an_interrupt_of_close_still_ends_the_worker(
+def test_an_interrupted_close_still_ends_the_worker(
     tiny_pair: tuple[Loaded, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(*tiny_pair, **LLM_KINDS["card in a thread"])

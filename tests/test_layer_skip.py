@@ -176,7 +176,7 @@ def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
 
 @pytest.mark.parametrize(("target", "step"), [(0.9, 0.5), (0.5, 0.5), (0.2, 1.0), (0.9, 0.0)])
 def test_the_threshold_follows_the_acceptance_rate(target: float, step: float) -> None:
-    """As in section 4.3 of Draft & Verify, from what the engine counts of each round."""
+    """It follows section 4.3 of Draft & Verify, recomputed here from the statistics of each round."""
     rounds: list[tuple[float, bool]] = []
 
     class Noted(LayerSkipDrafter):

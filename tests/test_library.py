@@ -99,7 +99,7 @@ def test_a_draft_with_a_padded_vocabulary(tiny_folder: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_without_the_targets_last_tokens(tiny_folder: str, tmp_path: Path, temperature: float) -> None:
-    """As in families whose larger models have more special tokens at the end."""
+    """Some families' larger models have more special tokens at the end of the vocabulary."""
     short = folder(tmp_path, "short", seed=1, vocab_size=270)
     file = Path(short) / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -161,7 +161,7 @@ def test_a_wrong_option_is_named(tiny_folder: str, options: dict, says: str) -> 
     ("method", "length", "nodes"), [("speculative", 12, 13), ("speculative", 2, 8), ("pearl", 12, 12), ("ssd", 12, 13)]
 )
 def test_all_of_a_long_draft_is_verified(tiny_folder: str, method: str, length: int, nodes: int) -> None:
-    """By default a pass takes as many nodes as the draft length needs."""
+    """By default the limit on nodes is as high as the draft length needs."""
     options: dict[str, Any] = {"draft_length": length, "width": 1, "floor": 0}
     options |= {} if method == "speculative" else {"worker": "inline"}
     with outpace.load(tiny_folder, "layers:0,1", method=method, **options) as llm:

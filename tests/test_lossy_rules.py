@@ -88,7 +88,7 @@ def test_a_cascade_writes_its_pi(kind: str, asked: str, shape: Shape, a: float) 
 
 @pytest.mark.parametrize(("kind", "a"), GREEDY, ids=str)
 def test_a_greedy_cascade_compares_unscaled_probabilities(kind: str, a: float) -> None:
-    """At temperature 0 one text is written: at each position the draft's likeliest token or the target's."""
+    """At temperature 0 the text is deterministic: each token is the draft's likeliest or the target's."""
     rule = rule_of("cascade", Enumerating(), defer=kind, alpha=a)
     for draft in ("partial", "garbage"):
         expected = cascade_chances(kind, a, "greedy", 3, draft)
@@ -98,7 +98,7 @@ def test_a_greedy_cascade_compares_unscaled_probabilities(kind: str, a: float) -
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_greedy_cascade_moves_from_the_target_to_the_draft(kind: str) -> None:
-    """Else the test above could pass with mixtures that never follow the draft."""
+    """Without this, the test above could pass with mixtures that never follow the draft."""
     texts = [next(iter(cascade_chances(kind, a, "greedy", 4, "garbage"))) for a in (-2.0, 0.4, 1.0)]
     assert texts[0] == next(iter(exact_chances("greedy", 4)))
     assert len(set(texts)) > 1

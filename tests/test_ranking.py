@@ -31,7 +31,7 @@ def rank(scores: np.ndarray, count: int, temperature: float, keys: list[int], id
 
 
 def rank_by_torch(patch: pytest.MonkeyPatch) -> None:
-    """Let the rules rank by their definition, as for rows that are not float32 on the host."""
+    """Make the rules rank by their definition instead of the kernels."""
     for kind in (base.LogProbRule, gumbel.Gumbel):
         patch.setattr(kind, "best", Rule.best)
 

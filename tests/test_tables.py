@@ -125,8 +125,8 @@ OFFERED: dict[str, Any] = {"cacheback": cacheback, "recycle": recycle, "retrieva
 
 @pytest.mark.parametrize("name", OFFERED)
 @pytest.mark.parametrize("offered", [1, 2, 5, 16])
-def test_no_more_is_proposed_than_offered(name: str, offered: int) -> None:
-    """However often the decoder asks in a round."""
+def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int) -> None:
+    """The limit holds however often the decoder asks in a round."""
     chance, vocab = random.Random(3), 16
     texts = [[chance.randrange(4) for _ in range(300)] for _ in range(3)]
     module = OFFERED[name]

@@ -79,7 +79,7 @@ TARGET, DRAFT = [0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
 
 
 def tvs(count: int) -> list[float]:
-    """TV of what `count` rejections in a row have left of the target's p, and of q."""
+    """Return the TV between q and what consecutive rejections leave of the target's p, for 0 to `count` - 1 of them."""
     p, found = TARGET, []
     for _ in range(count):
         rest = [max(own - other, 0.0) for own, other in zip(p, DRAFT, strict=True)]
@@ -89,7 +89,7 @@ def tvs(count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_expected_rejections_are_those_of_every_way_to_accept_and_reject(count: int) -> None:
+def test_expected_rejections_match_a_recursion(count: int) -> None:
     """Yin et al., theorems 1 and 4: `count` drafts of the token after each rejection, one of any other."""
     left = math.prod(tvs(count))
     tokens = 400

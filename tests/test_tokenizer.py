@@ -215,7 +215,7 @@ def test_bos(tmp_path: Path) -> None:
 
 
 def test_stop_ids(tiny: Path) -> None:
-    """The ids that the files name, ends by their texts, and the token that begins a text."""
+    """Answers end at the ids that the files name, at known ends, and at the begin-of-text token."""
     known, h = {0, 1, 2}, tokens().index("h")
     assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {*known, h}
     (tiny / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
@@ -245,7 +245,7 @@ def test_stop_ids(tiny: Path) -> None:
     ],
 )
 def test_ends_of_a_gguf(tmp_path: Path, named: dict[str, int], ends: list[str], kind: int) -> None:
-    """As in llama.cpp: by the metadata, and by their texts, whatever type the file gives them."""
+    """As in llama.cpp, ends are named by the metadata or known by their texts, whatever type the file gives them."""
     words = ["<a>", "<b>", "<c>", *tokens()[3 : 272 - len(ends)], *ends]
     metadata = {
         "tokens": words,
@@ -303,7 +303,7 @@ def test_added_tokens_without_a_row_are_refused_in_texts_alone(tiny: Path) -> No
 
 
 def test_special_tokens_map(tiny: Path) -> None:
-    """As in transformers, it comes before a tokenizer_config.json that lists no added tokens, else it is ignored."""
+    """As in transformers, it overrides a tokenizer_config.json that lists no added tokens, and is otherwise ignored."""
     (tiny / "special_tokens_map.json").write_text(json.dumps({"bos_token": "h", "eos_token": "e"}))
     tokenizer = Tokenizer.from_folder(tiny)
     assert tokenizer.bos_id == tokens().index("h")

@@ -1,4 +1,4 @@
-"""Folders of tokenizers as transformers writes them, now and in earlier versions: read as it reads them."""
+"""Tokenizer folders written by current and earlier versions of transformers are read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def change(folder: Path, name: str, **fields: Any) -> None:
 @pytest.mark.parametrize(
     "rewrite", [as_saved, listed_by_id, with_other_flags, in_older_files, in_older_files_also, as_special_tokens]
 )
-def test_texts_are_cut_as_by_transformers(
+def test_texts_are_tokenized_as_by_transformers(
     tmp_path: Path, make: Callable[[Path], Any], rewrite: Callable[[Path], None]
 ) -> None:
     folder, chance = tmp_path / "folder", random.Random(0)
@@ -130,7 +130,7 @@ def test_texts_are_cut_as_by_transformers(
 
 
 @pytest.mark.parametrize("adds", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
-def test_tokens_around_a_text_are_those_of_tokenizer_json(tmp_path: Path, adds: dict[str, bool]) -> None:
+def test_tokenizer_json_decides_the_tokens_around_a_text(tmp_path: Path, adds: dict[str, bool]) -> None:
     for make in (byte_level, llama):
         folder = tmp_path / make.__name__
         made = make(tmp_path)
@@ -149,9 +149,13 @@ def test_tokens_around_a_text_are_those_of_tokenizer_json(tmp_path: Path, adds: 
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": {"5": {"content": "new"}}},
-            "name 'new' with the id 5, that",
+            "give 'new' the id 5, but in tokenizer.json that is",
         ),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"999": {"content": "new"}}}, "with the unknown id 999 in"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"999": {"content": "new"}}},
+            "the id 999, but in tokenizer.json there is no",
+        ),
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": {"x": {"content": "new"}}},
@@ -165,10 +169,12 @@ def test_tokens_around_a_text_are_those_of_tokenizer_json(tmp_path: Path, adds: 
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "whole numbers"),
         ("tokenizer_config.json", {"extra_special_tokens": [{"content": "x", "lstrip": 1}]}, "is no token"),
         ("added_tokens.json", {"new": "last"}, r"added_tokens.json: the ids of added tokens are \['last'\]"),
-        ("added_tokens.json", {"new": 5}, "name 'new' with the id 5, that of"),
+        ("added_tokens.json", {"new": 5}, "give 'new' the id 5, but in tokenizer.json that is"),
     ],
 )
-def test_contradictions_and_damage_are_named(tmp_path: Path, file: str, fields: dict[str, Any], words: str) -> None:
+def test_contradictory_and_damaged_files_are_refused(
+    tmp_path: Path, file: str, fields: dict[str, Any], words: str
+) -> None:
     byte_level(tmp_path).save_pretrained(tmp_path / "folder")
     (tmp_path / "folder" / "added_tokens.json").write_text("{}")
     change(tmp_path / "folder", file, **fields)
@@ -177,7 +183,7 @@ def test_contradictions_and_damage_are_named(tmp_path: Path, file: str, fields: 
 
 
 def test_the_older_name_of_extra_special_tokens(tmp_path: Path) -> None:
-    """They are special as in transformers 4; version 5 reads that field in tokenizer_config.json alone."""
+    """Its tokens are special, as in transformers 4; version 5 reads this field in tokenizer_config.json only."""
     byte_level(tmp_path).save_pretrained(tmp_path / "folder")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (tmp_path / "folder" / "special_tokens_map.json").write_text("{}")
@@ -188,7 +194,7 @@ def test_the_older_name_of_extra_special_tokens(tmp_path: Path) -> None:
 
 
 def test_a_folder_does_not_change_the_next_one(tmp_path: Path) -> None:
-    """Both have one tokenizer.json, which is read once."""
+    """Both have the same tokenizer.json, which is cached."""
     made = byte_level(tmp_path)
     for name in ("one", "two"):
         made.save_pretrained(tmp_path / name)

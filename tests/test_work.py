@@ -150,7 +150,7 @@ def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
 
 
 def test_the_time_of_planning_counts_as_part_of_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not free: planning the next layer counts as part of a draft step."""
+    """Planning is not free: the time for planning the next layer counts as part of a draft step."""
     watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), planner.Planner.next_width
 
     def next_width(planner: Any, tree: TokenTree, model: Any) -> int:

@@ -72,8 +72,8 @@ class LLM(AbstractContextManager["LLM"]):
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
         worker: where CARD's drafter runs, "thread", "process" or "inline"; None: a thread, if the method has a worker.
         draft_threads: CPU threads of the worker.
-        nodes: maximum number of tree nodes verified in one target pass; None: 32 if planned,
-            otherwise 8 or as many as the draft length needs.
+        nodes: maximum number of tree nodes verified in one target pass; None: 32 if planned, otherwise 8, or as many
+            as the draft length needs.
         profile: method "auto" starts from what earlier runs learnt about this pair on this machine, and saves what it
             learns. If nothing is known, loading times some rounds, for at most 0.2 s.
 
@@ -153,8 +153,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def close(self) -> None:
-        """End all answers, the drafter's worker and the process that renders chat templates. May be repeated, for what
-        an interrupt left undone."""
+        """End all answers, the drafter's worker and the process that renders chat templates. Call it again if it was
+        interrupted."""
         with ExitStack() as stack:
             stack.callback(self.tokenizer.close)
             stack.enter_context(self._shared.lock.hold())
@@ -239,9 +239,9 @@ class LLM(AbstractContextManager["LLM"]):
         """Answer a conversation, rendered by the model's chat template; a text is one message of the user, like the
         prompt of the command `outpace generate`.
 
-        `continue_final_message`: the answer continues the text of the last message, the assistant's, which is not part
-        of the result. `add_generation_prompt`: the prompt ends with the template's start of an answer. The other
-        options are those of `stream`.
+        `continue_final_message`: the answer continues the last message, which is the assistant's and not repeated in
+        the result. `add_generation_prompt`: the prompt ends with the template's start of an answer. The other options
+        are those of `stream`.
         """
         prompt = chat_tokens(
             messages_of(messages),

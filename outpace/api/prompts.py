@@ -33,7 +33,7 @@ def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
 def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **rendering: bool) -> list[int]:
     """Return the token ids of a conversation; `rendering` are options of `Tokenizer.render`.
 
-    The answer also continues a last message with "prefix": True, as in the APIs of DeepSeek and Mistral.
+    A last message with "prefix": True is continued too, as in the APIs of DeepSeek and Mistral.
     """
     _check_roles(messages, tokenizer)
     if messages and messages[-1].get("prefix"):

@@ -107,12 +107,12 @@ class SharedEngine:
     def create(
         self, request: Request, decoder: type[Decoder], options: Any, watch: StopCheck, drafter: str | None
     ) -> TokenSequence:
-        """Return the sequence of a request, for `enqueue`; UserError if it can never run."""
+        """Create the sequence of a request, which `enqueue` queues. UserError if it can never run."""
         with self.lock.hold():
             return self.engine.create(request, decoder, options, watch, drafter)
 
     def enqueue(self, run: TokenSequence) -> None:
-        """Let a sequence wait for its turn."""
+        """Queue a sequence from `create`."""
         with self.lock.hold():
             self.engine.enqueue(run)
 

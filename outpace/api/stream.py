@@ -23,8 +23,8 @@ class Result:
     `tokens_per_second` is measured between the two.
     `figures`: counts of drafted and accepted tokens. `choice`: number of the answer among several to one prompt.
     `logprobs` has one record per token, `prompt_logprobs` one per prompt token but the first, if requested.
-    `lossless` is False if the rule trades the target's distribution for speed. `rounds`: the figures of each round,
-    with what its planner expected of it.
+    `lossless` is False if the rule trades the target's distribution for speed. `rounds`: the statistics of each round,
+    with the planner's expectations.
     """
 
     text: str

@@ -112,7 +112,7 @@ class InlineWorker(DraftWorker):
             layers = self._loop.grow()
         except BaseException as failure:
             self._loop.drop(failure)
-            if not isinstance(failure, Exception):  # an interrupt, which ends all requests that are drafted here
+            if not isinstance(failure, Exception):  # an interrupt, after which the engine ends the running requests
                 raise
             self.failure = failure
             return

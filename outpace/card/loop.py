@@ -131,8 +131,8 @@ class DraftLoop:
         self._take(message)
 
     def drop(self, failure: BaseException) -> None:
-        """Release everything after the drafter failed, including what the kept exception refers to, and the messages
-        about it."""
+        """Release everything after the drafter failed: requests, unread messages, and what the kept exception refers
+        to."""
         self.inbox = SimpleQueue()
         self._requests.clear()
         clear_frames(failure.__traceback__)

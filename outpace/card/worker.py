@@ -54,7 +54,7 @@ class DraftWorker(ABC):
         self._post(Resume(key))
 
     def forget(self, key: int) -> int:
-        """End a request; return the number of its candidates that arrived too late, 0 if it has ended before."""
+        """End a request; return how many of its candidates arrived too late, 0 if it had ended already."""
         self._post(Close(key))
         self._resting_keys.discard(key)
         cache = self._caches.pop(key, None)

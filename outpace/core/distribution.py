@@ -140,7 +140,7 @@ def one_hot(token: int) -> TokenDistribution:
 def distribution_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | None = None) -> TokenDistribution:
     """Return the distribution of a row of adjusted scores under sampling options, as `sampling.log_probs` does.
 
-    At temperature 0 all mass is on the best token, of equal ones on the first. All probabilities are 0 if no token is
+    At temperature 0 all mass is on the best token, the first of equal ones. All probabilities are 0 if no token is
     allowed. float32 or float64 [held]; `ids` int64 [held] are the tokens of the scores; None: 0, 1, ...
     """
     top, temperature = scores.max(), sampling.temperature

@@ -1,4 +1,4 @@
-"""The package outpace-kernels: native code that outpace needs, in exactly one version."""
+"""Imports the native kernels (the package outpace-kernels) and checks their version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outpace.core.errors import UserError
 
 __all__ = ["INSTALL", "VERSION", "check_version", "kernels"]
 
-VERSION = "0.2.0"  # of outpace-kernels: its interface changes with every release
+VERSION = "0.2.0"  # required exactly, because the interface of the kernels changes with every release
 INSTALL = (
     "run `pip install ./kernels` in a checkout of outpace, with a C++20 compiler, or"
     " `pip install --find-links FOLDER outpace-kernels` where FOLDER holds a wheel of them"
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 def check_version() -> None:
-    """Raise UserError if the kernels are of another version."""
+    """Raise UserError if the installed kernels have another version."""
     try:
         found = version("outpace-kernels")
     except PackageNotFoundError:  # importable, but not installed as a package

@@ -15,12 +15,12 @@ accepted it."""
 
 
 class RoundPlan(NamedTuple):
-    """What a planner expected of a round of one request, and why it drafted no more."""
+    """Records what a planner expected of one request's round, and why it stopped drafting."""
 
-    widths: tuple[int, ...]  # nodes that each layer of a draft model was allowed to expand
-    tokens: float  # expected tokens, the target's own included
+    widths: tuple[int, ...]  # by draft layer: the most nodes that the draft model was allowed to expand
+    tokens: float  # expected tokens, including the target's own
     seconds: float  # expected duration of the round, for all requests; 0: unknown
-    price: float  # tokens per second that a second had to bring
+    price: float  # tokens that each second of drafting and verifying had to bring
     why: str
 
 
@@ -39,7 +39,7 @@ class RoundStats(NamedTuple):
     predicted: int = 0  # verified tokens that the caller predicted
     predicted_accepted: int = 0  # predicted tokens that were written
     relaxed: int = 0  # accepted tokens that the exact rule would have rejected
-    plan: RoundPlan | None = None  # of methods that plan their rounds
+    plan: RoundPlan | None = None  # None: the method does not plan its rounds
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,12 @@ def best_length(alpha: float, c: float, most: int = 64) -> int:
 
 
 def tokens_per_rejection(acceptances: Sequence[float]) -> float:
-    """Return the tokens per rejection of drafts without an end; the last acceptance holds for all further positions.
+    """Return the expected tokens per rejection if drafts never end; all positions after the last one listed accept as
+    it does.
 
-    1 / (1 - alpha) if all positions are alike. This is the limit of sequential drafting with a free draft, and what Yin
-    et al., arXiv:2411.00841, call the ideal speedup T / E[rejections], where E[rejections] is the sum of E[TV(p, q)]
-    over the T tokens, the least that an exact rule can reach that judges one token after another, and TV is 1 - alpha.
+    1 / (1 - alpha) if all positions are alike. This is the limit of sequential drafting with a free draft, and the
+    ideal speedup T / E[rejections] of Yin et al., arXiv:2411.00841. There E[rejections] is the sum of E[TV(p, q)] over
+    the T tokens, with TV = 1 - alpha: no exact rule that judges one token after another rejects fewer.
     """
     *before, last = acceptances
     rest = math.prod(before) * last
@@ -54,8 +55,8 @@ def tokens_per_rejection(acceptances: Sequence[float]) -> float:
 def any_acceptance(acceptances: Sequence[float]) -> float:
     """Return the probability that one of several drafts of the same token is accepted: 1 - product of the TVs.
 
-    Each draft's acceptance is that after the earlier ones were rejected. With M drafts after every rejection, of
-    which one is followed, this holds for the first token after a rejection. Yin et al., theorem 4.
+    Each acceptance is conditional on the rejection of the earlier drafts. Yin et al., theorem 4, where this holds for
+    the first token after a rejection.
     """
     return 1.0 - math.prod(1.0 - alpha for alpha in acceptances)
 

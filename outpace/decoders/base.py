@@ -62,13 +62,13 @@ class Decoder:
     # drafts.
     drafting: ClassVar[str | None] = "sequential"
     rule: ClassVar[str | None] = None  # the rule where the user names none; None: it depends on the temperature
-    longest: ClassVar[str | None] = None  # name of the option that limits the tokens of a draft
+    length_option: ClassVar[str | None] = None  # name of the option that limits the tokens of a draft
     Options: ClassVar[type[Any]] = MethodOptions
 
     @classmethod
     def num_nodes(cls, options: Any) -> int:
-        """Return the nodes, root included, that a pass must take so that the longest draft is verified as a whole."""
-        return getattr(options, cls.longest) + 1 if cls.longest else 1
+        """Return how many nodes, root included, a pass needs to verify the longest draft at once."""
+        return getattr(options, cls.length_option) + 1 if cls.length_option else 1
 
     def decode(self, context: RequestContext, options: Any) -> DecoderGenerator:
         """Write one answer, round by round, until the engine closes the coroutine."""

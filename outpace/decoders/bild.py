@@ -25,7 +25,7 @@ class Bild(Decoder):
     lossless = False
     cost = "drafting and a pass, one after the other"
     rule = "rollback"
-    longest = "most"
+    length_option = "most"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):

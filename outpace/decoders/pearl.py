@@ -24,7 +24,7 @@ class Pearl(Decoder):
     name = "pearl"
     cost = "a pass or draft_length draft steps, whichever takes longer"
     drafting = "parallel"
-    longest = "draft_length"
+    length_option = "draft_length"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
@@ -34,7 +34,7 @@ class Pearl(Decoder):
 
     @classmethod
     def num_nodes(cls, options: Options) -> int:
-        """Return the chain's length: the pass over all but its last token judges all of it."""
+        """Return the chain's length: a pass over the root and all but the last token verifies the whole chain."""
         return options.draft_length
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:

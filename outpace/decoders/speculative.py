@@ -22,7 +22,7 @@ class Speculative(Decoder):
 
     name = "speculative"
     cost = "drafting and a pass, one after the other"
-    longest = "draft_length"
+    length_option = "draft_length"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):

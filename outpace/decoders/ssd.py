@@ -24,7 +24,7 @@ class Ssd(Decoder):
     name = "ssd"
     cost = "a pass; after a miss, drafting before it"
     drafting = "parallel"
-    longest = "draft_length"
+    length_option = "draft_length"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):

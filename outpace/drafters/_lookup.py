@@ -71,7 +71,7 @@ class LookupState(DraftState):
     rates: dict[int, AcceptanceRate] = field(default_factory=dict)
 
     def num_left(self, most: int) -> int:
-        """Return how many tokens of `most` are left to propose; a decoder may ask several times in a round."""
+        """Return how many of `most` tokens may still be proposed in this round; a decoder may ask several times."""
         return most - sum(map(len, self.proposed.values()))
 
 

@@ -57,8 +57,8 @@ class NgramIndex:
             self._extend(tokens[start : start + _SLACK])
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Index one n-gram length after the other, including what an interrupt left out, then forget what is too
-        old."""
+        """Index one n-gram length after the other, with tokens that an interrupted call left out, then forget what is
+        too old."""
         known = self._tokens
         known += tokens
         end = self._start + len(known)

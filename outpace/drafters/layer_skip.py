@@ -4,8 +4,8 @@ Draft & Verify, arXiv:2309.08168, for given layers; SWIFT, arXiv:2410.06916, for
 choice by upper confidence bounds is GP-UCB, arXiv:0912.3995.
 
 Nothing is loaded and nothing is stored twice: the draft writes into pending slots of the target's session, which are
-dropped before the target verifies. A draft ends once it is not sure of its last token: at a threshold that follows the
-acceptance rate of the request's drafts (Draft & Verify, section 4.3).
+dropped before the target verifies. A draft ends at the first token whose probability is below a threshold, which adapts
+to the acceptance rate of the request's drafts (Draft & Verify, section 4.3).
 """
 
 from __future__ import annotations
@@ -224,9 +224,10 @@ class Options(MethodOptions):
     """`skip_attention`, `skip_mlp`: layers whose attention or MLP is skipped, as in 3,5-8. If neither is given, sets
     are tried on the last `skip_window` tokens of answers, in one of `skip_every` drafted rounds: first `skip_ratio` of
     the layers spread evenly, then others of the same size, until one agrees with the target at a rate of `skip_enough`,
-    or `skip_trials` were made. A draft ends with a token less likely than a threshold, at first `confidence`. After
-    each draft it moves by a tenth of `confidence_step`: up while the acceptance rate is below `acceptance_target`,
-    otherwise down if the draft ended at it; 0: it is constant. `width`: tokens proposed at each place."""
+    or `skip_trials` were made. A draft ends at the first token whose probability is below a threshold, initially
+    `confidence`. After each draft the threshold moves by a tenth of `confidence_step` (0: it is constant): up if the
+    acceptance rate is below `acceptance_target`, otherwise down if the threshold ended the draft. `width`: tokens
+    proposed at each place."""
 
     skip_attention: str | None = None
     skip_mlp: str | None = None

@@ -1,7 +1,7 @@
 """A draft model whose drafts are extended by phrases: several tokens per draft step, and longer drafts.
 
-Ouroboros: Zhao et al., 2024, arXiv:2402.13720, without its Jacobi iteration of the draft model, which here drafts one
-token at a time between phrases; no training beyond the draft model's.
+Ouroboros: Zhao et al., 2024, arXiv:2402.13720, without its Jacobi iteration: between phrases the draft model drafts one
+token at a time; no training beyond the draft model's.
 
 Phrases of the pool that follow the last token, and those that follow the draft's end, are attached to the tree. The
 next forward of the draft reads all of them together with the end itself, and the draft continues after the last token

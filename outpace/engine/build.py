@@ -94,10 +94,10 @@ class BuildOptions:
         )
 
     def _num_nodes(self, decoder: type[Decoder]) -> int:
-        """Return the limit on a tree's nodes; the default has room for the longest draft. UserError for an explicit
-        limit below the draft length that the user named."""
+        """Return the most nodes of a tree; the default leaves room for the longest draft. UserError if the user named
+        both a limit and a draft length that exceeds it."""
         options = registry.build_options(decoder, self.part_options)
-        needed, name = decoder.num_nodes(options), decoder.longest
+        needed, name = decoder.num_nodes(options), decoder.length_option
         if self.nodes is None:
             return AUTO_NODES if decoder.name == AUTO else max(needed, EngineOptions.nodes)
         if name and name in self.part_options and needed > self.nodes:

@@ -203,8 +203,8 @@ class DraftRunner:
         return self.worker if sequence.decoder.drafting == "parallel" else None
 
     def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
-        """Grow the trees of these sequences once, by a source of their drafter or by all (None), and resume their
-        decoders, whose planning counts as part of the draft step."""
+        """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
+        decoders. The time for planning the next growth is recorded as part of the draft step."""
         began, states, trees = self._clock(), [], []
         for sequence in sequences:
             self.notify(sequence)

@@ -32,9 +32,7 @@ from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
-_INTERRUPTED = (
-    "the answer was cut off: a round of the engine that wrote it with others was interrupted (Ctrl-C), ask again"
-)
+_INTERRUPTED = "the answer was cut off because its round was interrupted (Ctrl-C): send the request again"
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self.drafting.worker
 
     def close(self) -> None:
-        """End all requests and the worker. May be repeated, for what an interrupt left undone."""
+        """End all requests and the worker. Call it again if it was interrupted."""
         self._is_closed = True
         with ExitStack() as stack:
             stack.callback(self.drafting.close_drafters)
@@ -170,7 +168,7 @@ class Engine(AbstractContextManager["Engine"]):
         watch: StopCheck | None = None,
         drafter: str | None = None,
     ) -> TokenSequence:
-        """Return the sequence of a request, for `enqueue`; the arguments are those of `submit`."""
+        """Create the sequence of a request, which `enqueue` queues; see `submit`."""
         if self._is_closed:
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
@@ -184,7 +182,7 @@ class Engine(AbstractContextManager["Engine"]):
         return sequence
 
     def enqueue(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait for its turn; until it is aborted, whatever interrupts this."""
+        """Queue a sequence from `create`. If this is interrupted, abort the sequence."""
         self._scheduler.enqueue(sequence)
 
     def abort(self, sequence: TokenSequence, reason: str = "abort") -> None:
@@ -193,7 +191,7 @@ class Engine(AbstractContextManager["Engine"]):
             sequence.finish_reason = reason
 
     def sweep(self) -> list[TokenSequence]:
-        """Release finished requests, and those of a round that did not reach its end; return those that had been
+        """Release finished requests, and all running ones after an interrupted round; return those that had been
         started."""
         if self._is_in_round:
             self._scheduler.fail(self.running, UserError(_INTERRUPTED), "abort")
@@ -203,8 +201,8 @@ class Engine(AbstractContextManager["Engine"]):
     def step(self) -> list[TokenSequence]:
         """Run one round of all running requests. Return the requests that wrote tokens or ended.
 
-        An interrupt ends the running requests, because what it left half done is unknown; those that wait are served
-        by the next step.
+        An interrupt ends the running requests, because the content of their sessions is unknown afterwards. Waiting
+        requests are served by the next step.
         """
         self.sweep()
         self._is_in_round = True

@@ -152,7 +152,7 @@ class KVMemory:
         """Take back a finished sequence's session, and keep it if its content is known."""
         kv = sequence.kv
         if self._max_kept and kv.is_open and not kv.is_broken:
-            kv.is_broken = True  # if an interrupt repeats this, the content is not known any more
+            kv.is_broken = True  # unknown content, if an interrupt comes before the end and this is repeated
             self._keep(sequence)
         self.release(sequence)
 

@@ -17,8 +17,8 @@ class Scheduler:
 
     The oldest sequence is never paused while another runs, so it finishes, and then the next is the oldest.
 
-    An interrupt may come between any two statements. Therefore a sequence enters `running` before it takes anything and
-    leaves it after it has given everything back, and what releases something may be repeated.
+    An interrupt may come between any two statements. Therefore a sequence enters `running` before it acquires anything
+    and leaves it after everything was released, and each release may be repeated.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Scheduler:
         self.running: list[TokenSequence] = []
 
     def enqueue(self, sequence: TokenSequence) -> None:
-        """Let a new sequence wait."""
+        """Queue a new sequence."""
         insort(self.waiting, sequence, key=_age)
 
     def admit(self) -> list[TokenSequence]:
@@ -86,7 +86,7 @@ class Scheduler:
         return started
 
     def fail(self, sequences: Sequence[TokenSequence], error: Exception, reason: str = "error") -> None:
-        """End these sequences in the middle of a round: the content of their sessions is unknown. Each keeps its
+        """End these sequences, whose rounds failed, so that the content of their sessions is unknown. Each keeps its
         tokens."""
         for sequence in sequences:
             sequence.kv.is_broken = True

@@ -195,7 +195,7 @@ def _read(
         inflation = f"inflated: a pass costs as much as one of a model {factor} times as large, the text is its own"
     ours = source.config.get("outpace")
     unknown = ours.get(UNKNOWN_METADATA) if isinstance(ours, Mapping) else None
-    ignored = f"the file's metadata {', '.join(unknown)} are unknown and were ignored" if unknown else None
+    ignored = f"unknown metadata of the file were ignored: {', '.join(unknown)}" if unknown else None
     notices = "; ".join(filter(None, (model.notice, inflation, reason, ignored)))
     return Loaded(model, tokenizer(), name, source.config, factor, notices or None)
 

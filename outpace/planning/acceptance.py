@@ -17,11 +17,10 @@ _BATCH = 3  # rounds that are learnt together
 class AcceptanceModel:
     """Calibrates one request's predicted chances, round by round.
 
-    A node's chance is its parent's times the chance that it is accepted where its parent is. The drafter's prediction
-    of the latter is multiplied by the source's trust: of the children of accepted nodes, the number that was accepted
-    divided by the sum of their predicted chances. Only such children are evidence: a long branch that fails at its
-    first token is one failure. A source that calibrates its own chances is taken at its word except for a small doubt
-    at each token.
+    A node's chance is its parent's chance times the chance that the node is accepted if its parent is. For the latter
+    the drafter's prediction is multiplied by the source's trust: the number of accepted children of accepted nodes,
+    divided by the sum of these children's predicted chances. Other nodes are no evidence: a long branch that fails at
+    its first token is one failure. The trust in a source that calibrates its own chances is a constant just below 1.
     """
 
     def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:

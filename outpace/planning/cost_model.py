@@ -1,7 +1,7 @@
-"""The cost model: what target passes, draft steps and the host cost, and what drafts gave, learnt while decoding.
+"""The cost model: times of target passes, draft steps and the host, and the gain of drafts, learnt while decoding.
 
 All values are medians or decayed means over the recent past, so that they adapt when other programs load
-the machine. What was never measured is extrapolated from what is known, so that it is tried once and then known.
+the machine. What was never measured is extrapolated from what is known, so that it is tried once and then measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
-_EVERY = 12  # at most one round in this many is a plain one to measure its time
+_EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_FADE = 0.97  # how fast one request's trust follows its own drafts: a few bad rounds are chance
@@ -29,7 +29,6 @@ class Prices(NamedTuple):
     """Prices by which the rounds of some number of requests are planned."""
 
     tokens_per_second: float
-    plain_round_seconds: float  # seconds of a round of plain decoding; 0: unknown
     is_known: bool  # whether a round of plain decoding was timed
 
 
@@ -76,8 +75,8 @@ class CostModel:
         """Return the prices of the next round of this many requests: the same for each, recomputed after changes."""
         prices = self._prices.get(requests)
         if prices is None:
-            plain, is_known = self.pass_seconds(requests), self.is_timed(requests, 1)
-            prices = self._prices[requests] = Prices(self.tokens_per_second(requests), plain, is_known)
+            prices = Prices(self.tokens_per_second(requests), self.is_timed(requests, 1))
+            self._prices[requests] = prices
         return prices
 
     def needs_plain_round(self, requests: int) -> bool:
@@ -101,7 +100,7 @@ class CostModel:
         return DecayedMean(self.lookup_gain(source, requests).value, _LOOKUP_WEIGHT)
 
     def statistic(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
-        """A mean that a decoder keeps under a name of its own."""
+        """Return the decayed mean that a decoder keeps under this name."""
         return self._statistics.setdefault(name, DecayedMean(prior, weight, _YIELD_FADE))
 
     def layer_yields(self, source: Source, requests: int = 1) -> LayerYields:

@@ -98,7 +98,7 @@ class LayerYields:
         self._sums: list[tuple[float, float]] = []  # by layer: decayed sums of tokens and of chances
 
     def value(self, layer: int) -> float:
-        """Return the estimate for a layer; those beyond the deepest that was grown are as the deepest."""
+        """Return the estimate for a layer; below the deepest layer that was grown, that layer's."""
         value = self._prior
         for tokens, chances in self._sums[: layer + 1]:
             value = (tokens + _YIELD_WEIGHT * value) / (chances + _YIELD_WEIGHT)
@@ -123,9 +123,9 @@ class LayerYields:
 class ExplorationBudget:
     """Decides when options that are not known to pay are tried.
 
-    A trial may cost a `share` of the time since the option last failed. Where something new begins, such as
-    an answer, earlier trials say little: a `credit` in seconds is added. Each failure in a row halves both, so that
-    failures of one option cost at most the share of all time and twice one credit.
+    A trial may cost a `share` of the time since the option last failed, plus a `credit` in seconds where earlier trials
+    say little, such as at the beginning of an answer. Each consecutive failure halves both, so that all failures of an
+    option cost at most the share of all time and twice one credit.
     """
 
     def __init__(self) -> None:

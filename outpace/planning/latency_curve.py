@@ -18,7 +18,7 @@ Point = tuple[int, float]
 
 
 class LatencyCurve:
-    """Seconds of a forward by its number of rows, of all requests together: a target pass or a draft step."""
+    """Seconds of a target pass or a draft step by its number of rows, those of all requests together."""
 
     def __init__(self, prior: Callable[[int], float] | None = None) -> None:
         """`prior` returns the expected seconds of a number of rows until they are timed."""
@@ -73,11 +73,6 @@ class LatencyCurve:
     def is_untimed(self, rows: int) -> bool:
         """Return whether the time of `rows` rows is unknown or stale."""
         return not self.is_timed(rows) or self.is_stale(rows)
-
-    @property
-    def has_slope(self) -> bool:
-        """Whether the cost of a row was measured at all."""
-        return len(self._times.medians) > 1
 
     def seconds(self, rows: int) -> float:
         """Return the expected seconds of a round over `rows` rows, or 0 while nothing is known."""
@@ -147,13 +142,13 @@ class LatencyCurve:
 
     def _slope(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
         """Return the cost of one more row beyond the largest known count: that of the last rows, or of a prompt token
-        where this is more, because a pass is bound by arithmetic in the end. With one known count it is the mean of
-        that and a row's prior."""
+        where this is more, because a pass is bound by arithmetic in the end. With one known count it follows
+        the curve's prior or, without one, is the mean of that and a row's prior."""
         more = sum(tokens - counts[0] for tokens, _ in self._wide)
         token = sum(wide - seconds[0] for _, wide in self._wide) / more if more > 0 else 0.0
-        if len(counts) < 2 and self._prior and (expected := self._prior(counts[0])):
-            return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
         if len(counts) < 2:
+            if self._prior and (expected := self._prior(counts[0])):
+                return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
             prior = _ROW * seconds[0]
             return (prior + max(prior, token)) / 2
         return max((seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]), token)

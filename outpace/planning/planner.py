@@ -37,8 +37,8 @@ class PlannerOptions(MethodOptions):
 class Planner:
     """Plans the rounds of one request by the engine's cost model and by what the request's drafts were worth so far.
 
-    A round with tree T is worth the expected tokens of the verified nodes minus the price of the time for their rows
-    and for drafting them. The price is the current rate in tokens per second, so that what pays raises the rate.
+    A round is worth the expected tokens of its verified nodes minus the price of the time for drafting and verifying
+    them. The price is the current rate in tokens per second, so that a round that pays raises the rate.
     """
 
     def __init__(self, context: PlanningContext, options: PlannerOptions) -> None:
@@ -97,8 +97,8 @@ class Planner:
         self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
 
     def next_width(self, tree: TokenTree, model: ModelSource) -> int:
-        """Return how many nodes the draft model should expand in another layer, because that brings more than it costs
-        or is due for a trial; 0: none."""
+        """Return how many nodes the draft model should expand in another layer; 0 if that neither brings more than it
+        costs nor is due for a trial."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
         if model.is_trial or model.layers >= (self._options.deepest if is_known else _UNKNOWN):
             self._why = "a trial of one layer" if model.is_trial else "as deep as allowed"
@@ -131,7 +131,7 @@ class Planner:
         return width
 
     def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
-        """Return the width at which the next layer brings most above its cost, and that gain; 0 where no width does."""
+        """Return the width at which the next layer gains most above its cost, and that gain; 0 if no width gains."""
         best, best_gain, requests, width = 0, 0.0, self._context.requests, 1
         value = model.yields.value(model.layers)
         while width <= len(reach):
@@ -154,7 +154,7 @@ class Planner:
         return [*accumulate(above)]
 
     def _min_score(self, trust: float) -> float:
-        """The path score below which a node is not attached."""
+        """Return the path score below which a node is not attached."""
         return log(_MIN_VALUE_OF_NODE * self._row / trust) if self._row > 0.0 < trust else -inf
 
     def grown(self, tree: TokenTree, model: ModelSource) -> None:
@@ -176,7 +176,7 @@ class Planner:
 
     def _explores(self, model: ModelSource) -> bool:
         """Return whether to grow a first layer to see what the model gives for this text, whatever it gave for others.
-        That may cost what the model is assumed to save, and half as much for each answer before that lost by it."""
+        This may cost what the model is assumed to save, halved for each preceding answer for which it did not pay."""
         if model.layers or not model.is_new_text or self._context.requests > 1:
             return False
         if self._lookup_chance > MAX_LOOKUP_CHANCE:
@@ -194,7 +194,7 @@ class Planner:
 
     def chosen(self, tree: TokenTree) -> list[int]:
         """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
-        and then fewer than pay, to time so few rows."""
+        and then it returns fewer than pay, to time a pass over so few rows."""
         chances = self._acceptance.of(tree)
         order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._context.budget - 1]
         nodes = order[: self._count([*map(chances.__getitem__, order)]) - 1] if order else []
@@ -223,7 +223,7 @@ class Planner:
         return self._costs.best_rows(chances, self._context.rows_of_others, self._price)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """End a round after the target has accepted this path of the tree, and learn from its drafts."""
+        """Learn from the drafts of a round in which the target accepted this path of the tree."""
         if not self.uses_drafts:
             return
         for model in self.models:

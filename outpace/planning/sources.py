@@ -112,10 +112,10 @@ class ModelSource:
     def __init__(self, source: Source, context: PlanningContext) -> None:
         self.source = source
         self.layers = 0  # grown in this round
-        self.is_trial = False  # whether the last of them does not pay as far as is known
-        self.doubtful = -1  # the layer of this round that was grown without being known to pay
+        self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
+        self.doubtful = -1  # the layer of this round that was grown to find out whether it pays
         self.has_paid = False  # whether that layer gave more than it cost
-        self.is_new_text = True  # whether the request still finds out what the model gives for its text
+        self.is_new_text = True  # whether the request is still finding out what the model gives for its text
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
         self._yields = self._costs.initial_layer_yields(source)
@@ -133,7 +133,7 @@ class ModelSource:
         return self._yields if is_alone else self._costs.layer_yields(self.source, self._context.requests)
 
     def gave(self, worth: float, reach: float) -> None:
-        """Learn that the next layer added `worth` below leaves that the walk reaches with the chance `reach`."""
+        """Learn that the next layer added `worth` tokens below leaves that the walk reaches with the chance `reach`."""
         self._costs.layer_yields(self.source, self._context.requests).learn(self.layers, worth, reach)
         if self._context.requests == 1:
             self._yields.learn(self.layers, worth, reach)
@@ -155,8 +155,8 @@ class ModelSource:
         return _SAVED * context.tokens_left * self._costs.pass_seconds(context.requests) / context.requests
 
     def end_round(self, emitted: int, step: float) -> None:
-        """End a round in which it drafted and the target wrote `emitted` tokens; `step`: tokens that a draft step
-        costs."""
+        """End a round in which it drafted and the target wrote `emitted` tokens; `step`: a draft step's price in
+        tokens."""
         self._read = len(self._context.committed) + emitted
         self._rounds += 1
         if self._rounds <= _EXPLORED and self._context.requests == 1:
@@ -165,9 +165,9 @@ class ModelSource:
 
     @property
     def text_option(self) -> tuple[str, str]:
-        """The option of trying the model for a new text, in the exploration budget."""
+        """The exploration budget's name for trying the model on a new text."""
         return self.source.name, "new text"
 
     def layer_option(self, layer: int) -> tuple[str, int, int]:
-        """The option of growing a layer that does not pay, in the exploration budget."""
+        """Return the exploration budget's name for growing a layer that does not pay."""
         return self.source.name, layer, self._context.requests

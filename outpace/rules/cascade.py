@@ -56,7 +56,7 @@ def _by_token(
     return mixed
 
 
-ALONE = -2.0  # the alpha at which the target writes alone
+ALONE = -2.0  # the alpha with which the mixture is p
 MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
     "chow": _whole(lambda pair, a: pair.raw_q.most >= 1.0 - a),
     "diff": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a),

@@ -58,7 +58,7 @@ class ReplaySession(Session):
 
 
 class _ScoredNode(NamedTuple):
-    """A logit row: the position in the answer that its row predicts, and its mark."""
+    """A node whose logits are requested: the position in the answer that they predict, and the node's mark."""
 
     answer: IndexedAnswer
     position: int

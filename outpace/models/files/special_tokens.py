@@ -1,4 +1,4 @@
-"""Texts of tokens with a meaning of their own, by which they are found in vocabularies that do not name them."""
+"""Known texts of special tokens, which find them in models whose files do not say what they are for."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
-# Ends of turns, messages and documents, as in llama.cpp: each ends an answer, also if the model's files do not say so.
+# Ends of turns, messages and documents, as in llama.cpp: each ends an answer, even if the model's files do not say so.
 ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),
     *("<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>"),
     *("<EOT>", "_<EOT>", "▁<EOT>", "[EOT]"),
 )
-# Also an end, but in some vocabularies the HTML tag: it has to be a special token.
+# Also an end, but only if it is a special token: in some vocabularies it is the HTML tag.
 TAG_END = "</s>"
 # Also an end (Phi), except in vocabularies with answer ends, where an answer has several messages (gpt-oss).
 MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
-# A turn begins: hidden within an answer, it would join two texts. The begin-of-text token is another.
+# Beginnings of turns end an answer too: its text would hide them, and so join two turns.
 TURN_BEGINS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|turn>", "<|start_of_role|>")
-# Marks of fill-in-the-middle prompts, by their meaning.
+# Tokens of fill-in-the-middle prompts, by role; each ends an answer too.
 INFILL_MARKS = {
     "prefix": (
         *("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>"),
@@ -52,7 +52,7 @@ class InfillTokens(NamedTuple):
 
 
 def ends_among(tokens: Mapping[str, int], special: Container[int]) -> set[int]:
-    """Return which of a vocabulary's added tokens end an answer; `special` contains the ids of special ones."""
+    """Return the ids of the added `tokens` that end an answer; `special`: ids of special tokens."""
     ends = MARKS - {MESSAGE_END} if any(end in tokens for end in ANSWER_ENDS) else MARKS
     found = {tokens[end] for end in ends if end in tokens}
     return found | ({tokens[TAG_END]} if tokens.get(TAG_END) in special else set())

@@ -1,4 +1,4 @@
-"""Reads what a model folder says about its tokenizer next to tokenizer.json, as transformers reads it.
+"""Reads the files of a model folder that complete tokenizer.json, as transformers does.
 
 Special and added tokens may be named only in tokenizer_config.json, or in files of older versions of transformers:
 special_tokens_map.json and added_tokens.json. Chat templates have files of their own or are in tokenizer_config.json.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,9 +32,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 class NamedToken(NamedTuple):
-    """A token that a file names besides tokenizer.json: fields of tokenizers.AddedToken, and its id if one is named.
+    """A token named by another file than tokenizer.json: the fields of its tokenizers.AddedToken, and its id if given.
 
-    `overrides`: its fields replace those in tokenizer.json.
+    `overrides`: these fields replace those in tokenizer.json.
     """
 
     fields: dict[str, Any]
@@ -44,7 +43,7 @@ class NamedToken(NamedTuple):
 
 
 def read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[NamedToken]:
-    """List the tokens that the folder names besides tokenizer.json. UserError for entries that are no tokens."""
+    """List the tokens named by other files than tokenizer.json. UserError for entries that are no tokens."""
     special = [_token(folder / CONFIG, value) | {"special": True} for value in _special_tokens(settings)]
     overrides, file = DECODER in settings, folder / (CONFIG if DECODER in settings else OLD_ADDED)
     if overrides:
@@ -59,13 +58,10 @@ def read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[NamedTo
         raise UserError(f"{file}: the ids of added tokens are {[*by_id]!r:.200}, they must be whole numbers")
     named = {token_text(value) for name, value in settings.items() if name.endswith("_token")}
     tokens = {int(index): _token(file, token) for index, token in by_id.items()}
-    listed = [
-        (index, token | ({"special": True} if token["content"] in named else {})) for index, token in tokens.items()
-    ]
-    return [
-        *(NamedToken(fields, index, overrides) for index, fields in sorted(listed, key=itemgetter(0))),
-        *map(NamedToken, special),
-    ]
+    for token in tokens.values():
+        if token["content"] in named:
+            token["special"] = True
+    return [*(NamedToken(tokens[index], index, overrides) for index in sorted(tokens)), *map(NamedToken, special)]
 
 
 def add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, named: Sequence[NamedToken]) -> None:
@@ -84,8 +80,10 @@ def add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, named: Sequence[Na
         text = fields["content"]
         if token_id is not None and tokenizer.token_to_id(text) != token_id:
             other = tokenizer.id_to_token(token_id)
-            contradiction = f"the id {token_id}, that of {other!r:.100}" if other else f"the unknown id {token_id}"
-            raise UserError(f"{folder}: its files name {text!r:.100} with {contradiction} in tokenizer.json")
+            contradiction = f"that is the id of {other!r:.100}" if other else "there is no such id"
+            raise UserError(
+                f"{folder}: its files give {text!r:.100} the id {token_id}, but in tokenizer.json {contradiction}"
+            )
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -147,7 +147,7 @@ class ForwardPasses:
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:
-        """Return rows of nodes, part after part: `width` scores, then hidden states before each of `layers`.
+        """Return the logit rows of all parts in order: `width` scores, then hidden states before each of `layers`.
         [logit rows, width + hidden]
 
         With `as_trees` a tree is one forward with a mask, otherwise one forward for each branch. A chain needs no mask.

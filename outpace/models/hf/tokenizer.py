@@ -52,12 +52,7 @@ class SlowTokenizer(Tokenizer):
     """A tokenizer written in Python, or whose decoder `text_stream` does not support: slower, with the same text."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
-        super().__init__(
-            PythonBackend(tokenizer),
-            _special(tokenizer),
-            stop_ids,
-            named_templates(getattr(tokenizer, "chat_template", None)),
-        )
+        super().__init__(PythonBackend(tokenizer), _special(tokenizer), stop_ids, _templates(tokenizer))
 
     @cached_property
     def _anchor(self) -> list[int]:
@@ -90,9 +85,7 @@ def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
     if isinstance(backend, tokenizers.Tokenizer):
         copy = tokenizers.Tokenizer.from_str(backend.to_str())
         try:
-            return Tokenizer(
-                copy, _special(tokenizer), stop_ids, named_templates(getattr(tokenizer, "chat_template", None))
-            )
+            return Tokenizer(copy, _special(tokenizer), stop_ids, _templates(tokenizer))
         except UserError:  # a decoder that text_stream does not support
             pass
     return SlowTokenizer(tokenizer, stop_ids)
@@ -102,3 +95,8 @@ def _special(tokenizer: Any) -> dict[str, str]:
     """Return the special tokens' texts by name."""
     found = {name: getattr(tokenizer, name, None) for name in SPECIAL_NAMES}
     return {name: str(text) for name, text in found.items() if text is not None}
+
+
+def _templates(tokenizer: Any) -> dict[str, str]:
+    """Return the chat templates by name."""
+    return named_templates(getattr(tokenizer, "chat_template", None))

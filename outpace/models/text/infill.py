@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.errors import UserError
+from outpace.models.files.special_tokens import InfillTokens
 from outpace.models.text.tokenizer import Tokenizer
 
 REPOSITORY, FILE = "myproject\n", "filename\n"  # names in prompts with several files, as in llama.cpp
@@ -20,8 +21,8 @@ def infill_prompt(
 ) -> list[int]:
     """Return the prompt for the text between `prefix` and `suffix`. `files` are names and texts of other files.
 
-    What exceeds `room` tokens is left out: the first files, the beginning of the prefix, and the end of the suffix, of
-    which at least a quarter of the room is kept. Raises UserError if the model has no tokens for such prompts.
+    A prompt of more than `room` tokens is cut: at the first files, the beginning of the prefix, and the end of the
+    suffix, which keeps at least a quarter of the room. Raises UserError if the model has no tokens for such prompts.
     """
     marks = tokenizer.infill_tokens
     if marks is None:
@@ -29,7 +30,7 @@ def infill_prompt(
     begin = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
     before = tokenizer.literal(prefix) if isinstance(prefix, str) else list(prefix)
     after = tokenizer.literal(suffix, is_inner=True)
-    others = _files(tokenizer, files) if files else []
+    others = _files(tokenizer, marks, files) if files else []
     if room is not None:
         left = max(room - len(begin) - 3, 0)
         after = after[: max(left - len(before), left // 4)]
@@ -38,10 +39,8 @@ def infill_prompt(
     return [*begin, *others, marks.prefix, *before, marks.suffix, *after, marks.middle]
 
 
-def _files(tokenizer: Tokenizer, files: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the tokens of other files and of the file's own name: the repository pattern of Qwen2.5-Coder."""
-    marks = tokenizer.infill_tokens
-    assert marks is not None
+def _files(tokenizer: Tokenizer, marks: InfillTokens, files: Sequence[tuple[str, str]]) -> list[int]:
+    """Return the tokens of other files and of the file's own name, in the repository format of Qwen2.5-Coder."""
     if marks.separator is None:
         return [token for _, text in files for token in tokenizer.literal(SNIPPET + text)]
     found = [] if marks.repository is None else [marks.repository, *tokenizer.literal(REPOSITORY, is_inner=True)]

@@ -107,16 +107,16 @@ class Tokenizer:
     def literal(self, text: str, is_inner: bool = False) -> list[int]:
         """Encode a text in which special tokens that are written out stay text.
 
-        `is_inner`: it follows other text, so that SentencePiece tokenizers put no space before it.
+        `is_inner`: the text follows other text, so SentencePiece tokenizers must not put a space before it.
         """
         cuts = [match.start() + 1 for match in self._special_words.finditer(text)]
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-        first = [self.continuation(piece) if not is_inner else self._inner(piece) for piece in pieces[:1]]
-        return [*itertools.chain(*first, *(self._inner(piece) for piece in pieces[1:]))]
+        first = self._inner(pieces[0]) if is_inner else self.continuation(pieces[0])
+        return [*first, *(token for piece in pieces[1:] for token in self._inner(piece))]
 
     def _inner(self, text: str) -> list[int]:
         """Encode a text without the space that SentencePiece tokenizers put before one."""
-        line = self.continuation("\n")  # no token of a text begins with it and ends with other characters
+        line = self.continuation("\n")  # no token continues a line break with other characters
         ids = self.continuation(f"\n{text}") if self._adds_space else []
         return ids[len(line) :] if ids and ids[: len(line)] == line else self.continuation(text)
 
@@ -155,7 +155,7 @@ class Tokenizer:
     ) -> str:
         """Render the conversation with the chat template; `values` (tools, ...) are passed to it.
 
-        `continue_final_message`: the answer continues the last message, the assistant's, instead of following it.
+        `continue_final_message`: the answer continues the last message, which must be the assistant's.
         Raises UserError if the model has no chat template or the template refuses the messages.
         """
         if continue_final_message:
@@ -168,7 +168,7 @@ class Tokenizer:
         return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
 
     def _render_begun(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """Render a conversation up to where its last message breaks off."""
+        """Render a conversation up to the end of its last message's text, which the answer continues."""
         *before, last = messages or [{}]
         parts = last.get("content")
         content = [*parts] if isinstance(parts, list) else [{"type": "text", "text": parts}]
@@ -179,7 +179,7 @@ class Tokenizer:
             begun = self.render(before, **values)
             opened = begun.rstrip().removesuffix(THOUGHT_BEGIN)
             return (opened if opened != begun.rstrip() else begun) + text
-        content[-1] = {**content[-1], "text": text + CUT}  # nothing that the template trims ends the text
+        content[-1] = {**content[-1], "text": text + CUT}  # so that the template trims nothing from the text's end
         marked = {**last, "content": content if isinstance(parts, list) else text + CUT}
         begun, found, _ = self.render([*before, marked], add_generation_prompt=False, **values).rpartition(CUT)
         if not found:
@@ -297,7 +297,8 @@ class Tokenizer:
         return self._token_streams[0].bytes_of(token)
 
     def _find_infill_tokens(self, settings: Mapping[str, Any]) -> InfillTokens | None:
-        """Return the tokens of fill-in-the-middle prompts, which the files name or which are known by their texts."""
+        """Return the tokens of fill-in-the-middle prompts, named by the model's files or found by their usual texts;
+        None without them."""
         found: dict[str, int | None] = {}
         for name in InfillTokens._fields:
             ids = map(self.id_of, (token_text(settings.get(f"{name}_token")), *INFILL_MARKS[name]))
@@ -306,10 +307,10 @@ class Tokenizer:
         return None if None in marks[:3] else marks
 
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
-        """Return the ids that end an answer: those that the files name and those known by their texts."""
+        """Return the ids that end an answer: those named by the model's files, and those found by their usual texts."""
         added = self._tokenizer.get_added_tokens_decoder()
         found = ends_among({token.content: index for index, token in added.items()}, self.special_ids)
-        bos = self.special_ids & {self.bos_id}  # another text begins
+        bos = self.special_ids & {self.bos_id}  # begins another text
         ids = {self.id_of(self.special_texts.get("eos_token")), *named, *found, *bos}
         there = [index for index in ids if index is not None and 0 <= index < self.size]
         return frozenset(index for index in there if self._tokenizer.id_to_token(index) is not None)

@@ -34,8 +34,8 @@ def shortest_decimal(value: Any) -> Any:
 def read_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the rotary embedding's scaling as in config.json; None if there is none.
 
-    As in llama.cpp, a factor without a type is linear, 0 means unset, and `attn_factor` multiplies cosines and sines of
-    every type. config.json has no such factor for unscaled and linear frequencies: LongRoPE expresses them.
+    As in llama.cpp, a factor without a type is linear, 0 means unset, and `attn_factor` multiplies the cosines and
+    sines of every type. config.json has no such factor for unscaled and linear frequencies, so these become LongRoPE.
     """
     kind, trained = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.original_context_length") or None
     factor_name = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"  # its name until 2023
@@ -51,7 +51,8 @@ def read_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any] |
         return {"rope_type": kind, "factor": factor, **length, **_yarn_numbers(header, own, factor, gain)}
     if kind not in ("linear", "none") and not (kind == "longrope" and factors):
         named = f" with the tensor {ROPE_FACTORS}" if factors else ""
-        raise UserError(f"{header.path}: rope.scaling.type {kind!r:.50}{named} is not supported, {SCALINGS}")
+        allowed = "allowed are linear, yarn, none, and longrope with its factors in the file"
+        raise UserError(f"{header.path}: rope.scaling.type {kind!r:.50}{named} is not supported, {allowed}")
     if is_even and gain == 1.0:
         return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     if not factors:
@@ -61,11 +62,8 @@ def read_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any] |
     return {"rope_type": "longrope", **scaled, **length, "factor": 1.0, "attention_factor": gain}
 
 
-SCALINGS = "allowed are linear, yarn, none, and longrope with its factors in the file"
-
-
 def _yarn_numbers(header: GgufHeader, own: Mapping[str, Any], factor: float, gain: float) -> dict[str, float]:
-    """Return YaRN's optional numbers. The file's `yarn_attn_factor` replaces YaRN's own gain, `gain` multiplies it."""
+    """Return YaRN's optional fields. The file's `yarn_attn_factor` replaces YaRN's own gain; `gain` multiplies it."""
     names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
     given = {name: f"rope.scaling.yarn_{stored}" for name, stored in names.items()}
     found = {name: _number(header, own, stored) for name, stored in given.items() if own.get(stored)}
@@ -75,7 +73,7 @@ def _yarn_numbers(header: GgufHeader, own: Mapping[str, Any], factor: float, gai
 
 
 def _number(header: GgufHeader, own: Mapping[str, Any], name: str) -> float:
-    """Return a positive number, 1 if it is missing or 0."""
+    """Return a field's positive number, 1 if it is missing or 0."""
     try:
         value: float = shortest_decimal(number({name: own.get(name) or None}, name, 1.0, LARGEST_FACTOR))
     except UserError as error:
@@ -115,9 +113,9 @@ GEMMA_PARTS = LAYER_PARTS | {
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-# What becomes of an architecture's metadata: honoured (or compared with what is computed), without effect on a text, or
-# refused unless it has a neutral value. Any other key must be off (0, false or empty) if llama.cpp knows it for other
-# architectures, else it is ignored with a notice, as llama.cpp ignores it.
+# An architecture's metadata are honoured (or compared with what is computed), harmless (without effect on a text), or
+# refused unless they have a neutral value. Any other key must be off (0, false or empty) if llama.cpp knows it for
+# other architectures; otherwise it is ignored with a notice, because llama.cpp ignores it.
 HONOURED = frozenset(
     (
         "block_count",
@@ -148,11 +146,11 @@ HONOURED = frozenset(
 )
 HONOURED_BY = {"gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"}}
 HARMLESS = {
-    "vocab_size": "the embedding's rows count",
-    "attention.layer_norm_epsilon": "of norms that these architectures do not have",
-    "pooling_type": "of embeddings of texts",
-    "rope.scaling.finetuned": "how the scaling was chosen",
-    "tensor_data_layout": "a note on the conversion",
+    "vocab_size": "the embedding's number of rows decides",
+    "attention.layer_norm_epsilon": "these architectures have no such norms",
+    "pooling_type": "for text embeddings only",
+    "rope.scaling.finetuned": "says only how the scaling was chosen",
+    "tensor_data_layout": "a remark on the conversion",
 }
 UNSCALED = (0.0, 1.0)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -166,7 +164,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 REQUIRED = {"context_length": "", "block_count": " (num_hidden_layers)", "attention.layer_norm_rms_epsilon": ""}
 UNKNOWN_METADATA = "unknown_metadata"  # field of config.json's `outpace`: keys that were ignored
-NEUTRAL_BY = {"gemma3": {"rope.scaling.attn_factor": UNSCALED}}  # its local layers would have it too
+NEUTRAL_BY = {"gemma3": {"rope.scaling.attn_factor": UNSCALED}}  # it would wrongly apply to local layers too
 
 
 @dataclass(frozen=True)
@@ -316,17 +314,20 @@ def _own_metadata(header: GgufHeader, prefix: str) -> dict[str, Any]:
 
 
 def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any]) -> list[str]:
-    """Refuse metadata that would change the arithmetic; return the keys that are ignored because nothing knows them."""
+    """Refuse metadata that would change the arithmetic; return the ignored keys, which llama.cpp does not know."""
     neutral, unknown = NEUTRAL | NEUTRAL_BY.get(architecture, {}), list[str]()
-    known = HONOURED.union(HARMLESS, HONOURED_BY.get(architecture, ())) - neutral.keys()
+    known = HONOURED.union(HARMLESS, HONOURED_BY.get(architecture, ()))
     for name, value in own.items():
-        if name in known or (value in neutral[name] if name in neutral else _is_off(value)):
+        refused = f"{header.path}: {architecture}.{name} {value!r:.50} is not supported"
+        if name in neutral:
+            if value not in neutral[name]:
+                raise UserError(f"{refused}, only {' and '.join(map(repr, neutral[name]))}")
+        elif name in known or not (any(value) if isinstance(value, list) else value):
             continue
-        if name not in neutral and not _is_llama_cpp_key(name):
+        elif _is_llama_cpp_key(name):
+            raise UserError(refused)
+        else:
             unknown.append(f"{architecture}.{name}")
-            continue
-        allowed = f", only {' and '.join(map(repr, neutral[name]))}" if name in neutral else ""
-        raise UserError(f"{header.path}: {architecture}.{name} {value!r:.50} is not supported{allowed}")
     for name, field in REQUIRED.items():
         if own.get(name) is None:
             raise UserError(f"{header.path}: {architecture}.{name}{field} is missing")
@@ -339,12 +340,8 @@ def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any
     return unknown
 
 
-def _is_off(value: Any) -> bool:
-    return not (any(value) if isinstance(value, list) else value)
-
-
 def _is_llama_cpp_key(name: str) -> bool:
-    """Return whether llama.cpp has this key, for whichever architecture."""
+    """Return whether llama.cpp reads this key, for any architecture."""
     from gguf.constants import Keys
 
     def is_in(section: type) -> bool:

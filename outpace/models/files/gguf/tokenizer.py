@@ -63,9 +63,9 @@ EATING = ("phi3",)  # architectures whose special tokens, except PLAIN, absorb f
 PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 TEMPLATE = "tokenizer.chat_template"  # the default one; others have their name appended, after a dot
-# Fields of tokenizer.ggml that would change a text's tokens, or those of an answer, unless they are off.
+# Fields of tokenizer.ggml that are refused if set, because they would change the tokens of prompts or answers.
 REFUSED = ("add_sep_token", "normalizer.lowercase", "normalizer.strip_accents", "suppress_tokens")
-INFILL_IDS = {  # names of special tokens by fields of metadata, old names last
+INFILL_IDS = {  # fields of tokenizer.ggml by token, older names last
     "prefix": ("fim_pre_token_id", "prefix_token_id"),
     "suffix": ("fim_suf_token_id", "suffix_token_id"),
     "middle": ("fim_mid_token_id", "middle_token_id"),
@@ -162,7 +162,7 @@ class _Vocabulary:
         return values
 
     def types(self) -> list[int]:
-        """The type of each token; one whose text says that it is special is special, whatever the file says."""
+        """Return the type of each token: control for known texts of special tokens, whatever the file says."""
         types = [*self.numbers("token_type", [1] * len(self.tokens))]
         for text in MARKS & self.ids.keys():
             types[self.ids[text]] = CONTROL
@@ -187,18 +187,22 @@ class _Vocabulary:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of tokenizer_config.json that the file decides alone."""
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         found = {f"{name}_token": self.token_at(field) for name, field in SPECIAL_IDS.items()}
         for name, fields in INFILL_IDS.items():
             found[f"{name}_token"] = next((one for one in map(self.token_at, fields) if one is not None), None)
-        named = {key.removeprefix(TEMPLATE): text for key, text in self.metadata.items() if key.startswith(TEMPLATE)}
-        named = {name[1:] or "default": text for name, text in named.items() if name == "" or name[0] == "."}
-        for name, text in named.items():
-            if not isinstance(text, str):
-                raise UserError(f"{self.path}: {TEMPLATE} ({name}) is {text!r:.50}, it must be a text")
-        listed = [{"name": name, "template": text} for name, text in named.items()]
-        templates = {"chat_template": named.get("default") if {*named} == {"default"} else listed} if named else {}
-        return settings | {name: one[0] for name, one in found.items() if one is not None} | templates
+        settings |= {name: one[0] for name, one in found.items() if one is not None}
+        templates = {}
+        for key, text in self.metadata.items():
+            if key == TEMPLATE or key.startswith(TEMPLATE + "."):
+                if not isinstance(text, str):
+                    raise UserError(f"{self.path}: {key} is {text!r:.50}, it must be a text")
+                templates[key.removeprefix(TEMPLATE)[1:] or "default"] = text
+        if [*templates] == ["default"]:
+            settings["chat_template"] = templates["default"]
+        elif templates:
+            settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        return settings
 
     def special_ids(self) -> dict[str, Any]:
         """Return the ids in config.json and generation_config.json; several end tokens make a list."""
@@ -278,7 +282,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_around(tokenizer: tokenizers.Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
-    """Let `tokenizer` begin texts with one token and end them with another, where they are given."""
+    """Make `tokenizer` add these tokens before and after a text; None: no such token."""
     from tokenizers import processors
 
     if bos is None and eos is None:

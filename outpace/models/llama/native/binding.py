@@ -1,4 +1,4 @@
-"""The models that the native kernels support, and the options of the native runtime."""
+"""Says which models the native kernels support, and holds the native runtime's options."""
 
 from __future__ import annotations
 

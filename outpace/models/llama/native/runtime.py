@@ -47,7 +47,7 @@ class Forest:
     """A forward pass in the form that the kernels take. Creating it reserves the slots of all parts.
 
     `extras`: arguments beyond tokens and positions, {} if no part needs any. `best`: the number of top tokens to return
-    for each logit row; 0 if the parts ask for different numbers, -1 if there is no such row.
+    for each logit row; 0 if the parts ask for different numbers, -1 if there are no logit rows.
     """
 
     def __init__(self, parts: Sequence[Part], last_position: int, mlp_width: int) -> None:
