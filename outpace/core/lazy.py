@@ -42,6 +42,11 @@ def is_torch_loaded() -> bool:
     return "torch" in sys.modules
 
 
+def load_torch() -> None:
+    """Import torch now, which takes a second or more, so that its first use does not."""
+    torch.inf  # noqa: B018
+
+
 def num_threads() -> int:
     """Return the number of CPU threads for one computation: torch's number, without importing it."""
     if is_torch_loaded():
