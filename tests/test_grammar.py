@@ -139,7 +139,7 @@ def test_fields_of_both_apis_are_read() -> None:
         (None, {"regex": "a", "choice": ["b"]}, "must have one of json"),
         (None, {"regexp": "a"}, "did you mean 'regex'"),
         (None, {"grammar": ""}, "must be a non-empty string"),
-        (None, {"choice": ["a", ""]}, "must be a list of texts"),
+        (None, {"choice": ["a", ""]}, "must be a list of non-empty strings"),
         (None, {"json": "{"}, "not valid JSON"),
         (None, {"json": {"const": float("nan")}}, "plain JSON"),
         (None, {"json": "[" * 5000}, "JSON"),

@@ -214,7 +214,9 @@ def test_a_text_is_a_conversations_first_message(llm: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [[], IDS, None, 5, CHAT[0], ["hello"], b"hello"], ids=str)
 def test_an_invalid_conversation_is_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(outpace.UserError, match=r"^messages is .*, it must be a text or a list of messages, each with"):
+    with pytest.raises(
+        outpace.UserError, match=r"^messages is .*, it must be a string or a list of messages, each with"
+    ):
         llm.chat(messages)
 
 

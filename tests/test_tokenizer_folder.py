@@ -164,7 +164,7 @@ def test_tokenizer_json_decides_the_tokens_around_a_text(tmp_path: Path, adds: d
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": {"272": 7}},
-            "7 is no token, it must be a text or an object",
+            "7 is no token, it must be a string or an object",
         ),
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "whole numbers"),
         ("tokenizer_config.json", {"extra_special_tokens": [{"content": "x", "lstrip": 1}]}, "is no token"),

@@ -229,7 +229,7 @@ def _prediction(name: str, value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
     if isinstance(value, (set, frozenset)):
-        raise UserError(f"{name} is {value!r}, it must be a text or a list of token ids")
+        raise UserError(f"{name} is {value!r}, it must be a string or a list of token ids")
     return _token_ids(name, value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 
-FORM = 'a JSON object with "turns", a list of texts'
+FORM = 'a JSON object with "turns", a list of strings'
 
 
 def read_prompt_file(file: Path) -> list[dict[str, Any]]:

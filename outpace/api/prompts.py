@@ -61,7 +61,8 @@ def messages_of(messages: str | Sequence[Mapping[str, Any]]) -> list[Any]:
     items = _items(messages)
     if not items or not _are_messages(items):
         raise UserError(
-            f"messages is {reprlib.repr(messages)}, it must be a text or a list of messages, each with role and content"
+            f"messages is {reprlib.repr(messages)}, it must be a string or a list of messages,"
+            " each with role and content"
         )
     return items
 

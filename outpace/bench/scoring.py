@@ -44,7 +44,7 @@ def read(entry: Mapping[str, Any], prompt: str, where: str) -> Reference | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise UserError(f"{where}: the reference is {value!r}, it must be a text or a number")
+        raise UserError(f"{where}: the reference is {value!r}, it must be a string or a number")
     text = str(value).strip()
     if entry.get("choices") is not None:
         return _choice_reference(text, entry["choices"], where)
@@ -67,7 +67,7 @@ def _program_reference(entry: Mapping[str, Any], prompt: str, where: str) -> Ref
 
 def _choice_reference(value: str, choices: Any, where: str) -> Reference:
     if not isinstance(choices, list) or not all(isinstance(one, str) and one.strip() for one in choices):
-        raise UserError(f"{where}: choices must be a list of texts, it is {choices!r}")
+        raise UserError(f"{where}: choices must be a list of strings, it is {choices!r}")
     if value not in choices or len(set(choices)) < max(2, len(choices)):
         raise UserError(f"{where}: the reference {value!r} must be one of at least two different choices, {choices}")
     return Reference(CHOICE, value, tuple(choices))

@@ -18,7 +18,7 @@ from outpace.core.errors import UserError, install_command
 from outpace.grammar import schema
 from outpace.grammar.matcher import GrammarConstraint, unpacked
 from outpace.grammar.regexes import in_ascii, with_plain_classes
-from outpace.grammar.structure import NAMES, Structure
+from outpace.grammar.structure import FREE_WHITESPACE, NAMES, Structure
 from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -61,8 +61,6 @@ class Vocabulary:
 SECONDS = 5.0  # of processor time for one grammar
 BUSY = 6  # times as much elapsed time, for a busy machine
 KEPT = 64  # grammars in the cache
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
-_FREE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
 _COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ", "key_separator": ": "}
 _FIXED = {"coerce_one_of": True, "lenient": False}  # branches of oneOf exclude one another, see schema.py
 _LIMITS: dict[str, Any] = {
@@ -164,7 +162,7 @@ class Grammars:
 def _written(library: Any, structure: Structure) -> str:
     """Write a structure in llguidance's own form."""
     if structure.kind == "json":
-        options = (_COMPACT if structure.compact else _FREE) | _FIXED
+        options = (_COMPACT if structure.compact else FREE_WHITESPACE) | _FIXED
         text: str = library.grammar_from_json_schema(structure.text, overrides=options)
     elif structure.kind == "regex":
         text = library.grammar_from_regex(in_ascii(with_plain_classes(structure.text)))

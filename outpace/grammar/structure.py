@@ -17,6 +17,8 @@ from outpace.core.errors import UserError, unknown
 LARGEST = 2**16  # most bytes of a schema, a regex or a grammar
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 FORMATS = ("text", "json_object", "json_schema")
+# Options of llguidance for JSON with any white space, of bounded length.
+FREE_WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 _FORMAT_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -59,7 +61,7 @@ def choice_of(texts: Any) -> Structure:
     """Return the structure of a choice of texts."""
     is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
     if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"choice is {reprlib.repr(texts)}, it must be a list of texts, none of them empty")
+        raise UserError(f"choice is {reprlib.repr(texts)}, it must be a list of non-empty strings")
     return _limited(Structure("lark", "start: " + " | ".join(map(quoted, dict.fromkeys(texts)))))
 
 

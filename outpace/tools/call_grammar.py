@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from outpace.core.errors import UserError
 from outpace.grammar import schema
-from outpace.grammar.structure import Structure, quoted, schema_of
+from outpace.grammar.structure import FREE_WHITESPACE, Structure, quoted, schema_of
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.definitions import ARGS, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
@@ -18,7 +18,6 @@ from outpace.tools.schemas import resolved, types_of
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _EXCLUSIVE = {"coerce_one_of": True}  # branches exclude one another, see schema.py
-_FREE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 _OBJECT = {"type": "object"}
 _ANY = r"/(.|\n)*/"
 _SPACE = r"[\x20\x0A\x0D\x09]*"
@@ -123,7 +122,7 @@ class _Calls:
             answer = "answer: framed after? | rest"
             rules.append(f"after: {_AFTER}")
         # An unmarked call is recognized after its name, when the model has already chosen its separators.
-        options = _FREE if family.takes_unmarked else _SEPARATORS
+        options = FREE_WHITESPACE if family.takes_unmarked else _SEPARATORS
         return [answer, "framed: " + " | ".join(framed), *rules, *self._call_rules(options)]
 
     def instead_of(self, form: Structure) -> list[str]:
@@ -132,7 +131,7 @@ class _Calls:
         Calls without marks are JSON schemas, so that they share lexemes with a form that is a JSON schema.
         """
         family = self._family
-        options = _SEPARATORS if form.compact else _FREE
+        options = _SEPARATORS if form.compact else FREE_WHITESPACE
         answers = ["@form"]
         rules = []
         if family.start:
@@ -232,7 +231,7 @@ class _Calls:
             return [f"{name}: {begin} ({' | '.join(map(quoted, texts))}) {end}"]
         if "string" not in types:
             definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            value = json.dumps({**limits, **definitions, "x-guidance": _FREE})
+            value = json.dumps({**limits, **definitions, "x-guidance": {**FREE_WHITESPACE, **_EXCLUSIVE}})
             return [f"{name}: {begin} {name}_json {end}", f"{name}_json: %json {value}"]
         if keyword := next((key for key in ("pattern", "format", "minLength", "maxLength") if key in limits), None):
             where = f"parameters of tool {tool.name}: {keyword!r} of {field!r}"

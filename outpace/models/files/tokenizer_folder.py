@@ -126,5 +126,5 @@ def _token(file: Path, value: Any) -> dict[str, Any]:
     given = value if isinstance(value, Mapping) else {}
     flags = {name: given[name] for name in FLAGS if name in given}
     if not text or not all(isinstance(flag, bool) for flag in flags.values()):
-        raise UserError(f"{file}: {value!r:.200} is no token, it must be a text or an object with content and flags")
+        raise UserError(f"{file}: {value!r:.200} is no token, it must be a string or an object with content and flags")
     return {"content": text, **flags}
