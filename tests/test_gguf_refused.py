@@ -131,7 +131,7 @@ def test_not_gguf(tmp_path: Path) -> None:
         ("tokenizer.ggml.token_type", [1, 2], "token_type"),
         ("tokenizer.ggml.eos_token_id", 999, "eos_token_id"),
         ("tokenizer.ggml.added_tokens", [1], "added_tokens must hold texts"),
-        ("tokenizer.chat_template", 7, "tokenizer.chat_template is 7, it must be a text"),
+        ("tokenizer.chat_template", 7, "tokenizer.chat_template is 7, it must be a string"),
         ("tokenizer.chat_template.rag", True, "tokenizer.chat_template.rag is True"),
         ("general.type", "adapter", "holds no model: its general.type is 'adapter'"),
     ],

@@ -196,7 +196,7 @@ class _Vocabulary:
         for key, text in self.metadata.items():
             if key == TEMPLATE or key.startswith(TEMPLATE + "."):
                 if not isinstance(text, str):
-                    raise UserError(f"{self.path}: {key} is {text!r:.50}, it must be a text")
+                    raise UserError(f"{self.path}: {key} is {text!r:.50}, it must be a string")
                 templates[key.removeprefix(TEMPLATE)[1:] or "default"] = text
         if [*templates] == ["default"]:
             settings["chat_template"] = templates["default"]
