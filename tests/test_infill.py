@@ -127,6 +127,15 @@ def test_completions_fill_in_before_a_suffix(site: Served, temperature: float, s
     assert site.complete("hello", **asked, logprobs=1).error["param"] == "suffix"
 
 
+def test_a_file_without_a_name_has_llama_cpp_s(site: Served) -> None:
+    asked = {"input_prefix": "hello", "input_suffix": "12", "n_predict": 4, "temperature": 0}
+    bodies = [
+        {**asked, "input_extra": [{"text": "34", **name}]} for name in ({}, {"filename": None}, {"filename": "tmp"})
+    ]
+    found = [site.ask("/infill", body).json for body in bodies]
+    assert len({(one["content"], one["tokens_evaluated"]) for one in found}) == 1
+
+
 @pytest.mark.parametrize(("temperature", "speculation"), in_turn((0.0, 0.9), (True, False)))
 def test_infill_as_in_llama_cpp(site: Served, temperature: float, speculation: bool) -> None:
     files = [("x.py", "12")]

@@ -22,7 +22,7 @@ class ExtraFile(Body):
     """Text of another file."""
 
     text: str
-    filename: str = "tmp"
+    filename: str | None = None
 
 
 class InfillBody(SamplingBody):
@@ -50,7 +50,7 @@ def to_request(body: InfillBody, service: Service) -> GenerationRequest:
     context = llm.target.model.max_positions
     asked = None if body.n_predict == -1 else body.n_predict  # -1: no limit
     reserved = context // 4 if asked is None else max(asked, 1)  # for the answer
-    files = tuple((file.filename, file.text) for file in body.input_extra or ())
+    files = tuple((file.filename or "tmp", file.text) for file in body.input_extra or ())
     prompt = infill_tokens(
         llm,
         body.input_prefix + (body.prompt or ""),
