@@ -33,8 +33,8 @@ mutations: .venv/installed-dev  # breaks the code in named ways; the tests must 
 mutations-native: .venv/installed-kernels  # builds the kernels with each named mistake; their tests must fail
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) kernels/tests/mutations.py
 
-same-text: .venv/installed  # counts differing texts; DATA=folder with the prompt files, see docs/benchmarks.md
-	$(RUN) bench/same_text.py --data $(DATA)
+same-text: .venv/installed  # counts differing texts; DATA=folder of prompts, ARGS=options: see docs/benchmarks.md
+	$(RUN) bench/same_text.py --data $(DATA) $(ARGS)
 
 test-clients: .venv/installed-dev  # runs clients of other projects, each in its own environment
 	$(RUN) tests/clients/run.py

@@ -129,11 +129,12 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="batch size")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="run only these")
     parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
+    parser.add_argument("--target", help="the default is the shipped model")
     parser.add_argument("--runtime", default="llama", help="llama (float32) or native (the weights of the file)")
     parser.add_argument("--draft", default="layers:0,1,2,3,4,5,6,7,8,9,10,11,16,17,18,19,20,21,22,23,24,25,26,27,28,29")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    target = load_model(None, runtime=args.runtime)
+    target = load_model(args.target, runtime=args.runtime)
     run = Run(target, load_draft(args.draft, target), args)
     with Progress(console=Console(stderr=True)) as progress:
         run.go(progress)
