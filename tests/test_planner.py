@@ -38,6 +38,7 @@ def place_of(
         costs=costs,
         last_token=RIGHT,
         sources=sources,
+        batch=BatchRows(requests),
     )
 
 
@@ -86,6 +87,7 @@ class World:
                 self.costs.record_round(1, rows, emitted, seconds, drafting)
                 self.seconds, self.written = self.seconds + seconds, self.written + emitted
                 self.lag += emitted
+                self.place.batch.layers.clear()
                 drafting, ask = 0.0, coroutine.send(TokenTree(RIGHT))
         return self.written * PASS / self.seconds
 
@@ -351,6 +353,7 @@ def steps_of_a_bad_model(requests: int, answers: int) -> int:
                 planner.grown(tree, planner.models[0])
             planner.learn(tree, [0])
             costs.record_round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
+            planner._context.batch.layers.clear()
     return asked
 
 

@@ -114,6 +114,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._scheduler = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._answers)
         self._keys = itertools.count()
         self.costs.expect_draft_steps(self.target, named.values())
+        self._planned = BatchRows()  # of this round
         self._is_closed = self._is_in_round = False
 
     def __exit__(self, *error: object) -> None:
@@ -245,6 +246,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _resume_decoders(self) -> None:
         """Give each sequence its share of the batch, then start the next round of each decoder."""
         running, batch = self._scheduler.running, BatchRows()
+        self._planned = batch
         for sequence in running:
             context, most = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
             context.budget = max(1, min(most, self.options.rows // len(running)))
@@ -365,3 +367,5 @@ class Engine(AbstractContextManager["Engine"]):
         if is_first and self.costs.is_timed(rows, 1):
             return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)
+        if self._planned.layers:
+            self.costs.drafting_requests(len(batch.trees)).learn(self._planned.layers[0])

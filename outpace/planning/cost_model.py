@@ -47,6 +47,7 @@ class CostModel:
         self._catching_up: set[str] = set()  # see `note_catch_up`
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
         self._most_read: dict[str, int] = {}  # by source: most tokens of a text that it reads
+        self._drafting_requests: dict[int, DecayedMean] = {}  # by running requests
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
@@ -75,7 +76,7 @@ class CostModel:
         """Return the prices of the next round of this many requests: the same for each, recomputed after changes."""
         prices = self._prices.get(requests)
         if prices is None:
-            prices = Prices(self.tokens_per_second(requests), self.is_timed(requests, 1))
+            prices = Prices(self.tokens_per_second(requests), requests <= self._rounds.widest)
             self._prices[requests] = prices
         return prices
 
@@ -108,10 +109,10 @@ class CostModel:
         the walk reaches them. Those of a new number of requests start from the nearest one's."""
         known = self._yields.setdefault(source.name, {})
         if requests not in known:
-            nearest = min(known, key=lambda count: (abs(count - requests), count), default=None)
-            known[requests] = LayerYields(YIELD, _YIELD_FADE)
-            if nearest is not None:
-                known[requests].load_state_dict(known[nearest].state_dict())
+            yields = LayerYields(YIELD, _YIELD_FADE)
+            if known:
+                yields.load_state_dict(known[nearest(known, requests)].state_dict())
+            known[requests] = yields
         return known[requests]
 
     def initial_layer_yields(self, source: Source) -> LayerYields:
@@ -143,12 +144,18 @@ class CostModel:
         draft step."""
         self._catching_up.add(source.name)
 
-    def draft_seconds(self, source: Source, requests: int = 1, width: int = 1) -> float:
+    def draft_seconds(self, source: Source, requests: float = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
         while nothing is known."""
         if not source.runs_model:
             return self._step_curve(source).seconds(1)
-        return self._step_curve(source).seconds(width * requests) / requests
+        return self._step_curve(source).seconds(round(width * requests)) / requests
+
+    def drafting_requests(self, requests: int) -> DecayedMean:
+        """Return how many of the running requests draft where any does: they share the first layer's forward."""
+        if requests not in self._drafting_requests:
+            self._drafting_requests[requests] = DecayedMean(float(requests), 4.0)
+        return self._drafting_requests[requests]
 
     def expect_draft_steps(self, target: Model, drafters: Iterable[Drafter]) -> None:
         """Set priors for draft steps from the sizes of the weights: passes over few rows are bound by memory."""
@@ -206,8 +213,8 @@ class CostModel:
     def tokens_per_second(self, requests: int) -> float:
         """Return the price of a second in tokens: the current rate, at least that of plain decoding; 0: unknown."""
         plain = self.pass_seconds(requests)
-        measured = self._rates[requests].value if requests in self._rates else 0.0
-        return max(measured, requests / plain if plain else 0.0)
+        speedup = self.speedup(nearest(self._rates, requests)) if self._rates else 1.0
+        return max(speedup, 1.0) * requests / plain if plain else 0.0
 
     def forget_rates(self) -> None:
         """Forget the current rates, where the next texts have nothing to do with the last."""
@@ -235,6 +242,11 @@ class CostModel:
         for name, values in profile["growth"].items():
             self.layer_yields(Source(name, True)).load_state_dict(values)
         self._prices.clear()
+
+
+def nearest(known: Iterable[int], requests: int) -> int:
+    """Return the known number of requests that is nearest to `requests`; of two the smaller."""
+    return min(known, key=lambda count: (abs(count - requests), count))
 
 
 def best_rows(chances: Sequence[float], extra: Sequence[float], price: float) -> tuple[int, float]:

@@ -108,7 +108,7 @@ class Planner:
         width, gain = self._best_width(model, reach)
         if not width:
             expected = model.yields.value(model.layers) * reach[0] if reach else 0.0
-            cost = self._price * self._costs.draft_seconds(model.source, self._context.requests)
+            cost = self._price * self._costs.draft_seconds(model.source, self._sharing(model))
             self._why = f"another layer adds {expected:.2f} tokens and costs {cost:.2f}"
         if gain <= self._price * catch_up / max(1, self._context.tokens_left):  # reading is paid once for all rounds
             explores = self._explores(model)
@@ -124,6 +124,7 @@ class Planner:
             if model.is_behind:
                 self._costs.note_catch_up(model.source)
         self.uses_drafts = True
+        self._context.batch.add_layer(model.layers)
         self._widths.append(width)
         self._drafting += (
             self._costs.draft_seconds(model.source, self._context.requests, width) * self._context.requests
@@ -132,7 +133,7 @@ class Planner:
 
     def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
         """Return the width at which the next layer gains most above its cost, and that gain; 0 if no width gains."""
-        best, best_gain, requests, width = 0, 0.0, self._context.requests, 1
+        best, best_gain, requests, width = 0, 0.0, self._sharing(model), 1
         value = model.yields.value(model.layers)
         while width <= len(reach):
             gain = value * reach[width - 1] - self._price * self._costs.draft_seconds(model.source, requests, width)
@@ -140,6 +141,13 @@ class Planner:
                 best, best_gain = width, gain
             width *= 2
         return best, best_gain
+
+    def _sharing(self, model: ModelSource) -> float:
+        """Return how many requests are expected to share the forward of the model's next layer: those that share the
+        one before, which the others' choices for this layer can only lower."""
+        if model.layers:
+            return self._context.batch.layers[model.layers - 1]
+        return max(1.0, self._costs.drafting_requests(self._context.requests).value)
 
     def _reach(self, tree: TokenTree, model: ModelSource) -> list[float]:
         """Return the chance that the walk reaches the likeliest 1, 2, ... parents of the model's next layer: the leaves
@@ -169,7 +177,7 @@ class Planner:
                 most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
                 model.gave((worth - self._worth) / most_reached, self._reached / most_reached)
             if model.doubtful == model.layers:
-                cost = self._costs.draft_seconds(model.source, self._context.requests)
+                cost = self._costs.draft_seconds(model.source, self._sharing(model))
                 model.has_paid = worth - self._worth > self._price * cost
             self._worth = worth
         model.layers += 1
@@ -227,7 +235,7 @@ class Planner:
         if not self.uses_drafts:
             return
         for model in self.models:
-            step = self._price * self._costs.draft_seconds(model.source, self._context.requests)
+            step = self._price * self._costs.draft_seconds(model.source, self._sharing(model))
             for layer in range(model.layers):
                 is_accepted = len(path) > layer + 1 and step < 1.0
                 has_paid = layer != model.doubtful or model.has_paid or is_accepted

@@ -13,9 +13,18 @@ from outpace.planning.estimators import DecayedMean, LayerYields
 @dataclass
 class BatchRows:
     """Number of rows in the pass that is being built: for each request those of this round or, until it has chosen,
-    those of its last pass. A request that plans later sees what was planned before."""
+    those of its last pass. A request that plans later sees what was planned before.
+
+    `layers`: by layer, the requests for which it is grown in this round; they share its forward.
+    """
 
     rows: int = 0
+    layers: list[int] = field(default_factory=list)
+
+    def add_layer(self, layer: int) -> None:
+        """Count one more request that grows this layer."""
+        self.layers += [0] * (layer + 1 - len(self.layers))
+        self.layers[layer] += 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -169,5 +178,5 @@ class ModelSource:
         return self.source.name, "new text"
 
     def layer_option(self, layer: int) -> tuple[str, int, int]:
-        """Return the exploration budget's name for growing a layer that does not pay."""
-        return self.source.name, layer, self._context.requests
+        """Return the exploration budget's name for growing a first or a further layer that does not pay."""
+        return self.source.name, min(layer, 1), self._context.requests
