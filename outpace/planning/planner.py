@@ -146,7 +146,7 @@ class Planner:
         """Return how many requests are expected to share the forward of the model's next layer: those that share the
         one before, which the others' choices for this layer can only lower."""
         if model.layers:
-            return self._context.batch.layers[model.layers - 1]
+            return self._context.batch.num_growing(model.layers - 1)
         return max(1.0, self._costs.drafting_requests(self._context.requests).value)
 
     def _reach(self, tree: TokenTree, model: ModelSource) -> list[float]:

@@ -26,6 +26,10 @@ class BatchRows:
         self.layers += [0] * (layer + 1 - len(self.layers))
         self.layers[layer] += 1
 
+    def num_growing(self, layer: int) -> int:
+        """Return for how many requests this layer was grown; 1 for a request that was paused within its round."""
+        return self.layers[layer] if layer < len(self.layers) else 1
+
 
 @dataclass(eq=False, kw_only=True)
 class PlanningContext:
