@@ -45,7 +45,7 @@ def of_any_text(holds: Original) -> Original:
     return lambda self, text, path: len(text) + len(path) == self.length + len(self.path)
 
 
-def limits_nothing(is_idle: Original) -> Original:
+def limits_nothing(is_redundant: Original) -> Original:
     return lambda keyword, schema: True
 
 
@@ -58,7 +58,7 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (ADMISSION, "a_request_that_cannot_start_in_time_is_refused_at_once", Admission, "_seconds_to_start", at_once),
     ("test_server_errors.py::test_", "json_depth_is_bounded", request_body, "_check_json", nothing),
     ("test_tools.py::test_", "every_split_of_a_transcript_gives_the_same_deltas", CallParser, "push", at_each_chunk),
-    (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_is_idle", limits_nothing),
+    (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_is_redundant", limits_nothing),
     (GRAMMAR, "a_question_is_asked_once", matcher._CachedResult, "holds", of_any_text),
 ]
 SERVER_MUTATIONS = [

@@ -65,7 +65,7 @@ REFUSED: dict[str, list[Any]] = {
     "model_type": ["gemma3", 3],
     "architectures": ["LlamaForCausalLM"],
     "rope_parameters": [
-        {"rope_type": "yarn", "rope_theta": 1e4},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": -2.0},
         {"full_attention": {"rope_type": "default"}},
         {"rope_type": "default", "partial_rotary_factor": 0.5},
         "default",
