@@ -263,14 +263,14 @@ def test_transformers_loads_the_draft(made: Path) -> None:
 
 
 def test_judgement_and_its_files(target: Path, made: Path) -> None:
-    tasks, evaluation = [str(made.parent / "asked.jsonl")], EvaluationOptions(prompts=12, max_tokens=64)
+    tasks, evaluation = [str(made.parent / "asked.jsonl")], EvaluationOptions(prompts=24, max_tokens=64)
     options = settings(target, made, stage="judge", tasks=tasks, evaluation=evaluation)
     found = distill(options, silent)
     assert found is not None
     save_evaluation(options, found)
     assert {row.temperature for row in found.rows} == {0.0, 0.8}
     assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)
-    assert all(3 <= len(row.by_position) <= POSITIONS and row.prompts == 12 for row in found.rows)
+    assert all(4 <= len(row.by_position) <= POSITIONS and row.prompts == 24 for row in found.rows)
     own = load_model(str(target))
     drafts = load_draft(str(made / "draft"), own).precision
     assert f", target: weights in {own.precision}, draft: weights in {drafts}, threads" in found.where

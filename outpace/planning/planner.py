@@ -108,8 +108,7 @@ class Planner:
         width, gain = self._best_width(model, reach)
         if not width:
             expected = model.yields.value(model.layers) * reach[0] if reach else 0.0
-            cost = self._price * self._costs.draft_seconds(model.source, self._sharing(model))
-            self._why = f"another layer adds {expected:.2f} tokens and costs {cost:.2f}"
+            self._why = f"another layer adds {expected:.2f} tokens and costs {self._step_price(model):.2f}"
         if gain <= self._price * catch_up / max(1, self._context.tokens_left):  # reading is paid once for all rounds
             explores = self._explores(model)
             if not explores and not self._is_due(model):
@@ -133,14 +132,18 @@ class Planner:
 
     def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
         """Return the width at which the next layer gains most above its cost, and that gain; 0 if no width gains."""
-        best, best_gain, requests, width = 0, 0.0, self._sharing(model), 1
+        best, best_gain, width = 0, 0.0, 1
         value = model.yields.value(model.layers)
         while width <= len(reach):
-            gain = value * reach[width - 1] - self._price * self._costs.draft_seconds(model.source, requests, width)
+            gain = value * reach[width - 1] - self._step_price(model, width)
             if gain > best_gain:
                 best, best_gain = width, gain
             width *= 2
         return best, best_gain
+
+    def _step_price(self, model: ModelSource, width: int = 1) -> float:
+        """Return the tokens that this request's share of the model's next draft step has to bring."""
+        return self._price * self._costs.draft_seconds(model.source, self._sharing(model), width)
 
     def _sharing(self, model: ModelSource) -> float:
         """Return how many requests are expected to share the forward of the model's next layer: those that share the
@@ -177,8 +180,7 @@ class Planner:
                 most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
                 model.gave((worth - self._worth) / most_reached, self._reached / most_reached)
             if model.doubtful == model.layers:
-                cost = self._costs.draft_seconds(model.source, self._sharing(model))
-                model.has_paid = worth - self._worth > self._price * cost
+                model.has_paid = worth - self._worth > self._step_price(model)
             self._worth = worth
         model.layers += 1
 
@@ -235,13 +237,14 @@ class Planner:
         if not self.uses_drafts:
             return
         for model in self.models:
-            step = self._price * self._costs.draft_seconds(model.source, self._sharing(model))
+            if not model.layers:
+                continue
+            step = self._step_price(model)
             for layer in range(model.layers):
                 is_accepted = len(path) > layer + 1 and step < 1.0
                 has_paid = layer != model.doubtful or model.has_paid or is_accepted
                 self._costs.exploration.record_trial(model.layer_option(layer), has_paid)
-            if model.layers:
-                model.end_round(len(path), step)
+            model.end_round(len(path), step)
         self._acceptance.learn(tree, path)
         for source in self.lookups:
             if source.is_asked:
