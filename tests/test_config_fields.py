@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from test_architectures import SIZES
 from transformers import modeling_rope_utils
 
 from outpace.core.errors import UserError
@@ -15,16 +16,6 @@ from outpace.models.llama.config.families import FAMILIES
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.config.rope import COMMON, OWN
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-}
 # Fields without effect on a text's scores, and why.
 HARMLESS = {
     **dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range"), "of training"),
