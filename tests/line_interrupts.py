@@ -120,9 +120,6 @@ def _traced(enter: Tracer, work: Callable[[], None], profile: Tracer | None = No
         gc.enable()
 
 
-def places(visits: Counter[Place], every: bool) -> list[Place]:
-    """Return the places to interrupt: every visit of each line, or its first and its last."""
-    found = []
-    for (code, line, _), count in visits.items():
-        found += [Place(code, line, visit) for visit in (range(1, count + 1) if every else sorted({1, count}))]
-    return found
+def places(visits: Counter[Place]) -> list[Place]:
+    """Return every visit of each line as a place."""
+    return [Place(code, line, visit) for (code, line, _), count in visits.items() for visit in range(1, count + 1)]
