@@ -48,17 +48,30 @@ def test_a_message_equals_the_library_s_answer(site: Served) -> None:
     assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "max_tokens")
     assert whole["usage"]["output_tokens"] == 12
     count = site.ask("/v1/messages/count_tokens", {"messages": HELLO}).json["input_tokens"]
-    assert whole["usage"]["input_tokens"] == count == len(site.llm.tokenizer.chat(HELLO))
+    assert prompt_tokens(whole["usage"]) == count == len(site.llm.tokenizer.chat(HELLO))
     events = named(message(site, stream=True))
     names = [name for name, _ in events]
     assert names[:2] == ["message_start", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(names[2:-3]) == {"content_block_delta"}
-    assert events[0][1]["message"]["usage"]["input_tokens"] == count
+    assert prompt_tokens(events[0][1]["message"]["usage"]) == count
     assert "".join(event["delta"]["text"] for name, event in events if name == "content_block_delta") == expected.text
     assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert events[-2][1]["usage"] == {"output_tokens": 12}
+    usage = events[-2][1]["usage"]
+    assert (prompt_tokens(usage), usage["output_tokens"]) == (count, 12)
     assert all(event["type"] == name for name, event in events)
+
+
+def prompt_tokens(usage: dict[str, int]) -> int:
+    """Return the tokens of a message's prompt: those that were read and those from the prefix cache."""
+    return usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_messages_report_cached_prompt_tokens(site: Served) -> None:
+    asked = [{"role": "user", "content": "12 world hello " * 5}]
+    first, second = (message(site, messages=asked).json["usage"] for _ in range(2))
+    assert first["cache_read_input_tokens"] < second["cache_read_input_tokens"] < prompt_tokens(second)
+    assert prompt_tokens(first) == prompt_tokens(second)
 
 
 def test_messages_with_blocks_and_a_system_text(site: Served) -> None:
@@ -173,6 +186,7 @@ def test_stop_sequences(site: Served) -> None:
         ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0"),
         ({"stop": ["x"]}, "stop_sequences"),
+        ({"stop_sequences": [str(number) for number in range(17)]}, "stop_sequences has 17 strings, at most 16"),
     ],
 )
 def test_errors_have_the_format_of_the_messages_api(site: Served, fields: dict[str, Any], says: str) -> None:
@@ -195,6 +209,7 @@ def response(site: Served, **fields: Any) -> Answered:
             {"tools": [{"type": "function", "name": "f", "more": 1}], "tool_choice": "none"},
             "tools.0.more",
         ),
+        ({"return_rounds": True}, "return_rounds"),
     ],
 )
 def test_unknown_fields_of_the_responses_api_are_named(site: Served, fields: dict[str, Any], ignored: str) -> None:

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, Field
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, SamplingBody, StreamOptions
+from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions
 from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
 from outpace.server.tool_calls import AnswerPart, parse_arguments, tool_options
@@ -54,7 +54,7 @@ class PredictedOutput(Body):
     content: str | list[TextPart]
 
 
-class ChatBody(SamplingBody):
+class ChatBody(DetailsBody):
     """The request body of a chat completion."""
 
     tool_type = "function"
@@ -104,6 +104,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         n=body.n or 1,
         template_values={**reasoning_values(body.reasoning_effort), **values},
         continues=continues,
+        rounds=bool(body.return_rounds),
         response_format=body.response_format,
         structured_outputs=body.structured_outputs,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

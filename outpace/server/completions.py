@@ -14,7 +14,7 @@ from outpace.models.text.infill import infill_prompt
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, drafting_options, max_answer_tokens
-from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, SamplingBody, StreamOptions, sampling_params
+from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, DetailsBody, StreamOptions, sampling_params
 from outpace.server.response_formats import ChunkFormat, finite
 from outpace.server.service import Service
 
@@ -23,7 +23,7 @@ MAX_ANSWERS = 1024  # choices of all prompts of a request
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(DetailsBody):
     """The request body of a completion."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]

@@ -47,13 +47,15 @@ def chat_request(
     n: int = 1,
     template_values: Mapping[str, Any] = {},
     continues: bool = False,
+    rounds: bool = False,
     response_format: Any = None,
     structured_outputs: Any = None,
     **sampling: Any,
 ) -> GenerationRequest:
     """Render a conversation.
 
-    `continues`: the answer continues the last message. `sampling`: further arguments of SamplingParams.
+    `continues`: the answer continues the last message. `rounds`: keep a record of each round.
+    `sampling`: further arguments of SamplingParams.
     """
     if continues:
         template_values = {**template_values, "continue_final_message": True}
@@ -71,7 +73,7 @@ def chat_request(
         n,
         n,
         drafting_options(body, tools.model),
-        bool(body.return_rounds),
+        rounds,
         tools.splitter(begin),
         tools.thought_counter(begin),
     )

@@ -187,7 +187,6 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
         template_values=_reasoning(body),
         continues=_continues(body),
         response_format=body.output_format if form is None else form,
-        stop=body.stop_sequences or [],
     )
 
 
@@ -205,7 +204,7 @@ class MessagesFormat(ItemFormat):
         yield from self._add(self._splitter.finish())
         yield from self._close()
         reason, sequence = self._stop_reason(ended)
-        usage = {"output_tokens": ended.tokens}
+        usage = self._usage(ended.tokens)
         yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
 
     def closing(self) -> Iterator[bytes]:
@@ -254,15 +253,18 @@ class MessagesFormat(ItemFormat):
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, written: int
     ) -> dict[str, Any]:
-        usage = {
-            "input_tokens": self.group.prompt_tokens,  # with the cached ones
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": self._usage(written)}
+
+    def _usage(self, written: int) -> dict[str, Any]:
+        """Return the numbers of tokens; those read from the prefix cache are known once the prompt is being read."""
+        cached = self.group.cached_tokens
+        return {
+            "input_tokens": self.group.prompt_tokens - cached,
             "output_tokens": written,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "input_tokens_details": {"cached_tokens": self.group.cached_tokens},
+            "cache_read_input_tokens": cached,
         }
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
-        return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": usage}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -181,9 +181,6 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     bad_words: list[str] | None = None
-    return_token_ids: bool | None = None
-    return_sources: bool | None = None
-    return_rounds: bool | None = None
     outpace: OutpaceOptions | None = None
     # The fields below are accepted without effect.
     user: str | None = None
@@ -192,6 +189,14 @@ class SamplingBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+
+class DetailsBody(SamplingBody):
+    """Adds the fields that ask for details of how the answer was written."""
+
+    return_token_ids: bool | None = None
+    return_sources: bool | None = None
+    return_rounds: bool | None = None
 
 
 B = TypeVar("B", bound=Body)
@@ -303,9 +308,11 @@ def _locate(location: Sequence[int | str], value: Any) -> tuple[list[str], Any]:
 
 def sampling_params(body: SamplingBody, max_tokens: int, **more: Any) -> SamplingParams:
     """Return the body's sampling parameters, with a random seed if it has none; raise ApiError for a wrong field."""
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    name = "stop_sequences" if "stop_sequences" in type(body).model_fields else "stop"
+    given = getattr(body, name) or []
+    stops = [given] if isinstance(given, str) else given
     if len(stops) > MAX_STOPS:
-        raise ApiError(400, f"stop has {len(stops)} strings, at most {MAX_STOPS} are allowed", param="stop")
+        raise ApiError(400, f"{name} has {len(stops)} strings, at most {MAX_STOPS} are allowed", param=name)
     seed = secrets.randbelow(2**63) if body.seed is None else body.seed % 2**63
     fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "stop": stops}
     fields |= {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
