@@ -14,6 +14,7 @@ from outpace.api.llm import load
 from outpace.bench import contenders
 from outpace.bench.peer import PeerSettings, TimedAnswer
 from outpace.bench.peers import _rounds
+from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._rounds import RoundRecorder
 from outpace.bench.peers.llama_cpp import LlamaCpp
 from outpace.core.errors import UserError
@@ -123,7 +124,8 @@ def test_accepted_drafts_are_counted(name: str, settings: PeerSettings, folders:
 
 def test_llama_cpp_writes_what_float32_writes(settings: PeerSettings, plain: tuple[int, ...]) -> None:
     pytest.importorskip("llama_cpp")
-    with closing(LlamaCpp("exact", settings, "F32")) as peer:
+    exact = replace(settings, target=str(gguf_file(settings.target, "F32")))
+    with closing(LlamaCpp("exact", exact)) as peer:
         answer = peer.answer(PROMPT, TOKENS)
     check(answer, TOKENS)
     assert answer.tokens == plain  # its keys and values are float16, which these models bear

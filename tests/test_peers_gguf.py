@@ -80,7 +80,7 @@ def test_a_file_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pyte
 
 def test_the_users_file_is_used_if_it_has_that_type(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "own.gguf", kind="Q8_0")
-    assert _gguf.gguf_file(file, "Q8_0") == file
+    assert _gguf.gguf_file(file, "Q8_0") == _gguf.gguf_file(file) == file
     assert _gguf.gguf_file(file, "Q4_1") != file
 
 

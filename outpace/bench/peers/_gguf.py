@@ -30,15 +30,17 @@ TABLE_KIND = "Q8_0"
 MAX_NAME = 80  # characters of the model's name in the file's name
 
 
-def gguf_file(spec: str | Path | None, kind: str) -> Path:
-    """Return a GGUF file of the model with matrices of type `kind`, as Q8_0, Q4_1 or F32.
+def gguf_file(spec: str | Path | None, kind: str = "") -> Path:
+    """Return a GGUF file of the model with matrices of type `kind`, as Q8_0, Q4_1 or F32; without `kind`, of its own
+    type, or of Q8_0 if the model is not a GGUF file.
 
     It is the file that `spec` names if it has that type, else one converted to the cache folder. UserError for a model
     that cannot be converted, or if writing fails.
     """
     own = shipped_model() if spec is None else Path(spec).expanduser()
-    if own.is_file() and main_kind(own) == kind:
+    if own.is_file() and kind in ("", main_kind(own)):
         return own
+    kind = kind or "Q8_0"
     folder = resolve(None if spec is None else str(spec))
     file = cache_folder() / "gguf" / f"{folder.name[:MAX_NAME]}-{_identity(folder)}-{kind}.gguf"
     if not file.is_file():

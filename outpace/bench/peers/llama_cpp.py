@@ -1,6 +1,6 @@
-"""llama.cpp with 8-bit weights (Q8_0): greedy, by llama-cpp-python.
+"""llama.cpp with the target's GGUF file, or with 8-bit weights (Q8_0) converted from a folder: greedy.
 
-llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q8_0 has a scale for every 32 weights.
+llama.cpp, https://github.com/ggml-org/llama.cpp, by llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.peer import Peer, PeerSettings, TimedAnswer
-from outpace.bench.peers._gguf import gguf_file
+from outpace.bench.peers._gguf import gguf_file, main_kind
 from outpace.bench.peers._rounds import RoundRecorder, check_length, require
 from outpace.core.errors import UserError, install_command
 
@@ -22,25 +22,24 @@ Propose = Callable[[np.ndarray], np.ndarray]
 
 
 def build(settings: PeerSettings) -> Peer:
-    """Load the target's weights, converted once; UserError if llama-cpp-python is not installed."""
-    return LlamaCpp("llama_cpp", settings, "Q8_0")
+    """Load the target's file, or its weights converted once; UserError if llama-cpp-python is not installed."""
+    return LlamaCpp("llama_cpp", settings)
 
 
 class LlamaCpp:
-    """The target as a GGUF file with matrices of type `kind`.
+    """The target as a GGUF file.
 
     `propose` returns drafts, int32 [drafts], for the text so far, int32 [tokens]; `draft` is the llama.cpp model that
     it uses, if any.
     """
 
-    def __init__(
-        self, name: str, settings: PeerSettings, kind: str, propose: Propose | None = None, draft: Any = None
-    ) -> None:
-        self.name, self.precision = name, kind
+    def __init__(self, name: str, settings: PeerSettings, propose: Propose | None = None, draft: Any = None) -> None:
+        file = gguf_file(settings.target)
+        self.name, self.precision = name, main_kind(file)
         self._settings = settings
         self._adapter: Any = None if propose is None else _adapt(propose)
         flash = propose is None  # a few percent faster for one row, as much slower for several
-        self._llama = open_llama(name, gguf_file(settings.target, kind), settings, self._adapter, flash)
+        self._llama = open_llama(name, file, settings, self._adapter, flash)
         self._models = [self._llama] if draft is None else [self._llama, draft]
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:

@@ -1,4 +1,4 @@
-"""llama.cpp (Q8_0) with a draft model (Q8_0), through llama-cpp-python's interface for drafts.
+"""llama.cpp with a draft model, through llama-cpp-python's interface for drafts.
 
 Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192, greedy.
 """
@@ -25,9 +25,9 @@ def build(settings: PeerSettings) -> Peer:
     """
     require(NAME, "llama_cpp", INSTALL)
     draft = check_draft(NAME, settings)
-    llama = open_llama(NAME, gguf_file(draft, "Q8_0"), settings, flash=True)
+    llama = open_llama(NAME, gguf_file(draft), settings, flash=True)
 
     def propose(text: np.ndarray) -> np.ndarray:
         return np.array(list(islice(llama.generate(text.tolist(), temp=0.0), DRAFT_LENGTH)), dtype=np.intc)
 
-    return LlamaCpp(NAME, settings, "Q8_0", propose, llama)
+    return LlamaCpp(NAME, settings, propose, llama)

@@ -1,4 +1,4 @@
-"""llama.cpp (Q8_0) with llama-cpp-python's own prompt lookup.
+"""llama.cpp with llama-cpp-python's own prompt lookup.
 
 Saxena, "Prompt Lookup Decoding", 2023, as implemented by llama-cpp-python's LlamaPromptLookupDecoding.
 """
@@ -14,8 +14,8 @@ DRAFT_LENGTH = 2  # as llama-cpp-python's documentation recommends on a CPU
 
 
 def build(settings: PeerSettings) -> Peer:
-    """Load the target's weights, converted once; UserError if llama-cpp-python is not installed."""
+    """Load the target's file, or its weights converted once; UserError if llama-cpp-python is not installed."""
     require(NAME, "llama_cpp", INSTALL)
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    return LlamaCpp(NAME, settings, "Q8_0", LlamaPromptLookupDecoding(num_pred_tokens=DRAFT_LENGTH))
+    return LlamaCpp(NAME, settings, LlamaPromptLookupDecoding(num_pred_tokens=DRAFT_LENGTH))
