@@ -18,6 +18,7 @@ import torch
 from light import DrafterDiedError as DrafterDiedError
 from light import Empty as Empty
 from light import Wrapped, failing
+from outpace_kernels import NodeDelta
 from torch import Tensor
 from toy import Toy, ToySession
 
@@ -57,7 +58,7 @@ class Candidate(NamedTuple):
 def layer_of(root_id: int, candidates: Sequence[Candidate] = ()) -> CandidateLayer:
     """Return the message of a drafter that proposes these candidates."""
     ids, parents, tokens, log_probs, roles = [[*column] for column in zip(*candidates, strict=True)] or [[]] * 5
-    return CandidateLayer(root_id, (ids, parents, tokens, roles, log_probs))
+    return CandidateLayer(root_id, NodeDelta((ids, parents, tokens, roles, log_probs)))
 
 
 def decoder_of(decode: Any, drafting: str | None = None) -> type[Decoder]:

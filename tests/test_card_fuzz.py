@@ -34,6 +34,7 @@ from turns import case, in_turn
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
+from outpace.card.polled import PolledWorker
 from outpace.card.process import ProcessWorker
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import DraftDirectives
@@ -45,7 +46,7 @@ from outpace.models.base import Part
 TARGETS = [QuickToy(8 + number, 2 + number % 2, 100 + number) for number in range(9)]
 KINDS = ("perfect", "model", "both", "garbage", "ngram", "failing", "empty")
 OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # random options of each method
-    "card": lambda chance: {"just_in_time": chance.randrange(3)},
+    "card": lambda chance: {"just_in_time": chance.randrange(3), "as_published": chance.random() < 0.2},
     "pearl": lambda chance: {"draft_length": chance.randint(1, 6)},
     "ssd": lambda chance: {"draft_length": chance.randint(1, 6)},
     "planned": lambda chance: {
@@ -162,6 +163,40 @@ def test_random_interleavings(rounds: int, method: str) -> None:
     if method == "planned":
         kinds += WAITS
     assert not [kind for kind in kinds if not met[kind]], "never met"
+
+
+class RandomEvent:
+    """Is done after a random number of questions, as a pass is after a random number of draft steps."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.left = chance.choice((0, 1, 2, 5, 20))
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_drafter_that_steps_while_passes_run(rounds: int, method: str) -> None:
+    met: Counter[str] = Counter()
+    for seed in range(rounds):
+        chance = random.Random(seed)
+        target = chance.choice(TARGETS)
+        requests = random_requests(chance, target)
+        drafter, _ = random_drafter(chance, target, met)
+        worker = PolledWorker(drafter, partial(RandomEvent, chance))
+        engine = EngineOptions(nodes=chance.randint(1, 10), chunk=chance.randint(1, 6), batch=chance.randint(1, 3))
+        options = OPTIONS[method](chance)
+        run, messages = collect_warnings(
+            partial(decode, requests, method, worker=worker, target=target, engine=engine, **options)
+        )
+        assert run.texts == [write(target, request) for request in requests], f"interleaving {seed}"
+        died = isinstance(run.failure, DrafterDiedError)
+        assert run.failure is None or died, f"interleaving {seed}: {run.failure!r}"
+        assert len(messages) == died, messages
+        met.update({kind: run.counts[kind] for kind in ("primary", "late", "miss")} | {"dead worker": int(died)})
+    assert not [kind for kind in ("primary", "late", "miss", "dead worker") if not met[kind]], "never met"
 
 
 @pytest.mark.parametrize("method", OPTIONS)

@@ -119,6 +119,7 @@ def test_the_answer_continues_a_prefill(run: Run, tiny: Path) -> None:
         (["--drafter", "model"], "needs a draft model"),
         (["--worker", "process", "--method", "speculative"], "method speculative has no worker: leave out worker"),
         (["--worker", "thread", "--method", "autoregressive"], "method autoregressive has no worker"),
+        (["--worker", "polled", "--method", "card"], "worker polled needs a target on a GPU and a draft on the CPU"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "warm"], "--temperature"),
         (["--nodes", "0"], "nodes is 0"),

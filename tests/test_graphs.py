@@ -87,7 +87,7 @@ def test_walks_of_many_sessions_equal_the_slow_runtime() -> None:
                 continue
             path = None
             if rng.random() < 0.7:
-                path = branch(pair[1]._parents, rng.randrange(pair[1].pending)) if pair[1].pending else []
+                path = branch(pair[1]._nodes.parents(), rng.randrange(pair[1].pending)) if pair[1].pending else []
             tokens, parents = text(model, count, turn), random_parents(count, turn)
             if path is None:
                 parents = [parent + pair[1].pending if parent >= 0 else parent for parent in parents]
@@ -99,7 +99,7 @@ def test_walks_of_many_sessions_equal_the_slow_runtime() -> None:
             before.append((got, got.clone()))
         if rng.random() < 0.2:
             mine, other = rng.choice(pairs)
-            path = branch(other._parents, rng.randrange(other.pending)) if other.pending else []
+            path = branch(other._nodes.parents(), rng.randrange(other.pending)) if other.pending else []
             mine.keep(path), other.keep(path)
             near(mine.read(mine.length), other.read(other.length))
     for given, copy in before:

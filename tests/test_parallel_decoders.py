@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from functools import cache
+from heapq import nlargest
 from typing import Any, cast
 
 import pytest
+import torch
 from doubles import QuickToy, decode, make_drafter, make_request, write
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.loop import DraftLoop, Open, SetDirectives
+from outpace.card.loop import DraftLoop, Open, SetDirectives, StepTimes
 from outpace.core import theory
 from outpace.core.drafting import DraftDirectives
-from outpace.core.tree import TokenTree, depths
+from outpace.core.tree import Role, TokenTree, depths
 from outpace.decoders.base import RequestContext
 from outpace.decoders.planned import Planned, WaitPlanner
+from outpace.drafters._tree_expander import layer_frontier
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
 from outpace.simulate import costs
@@ -219,3 +223,65 @@ def test_planned_drafts_sequentially_on_one_device() -> None:
     found = {turns: planned("planned", 7.0, 1, turns=turns) for turns in (True, False)}
     assert found[True].seconds < 0.95 * found[False].seconds
     assert found[True].draft_idle > found[False].draft_idle
+
+
+@pytest.mark.parametrize(
+    ("per_node", "width"), [(0.0, 4), (0.2, 3), (10.0, 1)], ids=["rows are free", "rows cost", "rows are all it costs"]
+)
+def test_a_step_expands_the_nodes_that_give_most_per_second(per_node: float, width: int) -> None:
+    times, chances = StepTimes(), [1.0, 0.5, 0.4, 0.05]
+    assert times.best_width(chances) == 4  # nothing is known yet
+    for rows in (1, 2, 4, 3, 1, 4):
+        times.learn(rows, 1e-3 * (1.0 + per_node * rows))
+    times.learn(2, 1.0)  # an interruption counts little
+    for _ in range(4):
+        times.learn(4, 1e-3 * (1.0 + per_node * 4))
+        times.learn(1, 1e-3 * (1.0 + per_node))
+    best = max(range(1, 5), key=lambda count: sum(chances[:count]) / (1.0 + per_node * count))
+    assert times.best_width(chances) == best == width
+
+
+def test_card_as_published_grows_whole_layers_by_the_product_of_q() -> None:
+    """K nodes of the last layer are expanded, each gets its K best tokens, and a path's score is the sum of log q."""
+    width = 3
+    drafter = make_drafter("model", TARGET, width=width, tree_nodes=4096, floor=0.0)
+    loop = DraftLoop(drafter)
+    loop.post(Open(0, REQUESTS[0]))
+    loop.post(SetDirectives(0, DraftDirectives(in_layers=True)))
+    for _ in range(4):
+        loop.grow()
+    tree = loop._requests[0].tree
+    parents = Counter(parent for parent in tree.parents if parent >= 0)
+    by_depth = [sorted(node for node in parents if tree.depth(node) == depth) for depth in range(4)]
+    assert [len(some) for some in by_depth] == [1, width, width, width]
+    assert set(parents.values()) == {width}
+    for depth in range(1, 4):
+        layer = [node for node in range(len(tree)) if tree.depth(node) == depth]
+        assert by_depth[depth] == sorted(nlargest(width, layer, key=lambda node: (tree.scores[node], -node)))
+    model = drafter._expander.model
+    for node in range(1, len(tree)):
+        text = [*REQUESTS[0].prompt, *tree.path_tokens(node)]
+        log_q = torch.log_softmax(model._row(text[:-1]).double(), -1)[text[-1]]
+        assert tree.scores[node] - tree.scores[tree.parents[node]] == pytest.approx(float(log_q), abs=1e-4)
+
+
+def test_after_a_correction_a_layer_without_primary_nodes_is_made_of_secondary_ones() -> None:
+    tree = TokenTree(1)
+    first, second = (tree.add(0, token, -0.1 * token) for token in (2, 3))
+    expanded = {tree.ids[0], tree.ids[first]}
+    below = [tree.add(first, token, -1.0 - token, Role.SECONDARY) for token in (4, 5, 6)]
+    assert layer_frontier(tree, expanded, 2) == below[:2]
+    primary = tree.add(first, 7, -9.0)
+    assert layer_frontier(tree, expanded, 2) == [primary]
+    tree.add(second, 8, -0.4)  # below a node that was not expanded
+    assert layer_frontier(tree, expanded, 2) == [primary]
+
+
+@pytest.mark.parametrize("lockstep", [0, 2])
+@pytest.mark.parametrize("request_number", [0, 1])
+def test_card_as_published_writes_the_same_text(lockstep: int, request_number: int) -> None:
+    request = REQUESTS[request_number]
+    worker = InlineWorker(make_drafter("model", TARGET, width=3, tree_nodes=4096), SimulatedClock())
+    run = decode([request], "card", worker=worker, target=TARGET, as_published=True, lockstep=lockstep)
+    assert run.texts == [write(TARGET, request)]
+    assert run.counts["primary"] + run.counts["late"] > 0

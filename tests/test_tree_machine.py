@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import tree_twin
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from outpace_kernels import Frontier
+from outpace_kernels import Frontier, SlotMap, TopKRows
 from tree_twin import TreeTwin
 
-from outpace.core.tree import Role, TokenTree
+from outpace.core.tree import PREFIX, Role, TokenTree
 
 TOKENS, SCORES = st.integers(0, 6), st.floats(-6.0, 0.5, width=32)
 COLUMNS = ("tokens", "parents", "scores", "roles", "ids", "sources")
@@ -21,7 +22,7 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree, self.twin = TokenTree(3), TreeTwin(3)
-        self.frontier, self.slots = Frontier(), dict[int, int]()
+        self.frontier, self.slots, self.closed = Frontier(), SlotMap(), dict[int, int]()
 
     def both(self, name: str, *given: object) -> None:
         assert getattr(self.tree, name)(*given) == getattr(self.twin, name)(*given)
@@ -48,7 +49,7 @@ class TreeMachine(RuleBasedStateMachine):
         frontier = sorted({node % len(self.twin) for node in nodes})
         values = sorted(values, reverse=True)
         offers = [([(node + rank) % 7 for rank in range(len(values))], values) for node in frontier]
-        self.tree.attach_offers(frontier, offers, *fit, None, width, most)
+        self.tree.attach_offers(frontier, TopKRows(offers), *fit, None, width, most)
         tree_twin.attach_offers(self.twin, frontier, offers, fit, width, most)
 
     @rule(node=st.integers(0, 99), tokens=st.lists(TOKENS, min_size=1, max_size=4))
@@ -71,13 +72,30 @@ class TreeMachine(RuleBasedStateMachine):
         nodes = self.twin.subtree(node % len(self.twin))
         assert self.tree.subtree(nodes[0]) == nodes
         most, least, source = self.twin.max_nodes, self.twin.min_score, self.twin.current_source
-        self.tree, self.twin = self.tree.copy(nodes), self.twin.copy(nodes)
+        self.tree, self.twin = self.tree.below(nodes[0]), self.twin.copy(nodes)
         self.limit(most, least, source)
         self.frontier.reset()
+        path = self.twin.ids[:1]
+        expected = [self.closed[path[0]]] if path[0] in self.closed else []
+        live = [self.closed[node_id] for node_id in self.twin.ids if node_id in self.closed]
+        assert self.slots.follow(path, self.tree) == (expected, live)
+        living = [node_id for node_id in self.twin.ids if node_id in self.closed]
+        self.closed = {node_id: number for number, node_id in enumerate(living)}
 
     @rule(count=st.integers(0, 30))
     def keep_the_best(self, count: int) -> None:
-        assert self.tree.best(count) == tree_twin.best_nodes(self.twin, count)
+        best = tree_twin.best_nodes(self.twin, count)
+        assert self.tree.best(count) == best
+        if best:
+            assert [*self.tree.best_copy(count).ids] == [self.twin.ids[node] for node in best]
+
+    @rule(count=st.integers(0, 9))
+    def best_scores(self, count: int) -> None:
+        leaves = [score for node, score in enumerate(self.twin.scores) if not self.twin.children(node)]
+        assert self.tree.best_scores(count) == sorted(self.tree.scores[1:], reverse=True)[:count]
+        found = self.tree.best_scores(count, leaves=True)
+        expected = sorted(leaves, reverse=True)[:count]
+        assert max((abs(a - b) for a, b in zip(found, expected, strict=True)), default=0.0) < 1e-12
 
     @rule(picks=st.lists(TOKENS, max_size=12))
     def follow(self, picks: list[int]) -> None:
@@ -88,7 +106,7 @@ class TreeMachine(RuleBasedStateMachine):
     def expand(self, count: int, deepest: int) -> None:
         self.frontier.reset()
         bound, depths = self.twin.bound(), [self.twin.depth(node) for node in range(len(self.twin))]
-        closed, open_nodes = set(self.slots), []
+        closed, open_nodes = set(self.closed), []
         for node, score in enumerate(self.twin.scores):
             if score >= -5.0 and depths[node] <= deepest and self.twin.ids[node] not in closed:
                 open_nodes += [node] if self.twin.roles[node] != Role.PROBE else []
@@ -97,7 +115,14 @@ class TreeMachine(RuleBasedStateMachine):
         found = self.frontier.next(self.tree, self.slots, count, -5.0, deepest)
         if all(parent in best or self.twin.ids[parent] in closed for parent in parents):
             assert found == sorted(node for node in best if self.twin.scores[node] >= bound)
-            self.slots |= {self.twin.ids[node]: len(self.slots) for node in found or ()}
+            rows, first, above = found or [], len(self.closed), self.twin.parents
+            parents_slots = [self.closed.get(self.twin.ids[above[node]], PREFIX) if node else PREFIX for node in rows]
+            self.closed |= {self.twin.ids[node]: first + number for number, node in enumerate(rows)}
+            places = {node: first + number for number, node in enumerate(rows)}
+            expected = [places.get(above[node], slot) for node, slot in zip(rows, parents_slots, strict=True)]
+            tokens, slots = self.slots.expand(self.tree, rows, first, 0)
+            assert (tokens, slots) == ([self.twin.tokens[node] for node in rows], expected)
+            assert {node_id: self.slots[node_id] for node_id in self.slots.ids()} == self.closed
         else:
             assert found is None
 
@@ -106,7 +131,9 @@ class TreeMachine(RuleBasedStateMachine):
         """What was added from `first` on, inserted into a tree of what was there before."""
         before = self.tree.copy(range(min(max(first, 1), len(self.tree))))
         known = len(before)
-        added, orphans = before.insert(self.tree.delta(known))
+        delta = self.tree.delta(known)
+        added, orphans = before.insert(pickle.loads(pickle.dumps(delta)))
+        assert len(delta) == len(self.tree) - known
         assert orphans == 0
         kept = [number for number, role in enumerate(self.tree.roles) if role != Role.PROBE]
         if len(kept) == len(self.tree):

@@ -4,7 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -21,10 +23,14 @@ using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Tokens = Array<const int64_t, 1>;
 
 /// Tokens, best first, and their values.
-using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
+using ProposalTuple = std::tuple<std::vector<int64_t>, std::vector<double>>;
 
-/// Returns the best `count` tokens of a row, or none if it has no order.
-Offer offer_of(const Kernels& kernels, const Ranking& task, int count);
+inline ProposalTuple to_tuple(const Proposals& one) { return {one.tokens, one.values}; }
+
+inline ProposalRows share(std::vector<Proposals> rows) {
+    const int count = static_cast<int>(rows.size());
+    return {std::make_shared<const std::vector<Proposals>>(std::move(rows)), 0, count};
+}
 
 /// top_k, top_p and min_p.
 using FilterTuple = std::tuple<int, double, double>;

@@ -104,7 +104,7 @@ std::vector<float> turns_at(const Numbered& positions, const Array<const float, 
 /// Building numpy arrays would take longer than everything else before a small model's pass, because numpy's code is
 /// not in the caches then. Returns the best `count` tokens of each wanted row, by log-probability if count > 1; none
 /// for 0. `names`: the tokens of the first `held` logits of a row, or null for 0, 1, ...
-std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, const Numbered& tokens,
+ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numbered& tokens,
                          const Numbered& positions, const Array<const float, 3>& table, const Numbered& wanted,
                          const Array<float, 2>& scores, int count, int held, const Tokens& names) {
     require_shape(held >= 0 && held <= model.outputs() && (!names.is_valid() || static_cast<int>(names.size()) == held),
@@ -125,16 +125,16 @@ std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, cons
     forest.wanted = wanted.data();
     forest.num_wanted = static_cast<int>(wanted.size());
     const nb::gil_scoped_release release;
-    std::vector<Offer> best(count > 0 ? wanted.size() : 0);
+    std::vector<Proposals> best(count > 0 ? wanted.size() : 0);
     if (count > 0)
         forest.after = [&](int row) {
-            best[row] = offer_of(model.kernels(),
+            best[row] = best_of(model.kernels(),
                                 {scores.data() + row * scores.shape(1), names.is_valid() ? names.data() : nullptr, held,
                                  1.0, nullptr, count > 1},
                                 count);
         };
     model.forward(forest, scores.data());
-    return best;
+    return share(std::move(best));
 }
 
 void project(Model& model, const Grid& hidden, const Array<float, 2>& scores) {

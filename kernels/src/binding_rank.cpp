@@ -13,9 +13,9 @@ namespace {
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // any strides
 
 /// Returns the best tokens of every row after temperature, noise and filters; an empty row has no order.
-std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
-                        const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole,
-                        const std::vector<FilterTuple>& filters) {
+std::vector<ProposalTuple> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
+                                const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole,
+                                const std::vector<FilterTuple>& filters) {
     const std::size_t rows = scores.shape(0), held = scores.shape(1);
     if (count < 1) throw std::invalid_argument("count must be at least 1");
     if (held > 1 && scores.stride(1) != 1) throw std::invalid_argument("a row of scores must lie in one piece");
@@ -30,14 +30,14 @@ std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>
         if (!(temperature > 0)) throw std::invalid_argument("temperatures must be above 0");
     const nb::gil_scoped_release release;
     static const Kernels* kernels = find_kernels("");
-    std::vector<Offer> best;
+    std::vector<ProposalTuple> best;
     for (std::size_t row = 0; row < rows; ++row)
-        best.push_back(offer_of(*kernels,
+        best.push_back(to_tuple(best_of(*kernels,
                                 {scores.data() + static_cast<int64_t>(row) * scores.stride(0),
                                  tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
                                  keys.empty() ? nullptr : &keys[row], whole,
                                 left.empty() ? Filters{0, 1.0, 0.0} : left[row]},
-                                count));
+                                count)));
     return best;
 }
 
@@ -49,11 +49,6 @@ Filters filters_of(const FilterTuple& given) {
     if (!(top_p > 0.0 && top_p <= 1.0)) throw std::invalid_argument("top_p must be above 0 and at most 1");
     if (!(min_p >= 0.0 && min_p <= 1.0)) throw std::invalid_argument("min_p must be between 0 and 1");
     return {top_k, top_p, min_p};
-}
-
-Offer offer_of(const Kernels& kernels, const Ranking& task, int count) {
-    Proposals best = best_of(kernels, task, count);
-    return {std::move(best.tokens), std::move(best.values)};
 }
 
 void bind_rank(nb::module_& m) {

@@ -88,26 +88,40 @@ Column column(nb::pointer_and_handle<TokenTree> self) {
 using DeltaTuple = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int>, std::vector<int>,
                               std::vector<double>>;
 
-DeltaTuple delta_of(const TokenTree& tree, int first) {
-    Delta one = tree.delta(first);
-    return {std::move(one.ids), std::move(one.parents), std::move(one.tokens), std::move(one.roles),
-            std::move(one.log_probs)};
-}
-
-std::pair<int, int> insert(TokenTree& tree, DeltaTuple given) {
+Delta to_delta(DeltaTuple given) {
     auto& [ids, parents, tokens, roles, log_probs] = given;
     if (parents.size() != ids.size() || tokens.size() != ids.size() || roles.size() != ids.size() ||
         log_probs.size() != ids.size())
         throw std::invalid_argument("every node needs an id, a parent, a token, a role and a log probability");
-    return tree.insert({std::move(ids), std::move(parents), std::move(tokens), std::move(roles), std::move(log_probs)});
+    return {std::move(ids), std::move(parents), std::move(tokens), std::move(roles), std::move(log_probs)};
 }
 
-int attach_offers(TokenTree& tree, const std::vector<int>& frontier,
-                  const std::vector<std::tuple<std::vector<int>, std::vector<double>>>& offers, double temperature,
+DeltaTuple to_tuple(const Delta& one) { return {one.ids, one.parents, one.tokens, one.roles, one.log_probs}; }
+
+ProposalRows to_rows(const std::vector<std::tuple<std::vector<int64_t>, std::vector<double>>>& rows) {
+    std::vector<Proposals> found;
+    for (const auto& [tokens, values] : rows) found.push_back({tokens, values});
+    return share(std::move(found));
+}
+
+nb::object row_at(const ProposalRows& rows, nb::handle key) {
+    if (PySlice_Check(key.ptr())) {
+        Py_ssize_t first, end, step;
+        if (PySlice_Unpack(key.ptr(), &first, &end, &step) < 0) throw nb::python_error();
+        const auto count = PySlice_AdjustIndices(rows.count, &first, &end, step);
+        if (step != 1) throw nb::index_error("rows are taken in order");
+        return nb::cast(ProposalRows{rows.rows, rows.first + static_cast<int>(first), static_cast<int>(count)});
+    }
+    Py_ssize_t row = PyNumber_AsSsize_t(key.ptr(), PyExc_IndexError);
+    if (row == -1 && PyErr_Occurred()) throw nb::python_error();
+    if (row < 0) row += rows.count;
+    if (row < 0 || row >= rows.count) throw nb::index_error("no such row");
+    return nb::cast(to_tuple(rows.at(static_cast<int>(row))));
+}
+
+int attach_offers(TokenTree& tree, const std::vector<int>& frontier, const ProposalRows& offers, double temperature,
                   double coverage, std::optional<double> open, int width, int most) {
-    std::vector<Offers> found;
-    for (const auto& [tokens, values] : offers) found.push_back({tokens, values});
-    return tree.attach_offers(frontier, found, {temperature, coverage, open.value_or(-1.0)}, width, most);
+    return tree.attach_offers(frontier, offers, {temperature, coverage, open.value_or(-1.0)}, width, most);
 }
 
 /// Follows the tokens `read(pick)`, for the picks of walked nodes alone, or the picks themselves (None).
@@ -119,19 +133,19 @@ std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree
     });
 }
 
-/// Takes in new nodes that are not expanded (`slots` has the ids of expanded ones), score at least `floor` and are no deeper
-/// than `deepest`; then removes the best `count`. None if one of them has a parent that neither is expanded nor among
-/// them: a score was raised since.
-std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const nb::dict& slots, int count,
-                                           double floor, int deepest) {
-    const auto is_expanded = [&](int node) { return slots.contains(nb::int_(tree.ids[node])); };
+/// Takes in new nodes for which `is_expanded(id)` does not hold, score at least `floor` and are no deeper than
+/// `deepest`; then removes the best `count`. None if one of them has a parent that neither is expanded nor among them:
+/// a score was raised since.
+template <class IsExpanded>
+std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const IsExpanded& is_expanded,
+                                           int count, double floor, int deepest) {
     frontier.extend(tree, [&](int node) {
-        return tree.scores[node] >= floor && tree.depths[node] <= deepest && !is_expanded(node);
+        return tree.scores[node] >= floor && tree.depths[node] <= deepest && !is_expanded(tree.ids[node]);
     });
     std::vector<int> nodes = frontier.pop(count);
     for (const int node : nodes) {
         const int parent = tree.parents[node];
-        if (node && std::find(nodes.begin(), nodes.end(), parent) == nodes.end() && !is_expanded(parent))
+        if (node && std::find(nodes.begin(), nodes.end(), parent) == nodes.end() && !is_expanded(tree.ids[parent]))
             return std::nullopt;
     }
     const double least = tree.bound({});
@@ -201,7 +215,13 @@ void bind_tree(nb::module_& m) {
              },
              "children"_a, "primary"_a)
         .def("attach_offers", &attach_offers, "frontier"_a, "offers"_a, "temperature"_a, "coverage"_a,
-             "open"_a.none(), "width"_a, "most"_a)
+             "open"_a.none(), "width"_a, "most"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("attach_offers",
+             [](TokenTree& tree, const std::vector<int>& frontier, const std::vector<ProposalTuple>& offers,
+                double temperature, double coverage, std::optional<double> open, int width, int most) {
+                 return attach_offers(tree, frontier, to_rows(offers), temperature, coverage, open, width, most);
+             },
+             "frontier"_a, "offers"_a, "temperature"_a, "coverage"_a, "open"_a.none(), "width"_a, "most"_a)
         .def("chain", &TokenTree::chain, "parent"_a, "tokens"_a, "scores"_a)
         .def("child",
              [](const TokenTree& tree, int node, int token) {
@@ -224,20 +244,96 @@ void bind_tree(nb::module_& m) {
              },
              "node_id"_a)
         .def("best", &TokenTree::best, "count"_a)
+        .def("best_scores", &TokenTree::best_scores, "count"_a, "leaves"_a = false)
         .def("subtree", &TokenTree::subtree, "node"_a)
         .def("bound", &TokenTree::bound, "more"_a = std::vector<double>{})
         .def_prop_ro("has_room", &TokenTree::has_room)
         .def("follow", &follow, "picks"_a, "read"_a = nb::none())
         .def("take", &TokenTree::take, "other"_a, "nodes"_a)
         .def("adopt", &TokenTree::adopt, "other"_a, "first"_a, "is_secondary_visible"_a)
-        .def("delta", &delta_of, "first"_a)
-        .def("insert", &insert, "delta"_a);
+        .def("take_below", &TokenTree::take_below, "other"_a, "node"_a)
+        .def("take_best", &TokenTree::take_best, "other"_a, "count"_a)
+        .def("delta", &TokenTree::delta, "first"_a)
+        .def("insert", &TokenTree::insert, "delta"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("insert", [](TokenTree& tree, DeltaTuple given) { return tree.insert(to_delta(std::move(given))); },
+             "delta"_a);
+
+    nb::class_<Delta>(m, "NodeDelta")
+        .def(nb::new_(&to_delta), "columns"_a)
+        .def("__len__", [](const Delta& one) { return one.ids.size(); })
+        .def("columns", [](const Delta& one) { return to_tuple(one); })
+        .def("__getitem__", [](const Delta& one, int column) { return nb::cast(to_tuple(one))[column]; })
+        .def("__reduce__", [](nb::handle self) {
+            return nb::make_tuple(self.type(), nb::make_tuple(nb::cast(to_tuple(nb::cast<const Delta&>(self)))));
+        });
+
+    nb::class_<ProposalRows>(m, "TopKRows")
+        .def(nb::new_(&to_rows), "rows"_a)
+        .def("__len__", [](const ProposalRows& rows) { return rows.count; })
+        .def("__getitem__", &row_at)
+        .def_prop_ro("is_complete", [](const ProposalRows& rows) {
+            for (int row = 0; row < rows.count; ++row)
+                if (rows.at(row).tokens.empty()) return false;
+            return rows.count > 0;
+        });
+
+    nb::class_<SlotMap>(m, "SlotMap")
+        .def(nb::init<>())
+        .def("__len__", &SlotMap::size)
+        .def("__contains__", &SlotMap::contains, "node_id"_a)
+        .def("__getitem__",
+             [](const SlotMap& slots, int64_t id) {
+                 if (!slots.contains(id)) throw nb::key_error("the node was not expanded");
+                 return slots.get(id);
+             })
+        .def("__setitem__", &SlotMap::set)
+        .def("ids", &SlotMap::ids)
+        .def("clear", &SlotMap::clear)
+        .def("expand", &SlotMap::expand, "tree"_a, "nodes"_a, "first"_a, "missing"_a)
+        .def("follow", &SlotMap::follow, "accepted"_a, "tree"_a);
+
+    nb::class_<OfferMap>(m, "OfferMap")
+        .def(nb::init<>())
+        .def("__len__", &OfferMap::size)
+        .def("record", &OfferMap::record, "tree"_a, "nodes"_a, "rows"_a)
+        .def("get",
+             [](const OfferMap& offers, int64_t id) {
+                 const Proposals* found = offers.get(id);
+                 return found ? std::optional(to_tuple(*found)) : std::nullopt;
+             })
+        .def("keep", &OfferMap::keep, "slots"_a);
+
+    nb::class_<PendingNodes>(m, "PendingNodes")
+        .def(nb::init<>())
+        .def("__len__", &PendingNodes::size)
+        .def("add", &PendingNodes::add, "parents"_a)
+        .def("mask",
+             [](const PendingNodes& nodes, int first) {
+                 const std::string rows = nodes.mask(first);
+                 return nb::bytes(rows.data(), rows.size());
+             },
+             "first"_a)
+        .def("depths", [](const PendingNodes& nodes, int first) {
+                 return std::vector<int>(nodes.depths.begin() + std::clamp(first, 0, nodes.size()), nodes.depths.end());
+             }, "first"_a = 0)
+        .def("parents", [](const PendingNodes& nodes) { return nodes.parents; })
+        .def("keep", &PendingNodes::keep, "live"_a);
 
     nb::class_<Frontier>(m, "Frontier")
         .def(nb::init<>())
         .def("__len__", &Frontier::size)
         .def("reset", &Frontier::reset)
-        .def("next", &next_nodes, "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
+        .def("next",
+             [](Frontier& frontier, const TokenTree& tree, const SlotMap& slots, int count, double floor, int deepest) {
+                 return next_nodes(frontier, tree, [&](int64_t id) { return slots.contains(id); }, count, floor, deepest);
+             },
+             "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
+        .def("next",
+             [](Frontier& frontier, const TokenTree& tree, const nb::dict& slots, int count, double floor, int deepest) {
+                 return next_nodes(frontier, tree, [&](int64_t id) { return slots.contains(nb::int_(id)); }, count, floor,
+                                   deepest);
+             },
+             "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
         .def("peek", &Frontier::peek, "count"_a);
 
     m.def("log_chances",

@@ -5,14 +5,9 @@
 #include <vector>
 
 #include "kernels.h"
+#include "tree.h"
 
 namespace outpace {
-
-/// Tokens, best first, and their values.
-struct Proposals {
-    std::vector<int64_t> tokens;
-    std::vector<double> values;
-};
 
 /// Returns the best `count` tokens of a row, or none if it has no order.
 inline Proposals best_of(const Kernels& kernels, const Ranking& task, int count) {

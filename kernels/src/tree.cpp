@@ -90,24 +90,35 @@ void TokenTree::attach_children(const std::vector<Child>& children, int primary)
         if (one.score >= least) append(one.parent, one.token, one.score, role, next_id);
 }
 
-int TokenTree::attach_offers(const std::vector<int>& frontier, const std::vector<Offers>& offers,
-                             const Calibration& fit, int width, int most) {
-    if (frontier.size() != offers.size()) refuse("every node needs its proposals");
+int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const Calibration& fit,
+                             int width, int most) {
+    if (static_cast<int>(frontier.size()) != offers.count) refuse("every node needs its proposals");
     std::vector<Child> found;
-    for (std::size_t n = 0; n < frontier.size(); ++n) {
+    for (int n = 0; n < offers.count; ++n) {
         check_parent(frontier[n]);
-        if (offers[n].values.size() != offers[n].tokens.size()) refuse("every proposal needs a value");
-        if (offers[n].tokens.empty()) continue;
-        const std::vector<double> chances = log_chances(fit, offers[n].values, width);
+        const Proposals& row = offers.at(n);
+        if (row.values.size() != row.tokens.size()) refuse("every proposal needs a value");
+        if (row.tokens.empty()) continue;
+        const std::vector<double> chances = log_chances(fit, row.values, width);
         for (std::size_t rank = 0; rank < chances.size(); ++rank) {
             const double score = scores[frontier[n]] + chances[rank];
             if (rank && score < min_score) break;
-            found.push_back({score, frontier[n], offers[n].tokens[rank]});
+            found.push_back({score, frontier[n], static_cast<int>(row.tokens[rank])});
         }
     }
-    if (frontier.size() > 1)
-        std::stable_sort(found.begin(), found.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
-    if (static_cast<int>(found.size()) > most) found.resize(std::max(most, 0));
+    most = std::max(most, 0);
+    if (frontier.size() > 1) {
+        std::vector<std::pair<double, int>> order;  // (-score, place): a stable order
+        for (std::size_t n = 0; n < found.size(); ++n) order.emplace_back(-found[n].score, static_cast<int>(n));
+        const auto end = order.begin() + std::min<std::ptrdiff_t>(most, order.size());
+        if (end != order.end()) std::nth_element(order.begin(), end, order.end());
+        std::sort(order.begin(), end);
+        std::vector<Child> best;
+        for (auto one = order.begin(); one != end; ++one) best.push_back(found[one->second]);
+        found = std::move(best);
+    } else if (static_cast<int>(found.size()) > most) {
+        found.resize(most);
+    }
     const int before = size();
     attach_children(found, width);
     return size() - before;
@@ -193,6 +204,16 @@ std::vector<int> TokenTree::best(int count) const {
     }
     nodes.resize(count);
     return nodes;
+}
+
+std::vector<double> TokenTree::best_scores(int count, bool leaves) const {
+    std::vector<double> found;
+    for (int node = leaves ? 0 : 1; node < size(); ++node)
+        if (!leaves || first_child_[node] < 0) found.push_back(scores[node]);
+    const auto end = found.begin() + std::clamp<std::ptrdiff_t>(count, 0, found.size());
+    std::partial_sort(found.begin(), end, found.end(), std::greater<>());
+    found.erase(end, found.end());
+    return found;
 }
 
 std::vector<int> TokenTree::subtree(int node) const {
@@ -281,14 +302,103 @@ Delta TokenTree::delta(int first) const {
 
 std::pair<int, int> TokenTree::insert(const Delta& delta) {
     int added = 0, orphans = 0;
+    const int known = size();  // the nodes of one delta are distinct, so only older siblings are compared
     for (std::size_t n = 0; n < delta.ids.size(); ++n) {
         const int parent = find(delta.parents[n]);
-        if (parent < 0) ++orphans;
-        else
-            added += add(parent, delta.tokens[n], scores[parent] + delta.log_probs[n], delta.roles[n], kPicked,
-                         delta.ids[n]) >= 0;
+        if (parent < 0) {
+            ++orphans;
+            continue;
+        }
+        const double score = scores[parent] + delta.log_probs[n];
+        if (std::isnan(score)) refuse("the path score of token " + std::to_string(delta.tokens[n]) + " is not a number");
+        if (delta.roles[n] < kPrimary || delta.roles[n] > kProbe) refuse(std::to_string(delta.roles[n]) + " is no role");
+        declare(parent, kPicked);
+        if (first_child_[parent] >= 0 && first_child_[parent] < known && child(parent, delta.tokens[n]) >= 0) continue;
+        append(parent, delta.tokens[n], std::min(score, scores[parent]), delta.roles[n], delta.ids[n]);
+        ++added;
     }
     return {added, orphans};
+}
+
+std::vector<int64_t> SlotMap::ids() const {
+    std::vector<int64_t> found;
+    for (const auto& [id, slot] : slots_) found.push_back(id);
+    return found;
+}
+
+std::pair<std::vector<int>, std::vector<int>> SlotMap::expand(const TokenTree& tree, const std::vector<int>& nodes,
+                                                              int first, int missing) {
+    std::vector<int> tokens, parents;
+    for (const int node : nodes) {
+        if (node < 0 || node >= tree.size()) refuse("node " + std::to_string(node) + " is not in the tree");
+        const int above = node ? get(tree.ids[tree.parents[node]]) : kPrefix;
+        if (node && above < 0) refuse("the parent of node " + std::to_string(node) + " was not expanded");
+        tokens.push_back(tree.tokens[node]);
+        parents.push_back(above + missing);
+        slots_[tree.ids[node]] = first++;
+    }
+    return {std::move(tokens), std::move(parents)};
+}
+
+std::pair<std::vector<int>, std::vector<int>> SlotMap::follow(const std::vector<int64_t>& accepted,
+                                                              const TokenTree& tree) {
+    std::vector<int> path, live;
+    for (const int64_t id : accepted) {
+        const int slot = get(id);
+        if (slot < 0) break;
+        path.push_back(slot);
+    }
+    std::unordered_map<int64_t, int> kept;
+    for (const int64_t id : tree.ids) {
+        const int slot = get(id);
+        if (slot < 0) continue;
+        kept[id] = static_cast<int>(live.size());
+        live.push_back(slot);
+    }
+    slots_ = std::move(kept);
+    return {std::move(path), std::move(live)};
+}
+
+void OfferMap::record(const TokenTree& tree, const std::vector<int>& nodes, const ProposalRows& rows) {
+    if (static_cast<int>(nodes.size()) != rows.count) refuse("every node needs its proposals");
+    for (int n = 0; n < rows.count; ++n) {
+        if (nodes[n] < 0 || nodes[n] >= tree.size()) refuse("node " + std::to_string(nodes[n]) + " is not in the tree");
+        if (!rows.at(n).tokens.empty()) offers_[tree.ids[nodes[n]]] = {rows.rows, rows.first + n, 1};
+    }
+}
+
+void OfferMap::keep(const SlotMap& slots) {
+    std::erase_if(offers_, [&](const auto& one) { return !slots.contains(one.first); });
+}
+
+void PendingNodes::add(const std::vector<int>& new_parents) {
+    for (const int parent : new_parents) {
+        const int node = size();
+        if (parent < kPrefix || parent >= node) refuse("parent " + std::to_string(parent) + " is not pending");
+        parents.push_back(parent);
+        depths.push_back(parent == kPrefix ? 0 : depths[parent] + 1);
+    }
+}
+
+std::string PendingNodes::mask(int first) const {
+    if (first < 0 || first > size()) refuse("row " + std::to_string(first) + " is not pending");
+    const std::size_t width = size();
+    std::string rows((width - first) * width, '\0');
+    for (std::size_t node = first; node < width; ++node)
+        for (int one = static_cast<int>(node); one >= 0; one = parents[one]) rows[(node - first) * width + one] = 1;
+    return rows;
+}
+
+void PendingNodes::keep(const std::vector<int>& live) {
+    std::vector<int> places(size(), kPrefix), above;
+    for (std::size_t n = 0; n < live.size(); ++n) {
+        if (live[n] < 0 || live[n] >= size()) refuse("node " + std::to_string(live[n]) + " is not pending");
+        places[live[n]] = static_cast<int>(n);
+        above.push_back(parents[live[n]] < 0 ? kPrefix : places[parents[live[n]]]);
+    }
+    parents.clear();
+    depths.clear();
+    add(above);
 }
 
 std::vector<int> Frontier::pop(int count) {
@@ -332,10 +442,14 @@ std::vector<double> log_softmax_at(const std::vector<double>& values, int place,
 
 std::vector<double> log_chances(const Calibration& fit, const std::vector<double>& values, int count) {
     if (values.empty()) return {};
-    const double coverage =
-        fit.open < 0.0 ? fit.coverage : std::max(kMinCoverage, 1.0 - fit.open * left_open(values));
     double sum = 0.0;
     for (const double value : values) sum += std::exp((value - values[0]) / fit.temperature);
+    double coverage = fit.coverage;
+    if (fit.open >= 0.0) {
+        const bool is_known = fit.temperature == 1.0;  // the sum of the probabilities
+        const double left = is_known ? std::max(0.0, 1.0 - sum * std::exp(values[0])) : left_open(values);
+        coverage = std::max(kMinCoverage, 1.0 - fit.open * left);
+    }
     const double shift = std::log(coverage / sum);
     std::vector<double> found;
     for (int n = 0; n < std::min(count, static_cast<int>(values.size())); ++n)

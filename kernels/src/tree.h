@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -26,10 +28,18 @@ struct Calibration {
     double open;      // if not negative: coverage is 1 - open * what the proposals leave, and scores are log q
 };
 
-/// A draft model's proposals below one node, best first.
-struct Offers {
-    std::vector<int> tokens;
+/// A model's tokens after one node, best first, and their values.
+struct Proposals {
+    std::vector<int64_t> tokens;
     std::vector<double> values;
+};
+
+/// Some neighbouring rows of the proposals of one pass, which they share.
+struct ProposalRows {
+    std::shared_ptr<const std::vector<Proposals>> rows;
+    int first = 0, count = 0;
+
+    const Proposals& at(int row) const { return (*rows)[first + row]; }
 };
 
 /// A child that may be added: path score, parent, token.
@@ -59,8 +69,8 @@ class TokenTree {
     void attach_children(const std::vector<Child>& children, int primary);
     /// Adds the best proposals below each node of `frontier`; returns the number of new nodes. A node's best proposal
     /// is added whatever its score, others if at least `min_score`. At most `most` children are added, best first.
-    int attach_offers(const std::vector<int>& frontier, const std::vector<Offers>& offers, const Calibration& fit,
-                      int width, int most);
+    int attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const Calibration& fit, int width,
+                      int most);
     /// Adds picked tokens, each below the one before; returns the first node.
     int chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores);
     /// Declares how the children of a node are chosen; throws if it is known to be otherwise.
@@ -90,6 +100,9 @@ class TokenTree {
     /// Returns the nodes with the best path scores, parents first. Throws unless all children are picked or it is a
     /// chain.
     std::vector<int> best(int count) const;
+    /// Returns the best `count` path scores below the root, best first; with `leaves`, those of all nodes without
+    /// children.
+    std::vector<double> best_scores(int count, bool leaves) const;
     std::vector<int> subtree(int node) const;
     double bound(const std::vector<double>& more) const;
     bool has_room() const { return max_nodes < 0 || is_drawn || size() < max_nodes; }
@@ -98,6 +111,10 @@ class TokenTree {
     std::pair<std::vector<int>, std::optional<int64_t>> follow(int count, const std::function<int64_t(int)>& pick) const;
     /// Becomes a tree of these nodes of another tree, the first as root.
     void take(const TokenTree& other, const std::vector<int>& nodes);
+    /// Becomes the tree below a node of another tree.
+    void take_below(const TokenTree& other, int node) { take(other, other.subtree(node)); }
+    /// Becomes a tree of the best nodes of another tree.
+    void take_best(const TokenTree& other, int count) { take(other, other.best(count)); }
     /// Adds the nodes of another tree from `first` on whose parents were here before, with their ids. Unless
     /// `is_secondary_visible`, secondary nodes that were not expanded are left out.
     void adopt(const TokenTree& other, int first, bool is_secondary_visible);
@@ -126,6 +143,63 @@ class TokenTree {
     std::vector<int> first_child_, last_child_, next_sibling_;
     std::vector<uint8_t> kinds_;
     bool is_sorted_ = true;  // ids ascend
+};
+
+/// Which pending node of a session holds a tree's node, by the id of the node: the nodes that a model has expanded.
+class SlotMap {
+  public:
+    int size() const { return static_cast<int>(slots_.size()); }
+    bool contains(int64_t id) const { return slots_.count(id) > 0; }
+    /// Returns the slot of a node, or kPrefix.
+    int get(int64_t id) const {
+        const auto place = slots_.find(id);
+        return place == slots_.end() ? kPrefix : place->second;
+    }
+    void set(int64_t id, int slot) { slots_[id] = slot; }
+    void clear() { slots_.clear(); }
+    std::vector<int64_t> ids() const;
+    /// Gives nodes of a tree, parents first, the slots from `first` on; returns their tokens and the slots of their
+    /// parents, both moved by `missing`, the number of other rows before them in the pass.
+    std::pair<std::vector<int>, std::vector<int>> expand(const TokenTree& tree, const std::vector<int>& nodes,
+                                                         int first, int missing);
+    /// Follows a verdict. Returns the slots of the accepted nodes up to the first that was not expanded, and those of
+    /// the nodes of `tree`, which from now on are numbered from 0; forgets all others.
+    std::pair<std::vector<int>, std::vector<int>> follow(const std::vector<int64_t>& accepted, const TokenTree& tree);
+
+  private:
+    std::unordered_map<int64_t, int> slots_;
+};
+
+/// The proposals below expanded nodes, by the id of the node.
+class OfferMap {
+  public:
+    int size() const { return static_cast<int>(offers_.size()); }
+    /// Records the rows of these nodes, except empty ones.
+    void record(const TokenTree& tree, const std::vector<int>& nodes, const ProposalRows& rows);
+    /// Returns the proposals below a node, or a null pointer.
+    const Proposals* get(int64_t id) const {
+        const auto place = offers_.find(id);
+        return place == offers_.end() ? nullptr : &place->second.at(0);
+    }
+    /// Forgets the nodes that are not in `slots`.
+    void keep(const SlotMap& slots);
+
+  private:
+    std::unordered_map<int64_t, ProposalRows> offers_;
+};
+
+/// The pending nodes of a session: their parents and depths. A node attends to its ancestors and itself.
+class PendingNodes {
+  public:
+    int size() const { return static_cast<int>(parents.size()); }
+    /// Appends one node below each of these parents.
+    void add(const std::vector<int>& new_parents);
+    /// Returns the rows from `first` on, a byte for each node: whether the row attends to it.
+    std::string mask(int first) const;
+    /// Keeps these nodes, parents first, and renumbers them from 0. One whose parent is dropped is at depth 0.
+    void keep(const std::vector<int>& live);
+
+    std::vector<int> parents, depths;
 };
 
 /// The nodes of a tree that may be expanded, best first.

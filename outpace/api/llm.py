@@ -70,10 +70,11 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: what proposes tokens. Several that share one tree are joined by "+", as in "model+ngram"; several from
             which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
-        worker: where CARD's drafter runs, "thread", "process" or "inline"; None: a thread, if the method has a worker.
-        draft_threads: CPU threads of the worker.
-        nodes: maximum number of tree nodes verified in one target pass; None: 32 if planned, otherwise 8, or as many
-            as the draft length needs.
+        worker: where CARD's drafter runs, "thread", "process", "polled" or "inline"; None: polled in the target's own
+            thread if the target is on a GPU and the draft on the CPU, else a thread.
+        draft_threads: CPU threads of the worker; None: all cores that the target does not use, at least one.
+        nodes: maximum number of tree nodes verified in one target pass; None: 32 for auto, card and planned, otherwise
+            8, or as many as the draft length needs.
         profile: method "auto" starts from what earlier runs learnt about this pair on this machine, and saves what it
             learns. If nothing is known, loading times some rounds, for at most 0.2 s.
 
@@ -103,7 +104,7 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: str | None = None,
         rule: str = "auto",
         worker: str | None = None,
-        draft_threads: int = 1,
+        draft_threads: int | None = None,
         nodes: int | None = None,
         batch: int = 16,
         kv_memory: float | None = None,

@@ -7,5 +7,6 @@ best subtree, verifies that in one pass, and corrects the cache. The correction 
 travels to the drafter as a message, which re-roots its tree before it grows again. On a hit the candidates below the
 new root live on in both trees; on a miss both start from the target's own token.
 
-A worker runs the drafter in a thread (`thread`), in a process (`process`), or on a simulated clock (`inline`).
+A worker runs the drafter in a thread (`thread`), in a process (`process`), in the target's thread while a GPU runs the
+pass (`polled`), or on a simulated clock (`inline`).
 """

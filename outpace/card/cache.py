@@ -13,11 +13,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from heapq import nlargest
 from math import exp
 from typing import NamedTuple
 
-from outpace.core.tree import Role, TokenTree, best_nodes
+from outpace_kernels import NodeDelta
+
+from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Verdict
 
 _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
@@ -27,11 +28,12 @@ class CandidateLayer(NamedTuple):
     """A message from the drafter: the nodes that it added below `root_id` since its last layer, parents first. A layer
     without nodes says that it adds no more below this root.
 
-    `nodes`: ids, ids of the parents, tokens, roles, and the log of the estimated probability that the target continues
-    from the parent to the node. It is relative to the parent, because path scores change whenever the root moves."""
+    `nodes` has the columns ids, ids of the parents, tokens, roles, and the log of the estimated probability that the
+    target continues from the parent to the node. It is relative to the parent, because path scores change whenever the
+    root moves."""
 
     root_id: int
-    nodes: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[float]] = ((), (), (), (), ())
+    nodes: NodeDelta = NodeDelta(((), (), (), (), ()))
 
 
 class Correction(NamedTuple):
@@ -77,7 +79,8 @@ class CandidateCache:
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._tree) - 1
+        with self._lock:
+            return len(self._tree) - 1
 
     @property
     def next_id(self) -> int:
@@ -88,7 +91,7 @@ class CandidateCache:
     def insert(self, layer: CandidateLayer) -> int:
         """Insert the nodes of a layer whose parents are still there; return how many. Called by the drafter's side."""
         with self._lock:
-            if not layer.nodes[0] and layer.root_id == self._tree.ids[0]:
+            if not layer.nodes and layer.root_id == self._tree.ids[0]:
                 self._give_up()
             added, orphans = self._tree.insert(layer.nodes)
             self.counts["orphan"] += orphans
@@ -105,10 +108,7 @@ class CandidateCache:
         """Return estimated probabilities that the target reaches a candidate, best first: of the `num_nodes` best of
         all, and of the `num_leaves` best without children (the root, if it has no children)."""
         with self._lock:
-            tree = self._tree
-            scores = [*tree.scores]
-            best = nlargest(num_nodes, scores[1:])
-            leaves = nlargest(num_leaves, [score for node, score in enumerate(scores) if not tree.has_children(node)])
+            best, leaves = self._tree.best_scores(num_nodes), self._tree.best_scores(num_leaves, leaves=True)
         return list(map(exp, best)), list(map(exp, leaves))
 
     def query(self, budget: int) -> TokenTree:
@@ -119,8 +119,9 @@ class CandidateCache:
             tree = self._tree
             if not self.visibility.secondary:
                 tree = tree.copy([node for node in range(len(tree)) if self._sees(node)])
-            choose = _best_chain if self.visibility.chain else best_nodes
-            return tree.copy(choose(tree, max(budget, 1)))
+            if self.visibility.chain:
+                return tree.copy(_best_chain(tree, max(budget, 1)))
+            return tree.best_copy(max(budget, 1))
 
     def add_late_children(self, tree: TokenTree) -> int:
         """Add to a queried tree the children that its nodes got since the query; they were not verified. Return their
@@ -201,7 +202,7 @@ class CandidateCache:
             self.epoch += 1
             self._tree = TokenTree(token, root_id=-self.epoch, next_id=self._tree.next_id)
         else:
-            self._tree = self._tree.copy(self._tree.subtree(root))
+            self._tree = self._tree.below(root)
 
 
 def _best_chain(tree: TokenTree, count: int) -> list[int]:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.card.cache import CandidateCache, CandidateLayer
-from outpace.card.loop import DraftLoop, Message
-from outpace.card.worker import DraftWorker
+from outpace.card.worker import ObservedModel, SameThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Source
-from outpace.models.base import Part
 
 
 @dataclass
@@ -37,7 +35,7 @@ class SimulatedClock:
         self.now += seconds
 
 
-class InlineWorker(DraftWorker):
+class InlineWorker(SameThreadWorker):
     """Publishes the draft forwards that end before the clock reaches the end of the target pass during that pass.
 
     A forward that is running when a correction comes is still published at its end; its nodes are then dropped, because
@@ -45,16 +43,12 @@ class InlineWorker(DraftWorker):
     """
 
     def __init__(self, drafter: Drafter, clock: SimulatedClock | None = None) -> None:
-        super().__init__()
-        self._loop = DraftLoop(drafter)
+        super().__init__(drafter)
         self.clock = clock or SimulatedClock()
         self._running: tuple[float, list[tuple[int, CandidateLayer]]] | None = None  # end time, layers
 
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return 0 if self.failure else self._loop.drafter.stored_bytes(lengths)
-
     def wrap_target(self, target: Any) -> Any:
-        return ClockedModel(target, self._run_during)
+        return ObservedModel(target, self._run_during)
 
     def _run_during(self, rows: int) -> None:
         """Move the clock over a target pass, and publish the drafter's forwards that end during it."""
@@ -81,18 +75,9 @@ class InlineWorker(DraftWorker):
     def stop(self) -> None:
         self._running = None
 
-    def close(self) -> None:
-        """End the drafter too."""
-        self.stop()
-        self._loop.drafter.end()
-
-    def _post(self, message: Message) -> None:
-        if self.failure is None:
-            self._loop.inbox.put(message)
-
     def _is_running(self) -> bool:
         """Whether the drafter has a forward under way; start one if possible."""
-        if self._running is None and self.failure is None:
+        if self._running is None:
             self._start()
         return self._running is not None
 
@@ -108,17 +93,10 @@ class InlineWorker(DraftWorker):
             self.clock.now = max(self.clock.now, finish)
 
     def _start(self) -> None:
-        try:
-            layers = self._loop.grow()
-        except BaseException as failure:
-            self._loop.drop(failure)
-            if not isinstance(failure, Exception):  # an interrupt, after which the engine ends the running requests
-                raise
-            self.failure = failure
-            return
-        if layers:
+        if layers := self._grow():
             seconds = self.clock.draft_seconds()
-            self.step_seconds += 0.1 * (seconds - self.step_seconds) if self.step_seconds else seconds
+            self._count_step(seconds)
+            self._loop.learn_time(seconds)
             self._running = (self.clock.now + seconds, layers)
 
     def _delay(self, seconds: float) -> None:
@@ -126,30 +104,6 @@ class InlineWorker(DraftWorker):
         self.clock.now += seconds
         if self._running:
             self._running = (self._running[0] + seconds, self._running[1])
-
-
-class ClockedModel:
-    """A target whose passes move a simulated clock; everything else is the wrapped model's."""
-
-    def __init__(self, inner: Any, advance: Callable[[int], None]) -> None:
-        """`advance` is called after each pass with its number of rows."""
-        self._inner, self._advance = inner, advance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def score(self, forest: Sequence[Part]) -> Any:
-        return self._timed(forest, self._inner.score(forest))
-
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Any:
-        return self._timed(forest, self._inner.score_hidden(forest, layers))
-
-    def score_held(self, forest: Sequence[Part]) -> Any:
-        return self._timed(forest, self._inner.score_held(forest))
-
-    def _timed(self, forest: Sequence[Part], output: Any) -> Any:
-        self._advance(sum([len(part.tokens) for part in forest]))
-        return output
 
 
 class ClockedDrafter(Drafter):

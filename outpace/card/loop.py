@@ -3,7 +3,9 @@ layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 from queue import Empty, SimpleQueue
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -55,6 +57,8 @@ class Close(NamedTuple):
     key: int
 
 
+_MEMORY = 0.99  # of the times of draft steps
+_MOST = 4.0  # times the expected duration of a step
 Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
 
@@ -69,12 +73,47 @@ class DraftedRequest:
     idle: bool = False  # nothing to add, or all directives done; a message wakes it
     directives: DraftDirectives = UNRESTRICTED
     layers: int = 0
+    reads_text: bool = True  # in its next step, before it drafts
 
     @property
     def is_done(self) -> bool:
         """Whether the directives say to stop growing."""
         layers, depth, *_ = self.directives
         return (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
+
+
+class StepTimes:
+    """Seconds of a draft step by the nodes that it expands: a line through recent steps, older ones counting less."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of 1, rows, seconds, rows^2, rows * seconds
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """Record a step; one that was interrupted counts as a few times the expected duration at most."""
+        if self._sums[0]:
+            fixed, per_row = self.line
+            seconds = min(seconds, _MOST * (fixed + per_row * rows))
+        now = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [_MEMORY * old + new for old, new in zip(self._sums, now, strict=True)]
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Seconds of a step, and seconds for each node more; 0 where nothing is known."""
+        count, rows, seconds, squares, products = self._sums
+        spread = count * squares - rows * rows
+        per_row = (count * products - rows * seconds) / spread if spread > 1e-6 * (count + squares) else 0.0
+        per_row = min(max(per_row, 0.0), seconds / rows if rows else 0.0)
+        return ((seconds - per_row * rows) / count if count else 0.0), per_row
+
+    def best_width(self, chances: Sequence[float]) -> int:
+        """Return how many of the nodes with these chances of being reached, best first, to expand in one step, so that
+        the sum of their chances per second is greatest."""
+        (fixed, per_row), reached = self.line, 0.0
+        for count, chance in enumerate(chances):
+            if count and chance * (fixed + per_row * count) < per_row * reached:
+                return count
+            reached += chance
+        return len(chances)
 
 
 def check_concurrent(drafter: Drafter) -> None:
@@ -96,6 +135,8 @@ class DraftLoop:
         check_concurrent(drafter)
         self.drafter = drafter  # other threads may call its `num_captures` and `stored_bytes`
         self._most = most_requests
+        self._width = max([source.width for source in drafter.sources if source.runs_model], default=1)
+        self._times, self._rows = StepTimes(), 0
         self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
 
@@ -107,11 +148,20 @@ class DraftLoop:
         if not keys:
             return []
         requests = [self._requests[key] for key in keys]
+        self._rows = sum([self._choose_width(drafted) for drafted in requests]) if self._width > 1 else 0
+        if any(drafted.reads_text for drafted in requests):
+            self._rows = 0  # the step's time says nothing of other steps
         added = self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
         for drafted, count in zip(requests, added, strict=True):
             drafted.layers += count > 0
+            drafted.reads_text = False
             drafted.idle = not count or drafted.is_done
         return [(key, self._delta(self._requests[key])) for key in keys]
+
+    def learn_time(self, seconds: float) -> None:
+        """Record how long the last `grow` took."""
+        if self._rows:
+            self._times.learn(self._rows, seconds)
 
     def post(self, message: Message) -> None:
         """Put a message into the inbox; any thread but the drafter's may call this."""
@@ -136,6 +186,14 @@ class DraftLoop:
         self.inbox = SimpleQueue()
         self._requests.clear()
         clear_frames(failure.__traceback__)
+
+    def _choose_width(self, drafted: DraftedRequest) -> int:
+        """Set how many nodes of a request the next step expands at most, by their measured cost; return how many it
+        probably expands."""
+        directives, leaves = drafted.directives, drafted.tree.best_scores(self._width, leaves=True)
+        is_steered = directives.width or directives.outcomes or directives.in_layers
+        drafted.tree.width = 0 if is_steered else self._times.best_width([*map(exp, leaves)])
+        return drafted.tree.width or min(len(leaves), directives.width or self._width)
 
     def _next(self) -> list[int]:
         """Choose the requests of the next forward, round robin."""
@@ -171,7 +229,7 @@ class DraftLoop:
             drafted.idle = drafted.is_done
         elif isinstance(message, Pause):
             drafted = self._requests[message.key]
-            drafted.idle = True
+            drafted.idle = drafted.reads_text = True
             self.drafter.pause(drafted.state)
         elif isinstance(message, Resume):
             drafted = self._requests[message.key]
@@ -185,7 +243,7 @@ class DraftLoop:
         if correction.is_hit:
             root = old.find(correction.root_id)
             assert root is not None  # the cache knows only nodes that came from this tree
-            drafted.tree = old.copy(old.subtree(root))
+            drafted.tree = old.below(root)
         else:
             drafted.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
         self.drafter.observe(drafted.state, Observation(correction.path, correction.tokens, drafted.tree))

@@ -103,7 +103,9 @@ class ChildLoop:
             began = time.perf_counter()
             layers = loop.grow()
             if layers:
-                self._send_message(Grown(layers, time.perf_counter() - began))
+                seconds = time.perf_counter() - began
+                self._send_message(Grown(layers, seconds))
+                loop.learn_time(seconds)
             elif not loop.has_work:
                 loop.wait()
 
@@ -339,7 +341,7 @@ class ProcessWorker(DraftWorker):
             self._ready = child
         elif isinstance(reply, Grown):
             self._publish(reply.layers)
-            self.step_seconds += 0.1 * (reply.seconds - self.step_seconds)
+            self._count_step(reply.seconds)
 
 
 class ChildProcess(AbstractContextManager["ChildProcess"]):

@@ -99,7 +99,8 @@ class ThreadWorker(DraftWorker):
             layers = self._loop.grow()
             if layers:
                 self._publish(layers)
-                self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
+                self._count_step(time.perf_counter() - start)
+                self._loop.learn_time(time.perf_counter() - start)
             elif not self._loop.has_work:
                 self._resting = self._loop.inbox.empty()
                 self._loop.wait(_POLL_SECONDS)

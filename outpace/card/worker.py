@@ -4,13 +4,14 @@ to."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
-from outpace.card.loop import Close, Correct, Message, Open, Pause, Resume, SetDirectives
+from outpace.card.loop import Close, Correct, DraftLoop, Message, Open, Pause, Resume, SetDirectives
 from outpace.core.drafting import DraftDirectives
-from outpace.core.types import Request
+from outpace.core.types import Drafter, Request
+from outpace.models.base import Part
 
 
 class DraftWorker(ABC):
@@ -101,3 +102,71 @@ class DraftWorker(ABC):
             cache = self._caches.get(key)
             if cache is not None:
                 cache.insert(layer)
+
+    def _count_step(self, seconds: float) -> None:
+        """Add the duration of a draft step to `step_seconds`."""
+        self.step_seconds += 0.1 * (seconds - self.step_seconds) if self.step_seconds else seconds
+
+
+class SameThreadWorker(DraftWorker):
+    """Runs the drafter's loop in the thread of the engine."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self._loop = DraftLoop(drafter)
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        return 0 if self.failure else self._loop.drafter.stored_bytes(lengths)
+
+    @property
+    def num_captures(self) -> int:
+        return self._loop.drafter.num_captures
+
+    def stop(self) -> None:
+        pass  # nothing runs between the calls of the engine
+
+    def close(self) -> None:
+        """End the drafter too."""
+        self.stop()
+        self._loop.drafter.end()
+
+    def _post(self, message: Message) -> None:
+        if self.failure is None:
+            self._loop.post(message)
+
+    def _grow(self) -> list[tuple[int, CandidateLayer]]:
+        """Run one draft step; return its layers, none if there is nothing to draft or the drafter failed."""
+        if self.failure is not None:
+            return []
+        try:
+            return self._loop.grow()
+        except BaseException as failure:
+            self._loop.drop(failure)
+            if not isinstance(failure, Exception):  # an interrupt, after which the engine ends the running requests
+                raise
+            self.failure = failure
+            return []
+
+
+class ObservedModel:
+    """A target that reports its passes; everything else is the wrapped model's."""
+
+    def __init__(self, inner: Any, report: Callable[[int], None]) -> None:
+        """`report` is called with the number of rows after each pass, which on a GPU has only been launched then."""
+        self._inner, self._report = inner, report
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def score(self, forest: Sequence[Part]) -> Any:
+        return self._reported(forest, self._inner.score(forest))
+
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Any:
+        return self._reported(forest, self._inner.score_hidden(forest, layers))
+
+    def score_held(self, forest: Sequence[Part]) -> Any:
+        return self._reported(forest, self._inner.score_held(forest))
+
+    def _reported(self, forest: Sequence[Part], output: Any) -> Any:
+        self._report(sum([len(part.tokens) for part in forest]))
+        return output

@@ -101,7 +101,7 @@ def bench(
     check_folder("--out", results.out)
     check_plot("--plot", results.plot)
     options = _options(model, measured, sampling)
-    loading = replace(model, nodes=None, rule="auto", worker=None, draft_threads=1)
+    loading = replace(model, nodes=None, rule="auto", worker=None, draft_threads=None)
     with sigterm_as_interrupt(), loading.open({"inflate": options.inflate, "profile": False}) as llm:
         if results.trace is not None:
             _trace(llm, options, results.trace)

@@ -69,15 +69,21 @@ class ModelFlags:
     )
     worker: str | None = flag(
         None,
-        "Where a drafter runs that drafts in parallel with the target (card, planned, pearl, ssd): thread,"
-        " process, or inline on a simulated clock; the default is thread.",
+        "Where a drafter runs that drafts in parallel with the target (card, planned, pearl, ssd): thread, process,"
+        " polled (on the CPU while the GPU runs a pass), or inline on a simulated clock; the default is polled for a"
+        " target on a GPU with a draft on the CPU, else thread.",
         panel=METHOD,
     )
-    draft_threads: int = flag(1, "CPU threads of a drafter that drafts in parallel with the target.", panel=METHOD)
+    draft_threads: int | None = flag(
+        None,
+        "CPU threads of a drafter that drafts in parallel with the target; the default is all cores that the target"
+        " does not use, at least one.",
+        panel=METHOD,
+    )
     nodes: int | None = flag(
         None,
-        "Maximum number of tree nodes verified in a pass, including the root; the default is 32 for auto, else 8 or"
-        " what the draft length needs.",
+        "Maximum number of tree nodes verified in a pass, including the root; the default is 32 for auto, card and"
+        " planned, else 8 or what the draft length needs.",
         panel=METHOD,
     )
     kv_memory: float | None = flag(

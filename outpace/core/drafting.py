@@ -81,7 +81,8 @@ class DraftDirectives(NamedTuple):
     nodes per forward. outcomes: grow no best-first tree, but chains of this many tokens below the root and below each
     likely outcome of that chain's verification. floor: path score (log) below which no node is expanded; None: the
     drafter's own. share: largest fraction of the tree's free nodes that one forward may fill, so that the tree is not
-    full before a long pass ends; at least twice the expanded nodes are always allowed.
+    full before a long pass ends; at least twice the expanded nodes are always allowed. in_layers: grow whole layers,
+    the best nodes of the last layer only, ranked by the product of q, as CARD was published.
     """
 
     layers: int | None = None
@@ -90,6 +91,7 @@ class DraftDirectives(NamedTuple):
     outcomes: int = 0
     floor: float | None = None
     share: float = 1.0
+    in_layers: bool = False
 
 
 UNRESTRICTED = DraftDirectives()

@@ -99,6 +99,18 @@ class TokenTree(kernels.TokenTree):
             self.add(parent, token, self.scores[parent] + math.log(drawn.q.of(token)), siblings=siblings)
         return len(distinct)
 
+    def below(self, node: int) -> TokenTree:
+        """Return a tree of picked nodes that begins at this node."""
+        tree = TokenTree(0)
+        tree.take_below(self, node)
+        return tree
+
+    def best_copy(self, count: int) -> TokenTree:
+        """Return a tree of the picked nodes with the `count` best path scores."""
+        tree = TokenTree(0)
+        tree.take_best(self, count)
+        return tree
+
     def copy(self, nodes: Sequence[int]) -> TokenTree:
         """Return a tree of these nodes only; the first becomes the root, and ancestors below it must be included."""
         tree = TokenTree(0)

@@ -29,6 +29,7 @@ class Auto(Decoder):
     name = "auto"
     cost = "as speculative, while that pays; host time for planning"
     Options = PlannerOptions
+    usual_nodes = 32
 
     def decode(self, context: RequestContext, options: PlannerOptions) -> DecoderGenerator:
         if not context.request.rule.traits.same_text:

@@ -63,12 +63,18 @@ class Decoder:
     drafting: ClassVar[str | None] = "sequential"
     rule: ClassVar[str | None] = None  # the rule where the user names none; None: it depends on the temperature
     length_option: ClassVar[str | None] = None  # name of the option that limits the tokens of a draft
+    usual_nodes: ClassVar[int] = 8  # default limit of the nodes in a pass, if the longest draft does not need more
     Options: ClassVar[type[Any]] = MethodOptions
 
     @classmethod
     def num_nodes(cls, options: Any) -> int:
         """Return how many nodes, root included, a pass needs to verify the longest draft at once."""
         return getattr(options, cls.length_option) + 1 if cls.length_option else 1
+
+    @classmethod
+    def drafter_defaults(cls, options: Any) -> dict[str, Any]:
+        """Return the method's own defaults for options of drafters."""
+        return {"width": 16, "tree_nodes": 1024} if cls.drafting == "parallel" else {}
 
     def decode(self, context: RequestContext, options: Any) -> DecoderGenerator:
         """Write one answer, round by round, until the engine closes the coroutine."""

@@ -2,20 +2,24 @@
 
 Query-and-correct, arXiv:2508.04462.
 
-Beyond the paper: the best subtree is verified instead of a chain, the secondary cache B (other scored candidates) is
-searched before a miss is declared, late children are accepted, and after a miss the target may wait for a short
-just-in-time draft.
+Beyond the paper: as many nodes of the best subtree as their measured cost is worth are verified instead of a chain,
+the secondary cache B (other scored candidates) is searched before a miss is declared, late children are accepted, and
+after a miss the target may wait for a short just-in-time draft. `--as-published` is the paper's own form.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.options import MethodOptions, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
+
+PUBLISHED_STEPS = 7  # draft forwards per target pass: the authors' setting for 1B and 70B
+_SHARE = 1 / 8  # of the tree's free nodes that one layer may use
 
 
 class Card(Decoder):
@@ -24,10 +28,15 @@ class Card(Decoder):
     name = "card"
     cost = "a pass, with the draft running in parallel"
     drafting = "parallel"
+    usual_nodes = 32
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
         """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
+
+        `as_published`: CARD as in the paper. The drafter expands whole layers, the `width` best new nodes of the last
+        one, with `width` children each, ranked by the product of q; the target verifies the chain of the best children
+        and takes turns with the drafter, as with `lockstep` 7; only C is searched; nothing waits for a draft.
 
         For ablations: `chain` true verifies one branch instead of the best tree; `secondary` false does not look in the
         secondary cache B; `late` false drops nodes that arrived during the target's pass; `correction` false drops
@@ -36,23 +45,40 @@ class Card(Decoder):
         """
 
         just_in_time: int = whole(1, 0, 16)
+        as_published: bool = False
         chain: bool = False
         secondary: bool = True
         late: bool = True
         correction: bool = True
         lockstep: int = whole(0, 0, 256)
 
+    @classmethod
+    def drafter_defaults(cls, options: Options) -> dict[str, Any]:
+        return super().drafter_defaults(options) | ({"tree_nodes": 8192} if options.as_published else {})
+
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
+        if options.as_published:
+            steps = options.lockstep or PUBLISHED_STEPS
+            options = replace(options, just_in_time=0, chain=True, secondary=False, lockstep=steps)
         candidates = context.candidates
         candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
-        in_step = DraftDirectives(layers=options.lockstep) if options.lockstep else None
+        share = 1.0 if options.as_published else _SHARE
+        directives = DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_layers=options.as_published)
+        context.set_directives(directives)
         while True:
             if candidates.missed and options.just_in_time:
                 yield Await(options.just_in_time)
-            tree = candidates.query(context.budget)
-            if in_step:
-                context.set_directives(in_step)
+            tree = candidates.query(context.budget if options.chain else num_rows(context))
+            if options.lockstep:
+                context.set_directives(directives)
             picks = yield Verify(tree)
-            if in_step:
+            if options.lockstep:
                 yield Await(options.lockstep)
             yield walk_and_correct(context, tree, picks)
+
+
+def num_rows(context: RequestContext) -> int:
+    """Return how many of the best candidates, root included, are worth their rows at measured times."""
+    chances, _ = context.candidates.best_probabilities(context.budget - 1, 0)
+    price = context.costs.tokens_per_second(context.requests)
+    return context.costs.best_rows(chances, context.rows_of_others, price)[0]

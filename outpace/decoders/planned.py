@@ -34,6 +34,7 @@ class Planned(Decoder):
     name = "planned"
     cost = "a pass with the draft running in parallel, and waits for the draft where these pay; host time for planning"
     drafting = "parallel"
+    usual_nodes = 32
 
     @dataclass(frozen=True)
     class Options(MethodOptions):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace_kernels import left_open, log_chances, log_softmax_at
+from outpace_kernels import OfferMap, left_open, log_chances, log_softmax_at
 
 from outpace.core.multi_step import ScoreCalibration
 from outpace.core.stats import BatchedUpdates
@@ -115,12 +115,12 @@ class PickModels:
         """Return the model for a request."""
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
-    def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
+    def learn(self, request: Request, offers: Mapping[int, TopK] | OfferMap, seen: Observation) -> None:
         """Learn from the proposals below each accepted node (by id) and the tokens that the target wrote there."""
         pick_model, picks = self.of(request), list[_Pick]()
         for node, written in zip(seen.node_ids, seen.tokens, strict=False):
-            if node in offers:
-                tokens, values = offers[node]
+            if offer := offers.get(node):
+                tokens, values = offer
                 picks.append((pick_model, values, tokens.index(written) if written in tokens else None))
         self._picks.add(picks)
 

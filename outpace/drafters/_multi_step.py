@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outpace_kernels import SlotMap
+
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.multi_step import (
@@ -52,7 +54,7 @@ class MultiStepCache:
     taken: int = 0
     loose: list[int] = field(default_factory=list)
 
-    def claim(self, seen: Observation, slots: dict[int, int]) -> bool:
+    def claim(self, seen: Observation, slots: SlotMap) -> bool:
         """Follow the accepted path and assign session slots to accepted nodes that were expanded in advance. Return
         whether the next root and everything above it is expanded; if not, nothing expanded below it can be used."""
         above = PREFIX
@@ -63,12 +65,12 @@ class MultiStepCache:
             if node_id == seen.tree.ids[0]:
                 is_expanded = found != PREFIX or node_id in slots
                 return is_expanded and all(node in slots for node in seen.node_ids)
-            if found != PREFIX:
-                slots.setdefault(node_id, self.expanded[found].slot)
+            if found != PREFIX and node_id not in slots:
+                slots[node_id] = self.expanded[found].slot
             above = _below(slots[node_id]) if found == PREFIX and node_id in slots else found
         return False
 
-    def keep(self, seen: Observation, slots: dict[int, int]) -> list[int]:
+    def keep(self, seen: Observation, slots: SlotMap) -> list[int]:
         """Forget everything that is not below the next root; return the slots of kept nodes that are not in the
         tree."""
         ids = {number: node_id for node_id, number in self.known.items()}
@@ -85,7 +87,7 @@ class MultiStepCache:
         self.loose = [place for place in range(len(kept)) if place not in asked]
         return [kept[place].slot for place in self.loose]
 
-    def settle(self, slots: dict[int, int], pending: int) -> None:
+    def settle(self, slots: SlotMap, pending: int) -> None:
         """Update slots after the session has renumbered its nodes: those of `slots` first, then the loose ones."""
         found = {place: slots[node_id] for node_id, place in self.known.items() if node_id in slots}
         found |= dict(zip(self.loose, range(len(slots), pending), strict=False))
@@ -138,9 +140,9 @@ class MultiStepExpander:
             return None
         self._is_used = True
         for job, mine in zip(jobs, found, strict=True):
-            job.state.slots |= {
-                job.tree.ids[node]: one.slot for node, one in zip(job.frontier, mine, strict=True) if one is not None
-            }
+            for node, one in zip(job.frontier, mine, strict=True):
+                if one is not None:
+                    job.state.slots[job.tree.ids[node]] = one.slot
         return [[_possible(one) for one in mine if one is not None] for mine in found]
 
     def steps(self, jobs: Sequence[ExpansionJob], held: SparseLogits) -> list[list[TopK]] | None:
@@ -193,7 +195,8 @@ class MultiStepExpander:
         """Return the number of steps worth taking together for this request, a power of two."""
         state = job.state
         most = MAX_STEPS if self._chosen is None else self._chosen
-        if state.directives.outcomes or state.session.pending + most * self._options.width > self._options.tree_nodes:
+        is_steered = state.directives.outcomes or state.directives.in_layers
+        if is_steered or state.session.pending + most * self._options.width > self._options.tree_nodes:
             return 1
         if self._chosen is not None:
             return most
@@ -243,10 +246,10 @@ def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
     state, tree, _ = job
     opened = []
     for node in state.frontier.peek(most):
-        above = state.slots.get(tree.ids[tree.parents[node]]) if node else PREFIX
-        if above is not None:
-            found = OpenNode(tree.scores[node], tree.tokens[node], tree.depth(node), above)
-            opened.append((tree.ids[node], found))
+        parent = tree.ids[tree.parents[node]] if node else PREFIX
+        if not node or parent in state.slots:
+            above = state.slots[parent] if node else PREFIX
+            opened.append((tree.ids[node], OpenNode(tree.scores[node], tree.tokens[node], tree.depth(node), above)))
     return opened
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any, NamedTuple
 
-from outpace_kernels import Frontier
+from outpace_kernels import Frontier, SlotMap
 
 from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.logits import SparseLogits, token_scores
@@ -50,6 +51,18 @@ def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, cou
     return sorted(list(chosen)[:count])
 
 
+def layer_frontier(tree: TokenTree, expanded: Container[int], count: int) -> list[int]:
+    """Return the `count` best nodes just below the deepest expanded ones: the layer that CARD, as published, expands
+    next. They are primary, unless a correction has left no primary node there: then the layer is made of secondary
+    ones."""
+    ids, depths, scores, roles = tree.ids, [*tree.depths], [*tree.scores], [*tree.roles]
+    below = 1 + max((depth for depth, node_id in zip(depths, ids, strict=True) if node_id in expanded), default=-1)
+    above = tree.parents
+    layer = [node for node, depth in enumerate(depths) if depth == below and (not node or ids[above[node]] in expanded)]
+    layer = [node for node in layer if roles[node] == Role.PRIMARY] or layer
+    return sorted(nlargest(count, layer, key=lambda node: (scores[node], -node)))
+
+
 def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
     """Return the node and at most `length` descendants, following the likeliest child."""
     chain = [node]
@@ -77,7 +90,7 @@ class ExpansionState(DraftState):
     """
 
     session: Any = None
-    slots: dict[int, int] = field(default_factory=dict)
+    slots: SlotMap = field(default_factory=SlotMap)
     frontier: Frontier = field(default_factory=Frontier)
     start: int = 0
     directives: DraftDirectives = UNRESTRICTED
@@ -150,7 +163,7 @@ class TreeExpander:
 
     def pause(self, state: ExpansionState) -> None:
         """Release the session's memory; it is read again when the next nodes are expanded."""
-        state.slots = {}
+        state.slots.clear()
         state.frontier.reset()
         if self._on_base:
             state.session = None
@@ -213,22 +226,13 @@ class TreeExpander:
         state.tokens += seen.tokens
         state.frontier.reset()
         if self._on_base:
-            state.slots = {}
+            state.slots.clear()
             return
-        slots, path = state.slots, []
-        for node in seen.node_ids:
-            if node not in slots:
-                break
-            path.append(slots[node])
-        state.slots = {}
+        path, live = state.slots.follow(seen.node_ids, seen.tree)
         if self._is_full(state, len(path)):
+            state.slots.clear()
             state.session.truncate(0)
             return
-        live: list[int] = []
-        for node in seen.tree.ids:
-            if node in slots:
-                state.slots[node] = len(live)
-                live.append(slots[node])
         state.session.keep(path, [*live, *extra])
 
     def _frontier(self, state: ExpansionState, tree: TokenTree) -> list[int]:
@@ -241,6 +245,8 @@ class TreeExpander:
         if state.directives.outcomes:
             tips = outcome_frontier(tree, state.slots, state.directives.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]
+        if state.directives.in_layers:
+            return [node for node in layer_frontier(tree, state.slots, width) if tree.depth(node) <= room]
         floor = self._floor if state.directives.floor is None else _log(state.directives.floor)
         floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule needs q after every token
         most = min(width, state.session.free) if self._on_base else width
@@ -299,15 +305,12 @@ class TreeExpander:
 
     def _part(self, state: ExpansionState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """Return the missing committed tokens followed by the frontier. If tokens are missing, nothing is pending."""
-        session, slots = state.session, state.slots
+        session = state.session
         tokens = state.tokens[state.start + session.length : -1]
         missing = len(tokens)
-        parents = list(range(PREFIX, missing - 1))
-        ids, above = [*tree.ids], tree.parents
-        for slot, node in enumerate(frontier, session.pending):
-            parents.append((slots[ids[above[node]]] if node else PREFIX) + missing)
-            slots[ids[node]] = slot
-        tokens += map(tree.tokens.__getitem__, frontier)
+        new_tokens, new_parents = state.slots.expand(tree, frontier, session.pending, missing)
+        parents = [*range(PREFIX, missing - 1), *new_parents]
+        tokens += new_tokens
         best = self._proposed if state.ranked_by_model else 0
         return Part(session, self.clamp_ids(tokens), parents, range(missing, len(tokens)), best=best)
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from operator import sub
 from typing import Any
 
+from outpace_kernels import OfferMap, TopKRows
+
 from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.multi_step import MAX_STEPS
+from outpace.core.multi_step import MAX_STEPS, ScoreCalibration
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Row, TopK
@@ -32,6 +34,7 @@ from outpace.rules.base import top_k_rows
 
 DRAWS = True
 COST = "a forward of the draft model for each layer"
+PRODUCT_OF_Q = ScoreCalibration(1.0, 1.0, 1.0)  # leaves log q as it is
 _CHILDREN = 2  # children per expanded node that a forward may always add
 
 
@@ -45,7 +48,7 @@ class Options(MethodOptions):
     1."""
 
     width: int = whole(4, 1, 512)
-    tree_nodes: int = whole(256, 2, 16384)
+    tree_nodes: int = whole(256, 2, 1 << 20)
     floor: float = number(0.005, 0.0, 1.0)
     draft_window: int | None = whole(None, 0)
     draws: str = "2,1"
@@ -61,7 +64,7 @@ class ModelState(ExpansionState):
     """`offers`: the proposals below a tree node, by id. `pick_model`: the fitted model of the target's picks for
     such requests."""
 
-    offers: dict[int, TopK] = field(default_factory=dict)
+    offers: OfferMap = field(default_factory=OfferMap)
     multi_step: MultiStepCache = field(default_factory=MultiStepCache)
     pick_model: PickModel = field(default_factory=PickModel)
     is_drawn: bool = field(init=False)
@@ -115,11 +118,10 @@ class ModelDrafter(ModelRunningDrafter):
         held = self._expander.score(jobs)
         if takes_several and (known := self._multi_step.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
-        model_ranked = (
-            len(held.best) > 0 and ([], []) not in held.best
-        )  # the model found every row's best tokens itself
-        rows = [] if model_ranked else rows_of(jobs)
-        offers = held.best if model_ranked else self._offers(held, rows)
+        rows, offers = [], _rows(held.best)
+        if not offers.is_complete:  # the model did not find every row's best tokens itself
+            rows = rows_of(jobs)
+            offers = self._offers(held, rows)
         added, first = [], 0
         for state, tree, frontier in jobs:
             mine = slice(first, first + len(frontier))
@@ -133,21 +135,21 @@ class ModelDrafter(ModelRunningDrafter):
     def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[TopK]]) -> list[int]:
         """Add picked children below each job's frontier; return the number of nodes added to each tree."""
         pairs = zip(jobs, offers, strict=True)
-        return [self._add(state, tree, frontier, mine) for (state, tree, frontier), mine in pairs]
+        return [self._add(state, tree, frontier, TopKRows(mine)) for (state, tree, frontier), mine in pairs]
 
-    def _offers(self, held: SparseLogits, rows: Sequence[Row]) -> list[TopK]:
+    def _offers(self, held: SparseLogits, rows: Sequence[Row]) -> TopKRows:
         """Return the proposals below each row's node; none for rules that draw children."""
         count = self._options.width + SPARE
         for row in rows:
             if is_drawn(row.request):
                 break
         else:
-            return top_k_rows(held, rows, count)
+            return _rows(top_k_rows(held, rows, count))
         offers: list[TopK] = [([], []) for _ in rows]
         for n, row in enumerate(rows):
             if not is_drawn(row.request):
                 offers[n] = top_k_rows(held.part(slice(n, n + 1)), [row], count)[0]
-        return offers
+        return TopKRows(offers)
 
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not state.is_drawn:
@@ -157,7 +159,7 @@ class ModelDrafter(ModelRunningDrafter):
             state.multi_step.settle(state.slots, state.session.pending)
         else:
             self._expander.follow(state, seen)
-        state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
+        state.offers.keep(state.slots)
 
     def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
         """Run one forward of the draft model; see the base class."""
@@ -189,7 +191,7 @@ class ModelDrafter(ModelRunningDrafter):
         state: ModelState,
         tree: TokenTree,
         frontier: Sequence[int],
-        offers: Sequence[TopK],
+        offers: TopKRows,
     ) -> int:
         """Add the best children below the frontier: the best `width` of them all are primary (CARD's cache C), the
         others secondary (B). The best child of each node is added whatever its probability, so that the node does not
@@ -197,13 +199,16 @@ class ModelDrafter(ModelRunningDrafter):
         directives, width = state.directives, self._options.width
         if directives.width:
             width = min(directives.width, width)
-        ids = tree.ids
-        for node, offer in zip(frontier, offers, strict=True):
-            if offer[0]:  # otherwise the constraint allows none of the draft's tokens
-                state.offers[ids[node]] = offer
+        state.offers.record(tree, frontier, offers)
         room = self._options.tree_nodes - len(tree)
         most = min(room, max(_CHILDREN * width, int(room * directives.share)))
-        return tree.attach_offers(frontier, offers, *state.pick_model.trust, width, most)
+        calibration = PRODUCT_OF_Q if directives.in_layers else state.pick_model.trust
+        added: int = tree.attach_offers(frontier, offers, *calibration, width, most)
+        return added
+
+
+def _rows(offers: Sequence[TopK]) -> TopKRows:
+    return offers if isinstance(offers, TopKRows) else TopKRows(offers)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

@@ -114,7 +114,7 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         self._reuse(state, seen)
         self._expander.follow(state, seen)
         state.last = state.pool.read(state.last, seen.tokens, self._options.phrase)
-        state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
+        state.offers = {node: offer for node, offer in state.offers.items() if node in state.slots}
         state.tree, state.end = None, -1
 
     def end(self) -> None:

@@ -12,6 +12,7 @@ from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.lazy import num_cores
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
@@ -20,10 +21,9 @@ from outpace.drafters import build_drafter, drafter_modules, drafter_names
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.load import Loaded
 
-WORKERS = ("thread", "process", "inline")
+WORKERS = ("thread", "process", "polled", "inline")
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
-AUTO_NODES = 32  # default limit of a planned tree
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BuildOptions:
     drafter: str | None = None
     rule: str = "auto"
     worker: str | None = None
-    draft_threads: int = 1
+    draft_threads: int | None = None
     nodes: int | None = None
     batch: int = EngineOptions.batch
     kv_memory: float | None = None
@@ -51,7 +51,8 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked before a model is loaded."""
-        check_whole("draft_threads", self.draft_threads, 1, 1024)
+        if self.draft_threads is not None:
+            check_whole("draft_threads", self.draft_threads, 1, 1024)
         if self.worker not in (None, *WORKERS):
             raise unknown("worker", str(self.worker), WORKERS)
         registry.find("decoders", self.method)
@@ -99,7 +100,7 @@ class BuildOptions:
         options = registry.build_options(decoder, self.part_options)
         needed, name = decoder.num_nodes(options), decoder.length_option
         if self.nodes is None:
-            return AUTO_NODES if decoder.name == AUTO else max(needed, EngineOptions.nodes)
+            return max(needed, decoder.usual_nodes)
         if name and name in self.part_options and needed > self.nodes:
             raise UserError(
                 f"{name} is {getattr(options, name)}, which takes {needed} nodes in a pass, the root included, and"
@@ -120,8 +121,9 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
     1. "speculative" for a rule whose text depends on the drafts: with a planner, the text would depend on measured
        times;
     2. the method that `outpace tune` found fastest for this pair of models (`tuned`);
-    3. "card" if the draft model has a device of its own, where it can run in parallel with the target;
-    4. "auto", the planner, which drafts in each round as much as pays, alternating with the target.
+    3. "card" if the draft model has a GPU of its own, where it can run in parallel with the target;
+    4. "auto", the planner, which drafts in each round as much as pays, alternating with the target. With the target on
+       a GPU and the draft on the CPU sequential drafting was faster than CARD at both sizes that were measured.
 
     UserError for a rule that works only with certain methods.
     """
@@ -133,8 +135,8 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
         return "speculative"
     if tuned:
         return tuned
-    has_own_device = draft is not None and _device(draft) is not None and _device(draft) != _device(target)
-    return "card" if has_own_device else AUTO
+    has_own_gpu = draft is not None and _device(draft) != _device(target) and str(_device(draft)).startswith("cuda")
+    return "card" if has_own_gpu else AUTO
 
 
 def _takes(method: str, rule: str) -> bool:
@@ -254,16 +256,18 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     models = [target, draft, *(draft.others if draft else ())]
     if not all(loaded.model.supports_trees for loaded in models if loaded):
         values = {"width": 1, "branches": 1} | dict(values)  # each branch would be a pass of its own
+    values = decoder.drafter_defaults(registry.build_options(decoder, values)) | dict(values)
     drafters = {one: build_drafter(one, _build_context(target, draft), values) for one in names}
     if decoder.drafting == "sequential":
         return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
         raise UserError(f"method {options.method} has one drafter in its worker, not {name!r} to choose from")
     check_concurrent(drafters[name])
-    worker = _build_worker(options, name, drafters[name], draft, values)
+    worker = _build_worker(options, name, drafters[name], target, draft, values)
     try:
-        if options.worker != "inline" and all(_device(one) == "cpu" for one in (target, draft) if one):
-            worker.cores = options.draft_threads if drafters[name].runs_model else 0
+        on_cpu = all(_device(one) == "cpu" for one in (target, draft) if one)
+        if options.worker not in ("inline", "polled") and on_cpu and drafters[name].runs_model:
+            worker.cores = _draft_threads(options, target)
         return Engine(target.model, worker=worker, options=settings, needs=needs)
     except BaseException:
         worker.stop()
@@ -285,24 +289,39 @@ def _check_worker(options: BuildOptions, decoder: type[Decoder]) -> None:
         raise UserError(f"method {options.method} has no worker: {instead}")
 
 
+def _draft_threads(options: BuildOptions, target: Loaded) -> int:
+    """Return the CPU threads of a drafter that runs in parallel with the target: by default one where both are on the
+    CPU, and all but the one that launches the target's passes where it has a device of its own."""
+    return options.draft_threads or (1 if _device(target) == "cpu" else max(num_cores() - 1, 1))
+
+
 def _build_worker(
-    options: BuildOptions, name: str, drafter: Drafter, draft: Loaded | None, values: Mapping[str, Any]
+    options: BuildOptions, name: str, drafter: Drafter, target: Loaded, draft: Loaded | None, values: Mapping[str, Any]
 ) -> DraftWorker:
     """Start the worker. A process builds a drafter of its own; `drafter` has then only checked its options."""
     from outpace.card.inline import InlineWorker
+    from outpace.card.polled import PolledWorker, cuda_recorder
     from outpace.card.process import ProcessWorker
     from outpace.card.thread import ThreadWorker
 
-    if options.worker == "inline":
+    on_gpu, draft_on_cpu = str(_device(target)).startswith("cuda"), draft is None or _device(draft) == "cpu"
+    kind = options.worker or ("polled" if on_gpu and draft_on_cpu else "thread")
+    threads = _draft_threads(options, target)
+    if kind == "inline":
         return InlineWorker(drafter)
-    if options.worker != "process":
-        return ThreadWorker(drafter, options.draft_threads, draft.model.device if draft else None)
+    if kind == "polled":
+        if not (on_gpu and draft_on_cpu):
+            where = f"the target on {_device(target)}" + (f" and the draft on {_device(draft)}" if draft else "")
+            raise UserError(f"worker polled needs a target on a GPU and a draft on the CPU, not {where}: use thread")
+        return PolledWorker(drafter, cuda_recorder(_device(target)), threads)
+    if kind == "thread":
+        return ThreadWorker(drafter, threads, draft.model.device if draft else None)
     if draft is not None and draft.others:
         raise UserError("worker process drafts with one draft model, these are several: use worker thread")
     if draft is not None and draft.again is None:
         raise UserError(f"the draft {draft.name} is an object of this process: name a path, or use worker thread")
     again, vocab_size = (draft.again, draft.model.vocab_size) if draft else (None, 0)
-    return ProcessWorker(partial(_rebuild_drafter, name, again, vocab_size, dict(values)), options.draft_threads)
+    return ProcessWorker(partial(_rebuild_drafter, name, again, vocab_size, dict(values)), threads)
 
 
 def _rebuild_drafter(

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from outpace_kernels import PendingNodes
 
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
@@ -50,13 +51,20 @@ class Session:
         self.max_pending = max_pending  # maximum number of pending nodes in addition to them
         self.slots = 0
         self.length = 0
-        self.pending_depths: list[int] = []
-        self._parents: list[int] = []  # by pending node
-        self._visible: list[bytes] = []  # by pending node: 1 for each earlier node that it attends to, and for itself
+        self._nodes = PendingNodes()
 
     @property
     def pending(self) -> int:
-        return len(self.pending_depths)
+        return len(self._nodes)
+
+    @property
+    def pending_depths(self) -> list[int]:
+        return self.depths_from(0)
+
+    def depths_from(self, first: int) -> list[int]:
+        """Return the depths of the pending nodes from number `first` on."""
+        depths: list[int] = self._nodes.depths(first)
+        return depths
 
     @property
     def free(self) -> int:
@@ -70,15 +78,15 @@ class Session:
 
     def extend_bytes(self, parents: Sequence[int]) -> bytes:
         """Reserve slots as `extend` does, but return the mask as bytes, row after row."""
-        before = len(self._visible)
+        before = self.pending
         after = self.length + before + len(parents)
         if after > self.capacity + self.max_pending:
             total, free = self.capacity + self.max_pending, self.free
             raise UserError(f"{len(parents)} more tokens do not fit: {free} of {total} slots are free")
         self.reserve(after)
-        self._attach(parents)
-        total = len(self._visible)
-        return b"".join([row.ljust(total, b"\0") for row in self._visible[before:]])
+        self._nodes.add(parents)
+        mask: bytes = self._nodes.mask(before)
+        return mask
 
     def slots_after(self, slots: int, least: bool = False) -> int:
         """Return how many slots the session has after `reserve(slots, least)`."""
@@ -104,24 +112,20 @@ class Session:
         """
         if self.length + len(path) > self.capacity:
             raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
-        if not self.pending_depths and not path:
+        if not self.pending and not path:
             return
         source = [*path, *live]
         if source != list(range(len(source))):
             self._move([self.length + node for node in source], self.length)
         self.length += len(path)
-        before = self._parents
-        self._drop_pending()
-        if live:
-            places = {node: number for number, node in enumerate(live)}
-            self._attach([places.get(before[node], PREFIX) for node in live])
+        self._nodes.keep(live)
 
     def truncate(self, length: int) -> None:
         """Drop pending nodes, and all committed tokens from position `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
         self.length = length
-        self._drop_pending()
+        self._nodes.keep([])
 
     def start_from(self, other: Session, length: int) -> None:
         """Copy the first `length` committed tokens of `other`, a session of the same model, into this empty session."""
@@ -131,20 +135,8 @@ class Session:
         self._copy(other, length)
         self.length = length
 
-    def _attach(self, parents: Sequence[int]) -> None:
-        """Append one pending node below each of these parents."""
-        visible, depths = self._visible, self.pending_depths
-        self._parents += parents
-        for parent in parents:
-            above, depth = (b"", 0) if parent == PREFIX else (visible[parent], depths[parent] + 1)
-            visible.append(above.ljust(len(visible), b"\0") + b"\1")
-            depths.append(depth)
-
     def _whole_blocks(self, slots: int) -> int:
         return min(-(-slots // self.block) * self.block, self.capacity + self.max_pending)
-
-    def _drop_pending(self) -> None:
-        self.pending_depths, self._parents, self._visible = [], [], []
 
     def _resize(self, slots: int) -> None:
         """Change the number of slots from `self.slots` to `slots`, keeping what is stored."""

@@ -89,15 +89,16 @@ class Replay(Model):
     def _scored_nodes(self, part: Part) -> Iterator[_ScoredNode]:
         session: ReplaySession = part.session
         before = session.pending
-        session.extend(part.parents)
+        session.extend_bytes(part.parents)
+        depths = session.depths_from(before)
         if session.answer is None:
             session.answer = self._indexed.answers[part.tokens[0] - self._indexed.first_id]
-        for node, (token, parent) in enumerate(zip(part.tokens, part.parents, strict=True), start=before):
+        for node, (token, parent) in enumerate(zip(part.tokens, part.parents, strict=True)):
             above = ON_PATH if parent == PREFIX else int(session.marks[session.length + parent])
-            position = session.length + session.pending_depths[node]
-            session.marks[session.length + node] = _mark(session.answer, position, above, token)
+            position = session.length + depths[node]
+            session.marks[session.length + before + node] = _mark(session.answer, position, above, token)
         for node in part.logit_rows:
-            predicted = session.length + session.pending_depths[before + node] + 1 - session.answer.start
+            predicted = session.length + depths[node] + 1 - session.answer.start
             yield _ScoredNode(session.answer, predicted, int(session.marks[session.length + before + node]))
 
 

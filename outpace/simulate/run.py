@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outpace.card.inline import ClockedDrafter, ClockedModel, InlineWorker, SimulatedClock
-from outpace.card.worker import DraftWorker
+from outpace.card.inline import ClockedDrafter, InlineWorker, SimulatedClock
+from outpace.card.worker import DraftWorker, ObservedModel
 from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
@@ -121,7 +121,7 @@ def run_setup(
     drafter, worker = _parts(setup, draft, clock)
     target: Any = ReplayTarget(indexed)
     if worker is None:  # else the worker advances the clock
-        target = ClockedModel(target, clock.run_target)
+        target = ObservedModel(target, clock.run_target)
     options = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
     steps: list[RoundStats] = []
     seconds: dict[str, float] = defaultdict(float)  # by task, as are tokens

@@ -26,12 +26,7 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, 
     "card-no-late": ("CARD, without late nodes", {"late": False}),
     "card-no-correction": ("CARD, without correction", {"correction": False}),
 }
-_FREE = {"width": 100, "tree_nodes": _MOST_NODES, "floor": 0.0, "chain": True, "secondary": False, "just_in_time": 0}
-_AS_PUBLISHED = {
-    # seven draft forwards per target pass: the authors' settings for 1B and 70B
-    "card-published": ("CARD as published, K=100, r=7", _FREE | {"lockstep": 7}),
-    "card-published-free": ("the same, its drafter running freely", _FREE),
-}
+_PUBLISHED_WIDTH = 100  # the authors' K for a 1B that drafts for a 70B
 
 
 @dataclass(frozen=True)
@@ -104,8 +99,10 @@ def setups(sizes: SetupSizes) -> list[Setup]:
     ]
     for name, (title, options) in _PARTS.items():
         found.append(Setup(name, title, name.partition("-")[0], n, tree | options))
-    for name, (title, options) in _AS_PUBLISHED.items():
-        found.append(Setup(name, title, "card", n, options, ranks=8))
+    for width in dict.fromkeys((_PUBLISHED_WIDTH, sizes.width, *sizes.others)):
+        suffix = "" if width == _PUBLISHED_WIDTH else f"-k{width}"
+        published = {"as_published": True, "width": width, "tree_nodes": 1 << 16}
+        found.append(Setup(f"card-published{suffix}", f"CARD as published, K={width}, r=7", "card", n, published))
     for method in ("auto", *_TITLES):
         title = f"{_TITLES.get(method, method)}, n-grams too"
         found.append(Setup(f"{method}-ngram", title, method, n, tree, drafter="model+ngram"))

@@ -224,7 +224,8 @@ class ForwardPasses:
         order = None if is_gapless else np.concatenate([np.arange(start), start + read])
         session.on_layers("show", SlotView(start + len(above), start + pending, order))
         last = self.max_positions - 1  # a tree may reach past the context; such nodes are never committed
-        positions = [min(start + session.pending_depths[node], last) for node in pending]
+        depths = session.pending_depths
+        positions = [min(start + depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
         places = np.searchsorted(nodes, logit_rows).tolist() if len(logit_rows) else [len(nodes) - 1]
         try:

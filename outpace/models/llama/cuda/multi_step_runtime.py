@@ -147,7 +147,8 @@ def _fits(requests: Sequence[MultiStepRequest], bucket: StepBucket) -> bool:
     if len(requests) > MOST_SESSIONS or len(set(map(id, sessions))) < len(requests):
         return False
     for one, session in zip(requests, sessions, strict=True):
-        depths = [*(session.pending_depths[slot] for slot in one.slots), *(node.depth for node in one.opened)]
+        pending = session.pending_depths
+        depths = [*(pending[slot] for slot in one.slots), *(node.depth for node in one.opened)]
         if max(depths) + bucket.steps > MAX_DEPTH or len(one.slots) > bucket.width or len(one.opened) > bucket.opened:
             return False
         if session.pending + bucket.taken > MOST_PENDING or bucket.taken > session.free:

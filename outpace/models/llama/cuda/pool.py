@@ -156,8 +156,7 @@ class GraphSession(Session):
 
     def visible_bits(self) -> np.ndarray:
         """Return which pending nodes each pending node sees, itself included, as bits: int64 [pending, WORDS]"""
-        rows = bytearray().join([row.ljust(self.pending, b"\0") for row in self._visible])
-        return visible_bits(np.ndarray((self.pending, self.pending), bool, rows))
+        return visible_bits(np.ndarray((self.pending, self.pending), bool, bytearray(self._nodes.mask(0))))
 
     def _resize(self, slots: int) -> None:
         self.pool.fit(self, slots)

@@ -65,11 +65,11 @@ class Forest:
             self.logit_rows += [first + node for node in part.logit_rows]
             self.tokens += part.tokens
             session = part.session
-            depths, length, before = session.pending_depths, session.length, session.pending
-            visible = session.extend_bytes(part.parents)
+            length, before = session.length, session.pending
+            visible, depths = session.extend_bytes(part.parents), session.depths_from(before)
             start = length if part.length is None else part.length
             # a tree may extend past the context; those nodes are never committed
-            self.positions += [min(start + depth, last_position) for depth in depths[before:]]
+            self.positions += [min(start + depth, last_position) for depth in depths]
             self.sessions.append((session.store, length, before, len(part.tokens), visible))
 
     def arrays(self, rope_table: np.ndarray) -> tuple[Any, ...]:
