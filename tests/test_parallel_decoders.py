@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from functools import cache
 from heapq import nlargest
@@ -229,16 +230,19 @@ def test_planned_drafts_sequentially_on_one_device() -> None:
     ("per_node", "width"), [(0.0, 4), (0.2, 3), (10.0, 1)], ids=["rows are free", "rows cost", "rows are all it costs"]
 )
 def test_a_step_expands_the_nodes_that_give_most_per_second(per_node: float, width: int) -> None:
-    times, chances = StepTimes(), [1.0, 0.5, 0.4, 0.05]
-    assert times.best_width(chances) == 4  # nothing is known yet
+    times, tree, chances = StepTimes(), TokenTree(1), [0.9, 0.5, 0.4, 0.05]
+    for token, chance in enumerate(chances):
+        tree.add(0, token, math.log(chance))
+    assert tree.best_width(4, *times.line) == 4  # nothing is known yet
+    assert tree.best_width(2, *times.line) == 2
     for rows in (1, 2, 4, 3, 1, 4):
         times.learn(rows, 1e-3 * (1.0 + per_node * rows))
     times.learn(2, 1.0)  # an interruption counts little
-    for _ in range(4):
+    for _ in range(20):
         times.learn(4, 1e-3 * (1.0 + per_node * 4))
         times.learn(1, 1e-3 * (1.0 + per_node))
     best = max(range(1, 5), key=lambda count: sum(chances[:count]) / (1.0 + per_node * count))
-    assert times.best_width(chances) == best == width
+    assert tree.best_width(4, *times.line) == best == width
 
 
 def test_card_as_published_grows_whole_layers_by_the_product_of_q() -> None:

@@ -245,6 +245,7 @@ void bind_tree(nb::module_& m) {
              "node_id"_a)
         .def("best", &TokenTree::best, "count"_a)
         .def("best_scores", &TokenTree::best_scores, "count"_a, "leaves"_a = false)
+        .def("best_width", &TokenTree::best_width, "most"_a, "fixed"_a, "per_node"_a)
         .def("subtree", &TokenTree::subtree, "node"_a)
         .def("bound", &TokenTree::bound, "more"_a = std::vector<double>{})
         .def_prop_ro("has_room", &TokenTree::has_room)

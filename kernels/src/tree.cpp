@@ -72,6 +72,7 @@ int TokenTree::add(int parent, int token, double score, int role, int kind, int6
 
 void TokenTree::attach_children(const std::vector<Child>& children, int primary) {
     std::vector<std::pair<Child, int>> fresh;
+    fresh.reserve(children.size());
     for (const Child& one : children) {
         check_parent(one.parent);
         if (std::isnan(one.score)) refuse("the path score of token " + std::to_string(one.token) + " is not a number");
@@ -93,34 +94,32 @@ void TokenTree::attach_children(const std::vector<Child>& children, int primary)
 int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const Calibration& fit,
                              int width, int most) {
     if (static_cast<int>(frontier.size()) != offers.count) refuse("every node needs its proposals");
-    std::vector<Child> found;
-    for (int n = 0; n < offers.count; ++n) {
-        check_parent(frontier[n]);
-        const Proposals& row = offers.at(n);
-        if (row.values.size() != row.tokens.size()) refuse("every proposal needs a value");
-        if (row.tokens.empty()) continue;
-        const std::vector<double> chances = log_chances(fit, row.values, width);
-        for (std::size_t rank = 0; rank < chances.size(); ++rank) {
-            const double score = scores[frontier[n]] + chances[rank];
-            if (rank && score < min_score) break;
-            found.push_back({score, frontier[n], static_cast<int>(row.tokens[rank])});
-        }
+    std::vector<std::vector<double>> chances;
+    std::vector<std::pair<double, int>> heads;  // (-score of the best child not taken yet, row): a heap, best on top
+    for (int row = 0; row < offers.count; ++row) {
+        check_parent(frontier[row]);
+        const Proposals& one = offers.at(row);
+        if (one.values.size() != one.tokens.size()) refuse("every proposal needs a value");
+        chances.push_back(log_chances(fit, one.values, width));
+        if (!chances[row].empty()) heads.emplace_back(-(scores[frontier[row]] + chances[row][0]), row);
     }
-    most = std::max(most, 0);
-    if (frontier.size() > 1) {
-        std::vector<std::pair<double, int>> order;  // (-score, place): a stable order
-        for (std::size_t n = 0; n < found.size(); ++n) order.emplace_back(-found[n].score, static_cast<int>(n));
-        const auto end = order.begin() + std::min<std::ptrdiff_t>(most, order.size());
-        if (end != order.end()) std::nth_element(order.begin(), end, order.end());
-        std::sort(order.begin(), end);
-        std::vector<Child> best;
-        for (auto one = order.begin(); one != end; ++one) best.push_back(found[one->second]);
-        found = std::move(best);
-    } else if (static_cast<int>(found.size()) > most) {
-        found.resize(most);
+    std::make_heap(heads.begin(), heads.end(), std::greater<>());
+    std::vector<std::size_t> taken(offers.count, 0);
+    std::vector<Child> best;
+    while (!heads.empty() && static_cast<int>(best.size()) < most) {
+        std::pop_heap(heads.begin(), heads.end(), std::greater<>());
+        const auto [score, row] = heads.back();
+        heads.pop_back();
+        const int node = frontier[row];
+        best.push_back({-score, node, static_cast<int>(offers.at(row).tokens[taken[row]])});
+        if (++taken[row] == chances[row].size()) continue;
+        const double next = scores[node] + chances[row][taken[row]];
+        if (next < min_score) continue;
+        heads.emplace_back(-next, row);
+        std::push_heap(heads.begin(), heads.end(), std::greater<>());
     }
     const int before = size();
-    attach_children(found, width);
+    attach_children(best, width);
     return size() - before;
 }
 
@@ -214,6 +213,18 @@ std::vector<double> TokenTree::best_scores(int count, bool leaves) const {
     std::partial_sort(found.begin(), end, found.end(), std::greater<>());
     found.erase(end, found.end());
     return found;
+}
+
+int TokenTree::best_width(int most, double fixed, double per_node) const {
+    double reached = 0.0;
+    int count = 0;
+    for (const double score : best_scores(most, true)) {
+        const double chance = std::exp(score);
+        if (count && chance * (fixed + per_node * count) < per_node * reached) break;
+        reached += chance;
+        ++count;
+    }
+    return count;
 }
 
 std::vector<int> TokenTree::subtree(int node) const {

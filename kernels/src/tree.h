@@ -103,6 +103,9 @@ class TokenTree {
     /// Returns the best `count` path scores below the root, best first; with `leaves`, those of all nodes without
     /// children.
     std::vector<double> best_scores(int count, bool leaves) const;
+    /// Returns how many of the best `most` leaves to expand in one step of fixed + count * per_node seconds, so that the
+    /// sum of their chances per second is greatest.
+    int best_width(int most, double fixed, double per_node) const;
     std::vector<int> subtree(int node) const;
     double bound(const std::vector<double>& more) const;
     bool has_room() const { return max_nodes < 0 || is_drawn || size() < max_nodes; }

@@ -3,9 +3,7 @@ layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
 from queue import Empty, SimpleQueue
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -105,16 +103,6 @@ class StepTimes:
         per_row = min(max(per_row, 0.0), seconds / rows if rows else 0.0)
         return ((seconds - per_row * rows) / count if count else 0.0), per_row
 
-    def best_width(self, chances: Sequence[float]) -> int:
-        """Return how many of the nodes with these chances of being reached, best first, to expand in one step, so that
-        the sum of their chances per second is greatest."""
-        (fixed, per_row), reached = self.line, 0.0
-        for count, chance in enumerate(chances):
-            if count and chance * (fixed + per_row * count) < per_row * reached:
-                return count
-            reached += chance
-        return len(chances)
-
 
 def check_concurrent(drafter: Drafter) -> None:
     """Raise UserError for a drafter that cannot run in parallel with the target."""
@@ -188,12 +176,12 @@ class DraftLoop:
         clear_frames(failure.__traceback__)
 
     def _choose_width(self, drafted: DraftedRequest) -> int:
-        """Set how many nodes of a request the next step expands at most, by their measured cost; return how many it
-        probably expands."""
-        directives, leaves = drafted.directives, drafted.tree.best_scores(self._width, leaves=True)
-        is_steered = directives.width or directives.outcomes or directives.in_layers
-        drafted.tree.width = 0 if is_steered else self._times.best_width([*map(exp, leaves)])
-        return drafted.tree.width or min(len(leaves), directives.width or self._width)
+        """Set how many nodes of a request the next step expands at most, by their measured cost; return the number."""
+        directives, tree = drafted.directives, drafted.tree
+        most = min(directives.width or self._width, self._width)
+        is_steered = directives.outcomes or directives.in_layers
+        tree.width = most if is_steered else tree.best_width(most, *self._times.line)
+        return tree.width
 
     def _next(self) -> list[int]:
         """Choose the requests of the next forward, round robin."""

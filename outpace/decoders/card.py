@@ -62,19 +62,23 @@ class Card(Decoder):
             options = replace(options, just_in_time=0, chain=True, secondary=False, lockstep=steps)
         candidates = context.candidates
         candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
-        share = 1.0 if options.as_published else _SHARE
-        directives = DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_layers=options.as_published)
-        context.set_directives(directives)
+        context.set_directives(directives(options))
         while True:
             if candidates.missed and options.just_in_time:
                 yield Await(options.just_in_time)
             tree = candidates.query(context.budget if options.chain else num_rows(context))
             if options.lockstep:
-                context.set_directives(directives)
+                context.set_directives(directives(options))
             picks = yield Verify(tree)
             if options.lockstep:
                 yield Await(options.lockstep)
             yield walk_and_correct(context, tree, picks)
+
+
+def directives(options: Card.Options) -> DraftDirectives:
+    """Return how the drafter works between two corrections."""
+    share = 1.0 if options.as_published else _SHARE
+    return DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_layers=options.as_published)
 
 
 def num_rows(context: RequestContext) -> int:
