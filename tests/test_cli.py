@@ -329,22 +329,24 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     for row in found["lengths"]:
         gamma = row["draft_length"]
         assert row["tokens"] == pytest.approx(theory.expected_tokens(0.8, gamma))
-        assert row["in_turn"] == pytest.approx(theory.speedup(row["tokens"], gamma, 0.1, 1 + 0.02 * gamma, 0.05))
-        assert row["in_parallel"] == pytest.approx(theory.pearl_speedup(0.8, gamma, 0.1))
-    assert found["limits"] == pytest.approx({"limit_in_turn": 5.0, "limit_in_parallel": 10.0})
+        assert row["sequential_speedup"] == pytest.approx(
+            theory.speedup(row["tokens"], gamma, 0.1, 1 + 0.02 * gamma, 0.05)
+        )
+        assert row["pearl_speedup"] == pytest.approx(theory.pearl_speedup(0.8, gamma, 0.1))
+    assert found["limits"] == pytest.approx({"sequential_limit": 5.0, "parallel_limit": 10.0})
     rows = json.loads(run("theory", "--acceptance", "0.9,0.5", "--lengths", "3", "--json")[1])["lengths"]
     assert [row["tokens"] for row in rows] == pytest.approx([1.9, 2.35, 2.575])
-    assert {row["in_parallel"] for row in rows} == {None}
+    assert {row["pearl_speedup"] for row in rows} == {None}
     found = json.loads(run("theory", "--acceptance", "0.9,0.5", "--drafts", "0.5,0", "--json")[1])
-    assert found["limits"]["limit_in_turn"] == pytest.approx(2.8)
-    assert [batch["drafts"] for batch in found["batches"]] == [1, 2, 3]
-    assert [batch["ideal_speedup"] for batch in found["batches"]] == pytest.approx([2.8, 2.9, 2.9])
-    assert [1 / batch["rejections_per_token"] for batch in found["batches"]] == pytest.approx([2.8, 2.9, 2.9])
+    assert found["limits"]["sequential_limit"] == pytest.approx(2.8)
+    assert [bound["drafts"] for bound in found["bounds"]] == [1, 2, 3]
+    assert [bound["ideal_speedup"] for bound in found["bounds"]] == pytest.approx([2.8, 2.9, 2.9])
+    assert [1 / bound["rejections_per_token"] for bound in found["bounds"]] == pytest.approx([2.8, 2.9, 2.9])
     shown = run("theory", "--drafts", "0.5")[1]
     assert "Yin et al., 1 draft: ideal speedup 5.00, 20.0 rejections in 100 tokens" in shown
     assert "Yin et al., 2 drafts: ideal speedup 5.50, 18.2 rejections in 100 tokens" in shown
     shown = run("theory", "--acceptance", "1.0", "--cost", "0")[1]
-    assert all(said in shown for said in ("limit sequential: none", "11.00"))
+    assert all(said in shown for said in ("sequential limit: none", "11.00"))
 
 
 @pytest.mark.parametrize(

@@ -37,25 +37,22 @@ def theory(
         check_range(name, share, 0.0, 100.0)
     check_whole("lengths", lengths, 1, 256)
     rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)]
-    bounds = {
-        "limit_in_turn": formulas.tokens_per_rejection(positions),
-        "limit_in_parallel": formulas.parallel_limit(cost),
+    found = {
+        "sequential_limit": formulas.tokens_per_rejection(positions),
+        "parallel_limit": formulas.parallel_limit(cost),
     }
-    limits = {name: value if value < float("inf") else None for name, value in bounds.items()}
-    batches = [_batch(positions, others[:count]) for count in range(len(others) + 1)]
+    limits = {name: value if value < float("inf") else None for name, value in found.items()}
+    bounds = [_bound(positions, others[:count]) for count in range(len(others) + 1)]
     if as_json:
-        display.print_json(
-            {"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits, "batches": batches}
-        )
+        display.print_json({"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits, "bounds": bounds})
         return
     display.stdout().print(_table(rows))
     for name, limit in limits.items():
-        title = name.replace("in_turn", "sequential").replace("_", " ")
-        display.stdout().print(f"{title}: {_speed(limit)}")
-    for batch in batches:
-        count, rejections = batch["drafts"], 100 * batch["rejections_per_token"]
+        display.stdout().print(f"{name.replace('_', ' ')}: {_speed(limit)}")
+    for bound in bounds:
+        count, rejections = bound["drafts"], 100 * bound["rejections_per_token"]
         title = f"Yin et al., {count} draft{'s' if count > 1 else ''}"
-        speed = _speed(batch["ideal_speedup"])
+        speed = _speed(bound["ideal_speedup"])
         display.stdout().print(f"{title}: ideal speedup {speed}, {rejections:.1f} rejections in 100 tokens")
 
 
@@ -67,7 +64,7 @@ def _rates(name: str, text: str) -> list[float]:
     return rates
 
 
-def _batch(positions: list[float], others: list[float]) -> dict[str, Any]:
+def _bound(positions: list[float], others: list[float]) -> dict[str, Any]:
     """Return the bounds of Yin et al. for drafts without cost, with drafts of rates `others` too after a rejection."""
     first = formulas.any_acceptance([positions[0], *others])
     tokens = formulas.tokens_per_rejection([first, *(positions[1:] or positions)])
@@ -85,8 +82,8 @@ def _row(positions: list[float], gamma: int, cost: float, verify: float, overhea
     return {
         "draft_length": gamma,
         "tokens": tokens,
-        "in_turn": formulas.speedup(tokens, gamma, cost, verify, overhead),
-        "in_parallel": formulas.pearl_speedup(positions[0], gamma, cost) if len(set(positions)) == 1 else None,
+        "sequential_speedup": formulas.speedup(tokens, gamma, cost, verify, overhead),
+        "pearl_speedup": formulas.pearl_speedup(positions[0], gamma, cost) if len(set(positions)) == 1 else None,
     }
 
 
@@ -94,9 +91,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("draft length", "tokens a round", "sequential speedup", "in parallel (PEARL)"):
         table.add_column(name, justify="right")
-    best = max(rows, key=lambda row: row["in_turn"])
+    best = max(rows, key=lambda row: row["sequential_speedup"])
     for row in rows:
-        parallel = "-" if row["in_parallel"] is None else f"{row['in_parallel']:.2f}"
-        cells = [str(row["draft_length"]), f"{row['tokens']:.2f}", f"{row['in_turn']:.2f}", parallel]
+        parallel = "-" if row["pearl_speedup"] is None else f"{row['pearl_speedup']:.2f}"
+        cells = [str(row["draft_length"]), f"{row['tokens']:.2f}", f"{row['sequential_speedup']:.2f}", parallel]
         table.add_row(*cells, style="bold" if row is best else "")
     return table
