@@ -24,6 +24,7 @@ from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
+from outpace.planning.overlap import Overlap
 from outpace.rules import base as rules_base
 
 HERE = Path(__file__).parent
@@ -84,7 +85,7 @@ def one_outcome(for_outcomes: Original) -> Original:
 
 
 def always_paid(tried: Original) -> Original:
-    return lambda self, what, has_paid: tried(self, what, True)
+    return lambda self, what, gain: tried(self, what, 1.0)
 
 
 def first_number(number_in: Original) -> Original:
@@ -134,17 +135,17 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_parallel_decoders.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for": [
         ("ssd: only one outcome is drafted", _tree_expander, "outcome_frontier", one_outcome)
     ],
-    "test_parallel_decoders.py::test_planned_gains_by_waits_after_hits_and_by_a_drafter_that_rests": [
-        ("planned: the drafter is never paused", planned.WaitPlanner, "during", returning(DraftDirectives()))
+    "test_parallel_decoders.py::test_planned_gains_by_waits": [
+        ("planned: the target never waits", planned.Planner, "next_width", returning(0))
     ],
-    "test_parallel_decoders.py::test_a_layer_gains_more_below_few_likely_leaves": [
-        ("planned: the gain of a layer ignores the number of leaves", planned, "sqrt", returning(1.0))
+    "test_parallel_decoders.py::test_a_drafter_begins_a_layer_that_ends_after_the_pass_if_hits_are_frequent": [
+        ("planned: the drafter is never paused", Overlap, "during", returning(DraftDirectives()))
     ],
     "test_parallel_decoders.py::test_planned_drafts_sequentially_on_one_device": [
-        ("planned: never drafts sequentially", planned._Modes, "choose", nothing)
+        ("planned: never drafts sequentially", Overlap, "_choose", nothing)
     ],
     "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure": [
-        ("planned: a trial always pays", ExplorationBudget, "record_trial", always_paid)
+        ("planned: a trial always pays", ExplorationBudget, "record_use", always_paid)
     ],
     "test_parts.py::test_a_sure_draft_leaves_less_open_than_another": [
         ("acceptance: one coverage for all positions", PickModel, "log_chances", one_coverage)

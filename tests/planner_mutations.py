@@ -31,13 +31,17 @@ def corrected_in_any_case(init: Original) -> Original:
     def mutated(self: Any, costs: Any, sources: Any) -> None:
         init(self, costs, sources)
         for source in sources:
-            self._trust.setdefault(source.name, DecayedMean(1.0, 2.0))
+            self._own.setdefault(source.name, DecayedMean(0.0, 0.0))
 
     return mutated
 
 
-def of_a_few_rounds(trust: Original) -> Original:
-    return lambda self, source: DecayedMean(self.trust(source).value, 2.0, 0.8)
+def of_a_few_rounds(init: Original) -> Original:
+    def mutated(self: Any, costs: Any, sources: Any) -> None:
+        init(self, costs, sources)
+        self._own = {name: DecayedMean(0.0, 0.0, 0.8) for name in self._own}
+
+    return mutated
 
 
 def with_zero(attribute: str) -> Original:
@@ -143,19 +147,19 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planner: fitted chances are corrected too", AcceptanceModel, "__init__", corrected_in_any_case),
     ],
     "test_planner.py::test_a_few_bad_rounds_do_not_end_a_draft_that_pays": [
-        ("planner: a few bad rounds end a draft", CostModel, "initial_trust", of_a_few_rounds),
+        ("planner: a few bad rounds end a draft", AcceptanceModel, "__init__", of_a_few_rounds),
     ],
     "test_planner.py::test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_one": [
         ("planner: unlikely leaves add up", Planner, "_reach", with_zero("_row")),
     ],
     "test_planner.py::test_nodes_with_small_chances_are_not_verified_if_rows_cost_time": [
-        ("planner: rows cost nothing", Planner, "_best", with_zero("_price")),
+        ("planner: rows cost nothing", Planner, "_best", with_zero("price")),
         ("planner: the whole tree is verified", Planner, "chosen", whole_trees),
     ],
     "test_planner.py::test_a_draft_that_fails_is_tried_less_and_less": [
         ("planner: a drafter's chances are not corrected", AcceptanceModel, "of", uncorrected),
         ("planner: one more layer whatever it costs", Planner, "next_width", always_deeper),
-        ("planner: what failed is tried as often as before", ExplorationBudget, "record_trial", returning(None)),
+        ("planner: what failed is tried as often as before", ExplorationBudget, "record_use", returning(None)),
     ],
     "test_planner.py::test_trust_and_costs_are_kept_by_source": [
         ("planner: all nodes are the first source's", AcceptanceModel, "learn", of_one_source),
@@ -164,7 +168,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planner: nothing is tried again", Planner, "_is_due", returning(False)),
     ],
     "test_planner.py::test_a_crowded_batch_remembers_for_the_next_request_that_trials_failed": [
-        ("planner: failed trials are forgotten", ExplorationBudget, "record_trial", returning(None)),
+        ("planner: failed trials are forgotten", ExplorationBudget, "record_use", returning(None)),
     ],
     "test_planner.py::test_a_long_prompt_is_not_read_for_a_few_tokens": [
         ("planner: any prompt is worth reading", ModelSource, "may_save", returning(1e9)),
@@ -177,7 +181,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planner: requests do not share the rows that they choose", PlanningContext, "set_rows", returning(None)),
     ],
     "test_planner.py::test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up": [
-        ("planner: copies' rows cost nothing", Planner, "_learn_lookup", with_zero("_price")),
+        ("planner: copies' rows cost nothing", Planner, "_learn_lookup", with_zero("price")),
     ],
     "test_asking.py::test_rejected_copies_are_queried_less_and_less_often": [
         ("planner: copies are asked as often as before", LookupSource, "asked", resetting("_wait", 8)),

@@ -52,8 +52,6 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # random opti
     "planned": lambda chance: {
         "deepest": chance.randrange(5),
         "trials": chance.choice((0.0, 0.3)),
-        "hits": chance.random() < 0.9,
-        "turns": chance.random() < 0.8,
     },
 }
 ROUNDS = (24, pytest.param(600, marks=pytest.mark.long))

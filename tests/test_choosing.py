@@ -179,5 +179,5 @@ def test_tuning_ranks_the_drafts(target: Loaded, tmp_path: Path, monkeypatch: py
     found = tune(target, draft, FEW, silent)
     assert set(found.drafts) == {"layers:0", "layers:0,1"}
     assert list(found.drafts.values()) == sorted(found.drafts.values(), reverse=True)
-    assert set(found.rates) == {"auto", "card", "autoregressive"}
+    assert set(found.rates) == {"auto", "planned", "autoregressive"}
     assert len(list((tmp_path / "profiles").iterdir())) == 3

@@ -115,12 +115,12 @@ def test_a_draft_on_the_cpu_of_a_target_on_a_gpu_is_native(tmp_path: Path) -> No
     [
         ("cpu", torch.device("cpu"), "auto"),
         (torch.device("cuda:0"), "cpu", "auto"),
-        (torch.device("cuda:0"), torch.device("cuda:1"), "card"),
+        (torch.device("cuda:0"), torch.device("cuda:1"), "planned"),
         (torch.device("cuda:0"), torch.device("cuda:0"), "auto"),
         (torch.device("cpu"), None, "auto"),
     ],
 )
-def test_auto_means_card_if_the_draft_has_its_own_gpu(target: Any, draft: Any, method: str) -> None:
+def test_auto_means_planned_if_the_draft_has_its_own_gpu(target: Any, draft: Any, method: str) -> None:
     """Runtimes name their devices by torch's objects or by strings, which are never equal."""
     models = [Loaded(SimpleNamespace(device=device), None, "") for device in (target, draft)]
     assert choose_method(models[0], models[1], "auto") == method

@@ -7,7 +7,8 @@ import math
 from collections import Counter
 from functools import cache
 from heapq import nlargest
-from typing import Any, cast
+from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from outpace.card.loop import DraftLoop, Open, SetDirectives, StepTimes
 from outpace.core import theory
 from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import Role, TokenTree, depths
+from outpace.core.types import WORKER
 from outpace.decoders.base import RequestContext
-from outpace.decoders.planned import Planned, WaitPlanner
+from outpace.decoders.planned import Planned
 from outpace.drafters._tree_expander import layer_frontier
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
+from outpace.planning.overlap import PARALLEL, Overlap
+from outpace.planning.planner import Planner
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -138,16 +142,16 @@ def test_an_exploration_budget_halves_after_each_failure() -> None:
     budget.advance(11.0)
     assert budget.is_due("layer", 1.0, 0.1)
     assert budget.is_due("layer", 1.0, 0.1), "asking changes nothing"
-    budget.record_trial("layer", False)
-    budget.record_trial("layer", False)  # by another request in the same round
+    budget.record_use("layer", -1.0)
+    budget.record_use("layer", 0.9)  # by another request in the same round
     budget.advance(11.0)
     assert not budget.is_due("layer", 1.0, 0.1)
     assert not budget.is_due("layer", 1.0, 0.0, credit=1.9)
     assert budget.is_due("rows", 1.0, 0.1), "of each thing separately"
     budget.advance(11.0)
     assert budget.is_due("layer", 1.0, 0.1)
-    budget.record_trial("layer", False)
-    budget.record_trial("layer", True)
+    budget.record_use("layer", -1.0)
+    budget.record_use("layer", 1.1)
     budget.advance(11.0)
     assert budget.is_due("layer", 1.0, 0.1)
 
@@ -169,34 +173,27 @@ def test_rows_are_taken_while_they_pay(
     assert best_rows(chances, more, price) == pytest.approx(expected)
 
 
-class Leaves:
-    """A candidate cache that knows only its leaves' chances."""
-
-    missed, layers, is_given_up = True, 0, False
-
-    def __init__(self, *chances: float) -> None:
-        self.chances = list(chances)
-
-    def __len__(self) -> int:
-        return len(self.chances)
-
-    def best_probabilities(self, most: int, ends: int) -> tuple[list[float], list[float]]:
-        return self.chances[:most], (self.chances or [1.0])[:ends]  # the root alone is a leaf
-
-
-def gain(*chances: float) -> float:
-    """Tokens that a layer below such leaves is expected to add."""
-    context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=CostModel(), budget=8)
-    context.candidates = cast(CandidateCache, Leaves(*chances))
-    planner = WaitPlanner(context, Planned.Options())
+def gain(*leaves: float) -> float:
+    """Tokens that waiting for a layer below such leaves of the candidate cache gains above its price."""
+    costs = CostModel()
+    for rows in (1, 1, 8, 8):
+        costs.record_round(1, rows, 1, 6.0 + 0.3 * rows, 0.0)
+    costs.record_draft(WORKER, 0.5, 1)
+    sources = (WORKER,)
+    context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs, budget=8, sources=sources)
+    planner = Planner(context, Planned.Options())
     planner.begin()
-    return planner._gain
+    tree = TokenTree(2)
+    for token, leaf in enumerate(leaves):
+        tree.add(0, token, log(leaf))
+    worker = planner.models[0]
+    planner.found(tree, worker)
+    return planner._best_width(worker, planner._reach(tree, worker, leaves))[1]
 
 
-def test_a_layer_gains_more_below_few_likely_leaves() -> None:
-    assert gain(0.6) > gain(0.3, 0.3) > gain(0.2, 0.2, 0.2) > 0
-    assert gain(0.3, 0.3) > gain(0.2, 0.2)
-    assert gain() == gain(1.0), "below a root alone the walk is there in any case"
+def test_waiting_gains_more_below_few_likely_leaves() -> None:
+    assert gain() > gain(0.9) > gain(0.6) > gain(0.3, 0.3), "below a root alone the walk is there in any case"
+    assert gain(0.1, 0.1, 0.1, 0.1, 0.1, 0.1) == 0.0
 
 
 def test_planned_waits_longer_for_cheaper_layers() -> None:
@@ -215,15 +212,30 @@ def test_planned_is_no_slower_than_card_and_auto_and_faster_with_a_cheap_draft(r
     assert planned("planned", ratio).seconds < most * known
 
 
-@pytest.mark.parametrize(("ratio", "option"), [(15.0, "hits"), (7.0, "rests")])
-def test_planned_gains_by_waits_after_hits_and_by_a_drafter_that_rests(ratio: float, option: str) -> None:
-    assert planned("planned", ratio).seconds < planned("planned", ratio, **{option: False}).seconds
+def test_planned_gains_by_waits() -> None:
+    assert planned("planned", 15.0).seconds < planned("planned", 15.0, deepest=0).seconds
 
 
-def test_planned_drafts_sequentially_on_one_device() -> None:
-    found = {turns: planned("planned", 7.0, 1, turns=turns) for turns in (True, False)}
-    assert found[True].seconds < 0.95 * found[False].seconds
-    assert found[True].draft_idle > found[False].draft_idle
+def test_planned_drafts_sequentially_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned("planned", 7.0, 1)
+    monkeypatch.setattr(Overlap, "_choose", lambda self, step, usual, price: None)
+    parallel = planned.__wrapped__("planned", 7.0, 1)
+    assert found.seconds < 0.95 * parallel.seconds
+    assert found.draft_idle > parallel.draft_idle
+
+
+def test_a_drafter_begins_a_layer_that_ends_after_the_pass_if_hits_are_frequent() -> None:
+    """A pass of 2.6 draft steps: the third layer is begun if misses are rarer than 0.6."""
+    costs = CostModel()
+    context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs)
+    for hits, layers in ((True, 3), (False, 2)):
+        overlap = Overlap(context, lambda: 1.0, 0.0)
+        for _ in range(200):
+            costs.record_round(1, 1, 1, 2.6, 0.0)
+            directives = overlap.during(1, 0.0)
+            overlap.learn(hits, 0.5)
+        assert overlap.mode == PARALLEL
+        assert directives.layers == layers
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_planner_starts_from_what_was_tuned(pair: tuple[Loaded, Loaded], kept:
     said: list[str] = []
     found = tune(*pair, FEW, lambda stage, fraction: said.append(stage))
     assert {"rounds", "ways"} == set(said)
-    assert set(found.rates) == {"auto", "card", "autoregressive"}
+    assert set(found.rates) == {"auto", "planned", "autoregressive"}
     assert all(rate > 0 for rate in found.rates.values())
     assert {1, 4} <= set(found.rounds)
     assert found.path is not None
@@ -51,15 +51,15 @@ def test_a_planner_starts_from_what_was_tuned(pair: tuple[Loaded, Loaded], kept:
         assert llm.engine.costs.num_rounds > 0
 
 
-PLAIN_IS_FASTEST = {"auto": 50.0, "card": 25.0, "autoregressive": 60.0}
-CARD_IS_AHEAD = {"auto": 50.0, "card": 51.0, "autoregressive": 40.0}
-CARD_IS_BETTER = {"auto": 50.0, "card": 52.0, "autoregressive": 40.0}
+PLAIN_IS_FASTEST = {"auto": 50.0, "planned": 25.0, "autoregressive": 60.0}
+PARALLEL_IS_AHEAD = {"auto": 50.0, "planned": 51.0, "autoregressive": 40.0}
+PARALLEL_IS_BETTER = {"auto": 50.0, "planned": 52.0, "autoregressive": 40.0}
 
 
 @pytest.mark.parametrize(
-    ("rates", "chosen"), [(PLAIN_IS_FASTEST, "auto"), (CARD_IS_AHEAD, "auto"), (CARD_IS_BETTER, "card")]
+    ("rates", "chosen"), [(PLAIN_IS_FASTEST, "auto"), (PARALLEL_IS_AHEAD, "auto"), (PARALLEL_IS_BETTER, "planned")]
 )
-def test_card_is_chosen_if_it_is_clearly_faster(
+def test_parallel_drafting_is_chosen_if_it_is_clearly_faster(
     pair: tuple[Loaded, Loaded], kept: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], chosen: str
 ) -> None:
     def race(llms: dict[str, LLM], *given: object) -> dict[str, float]:
@@ -96,7 +96,7 @@ def test_a_wrong_option_is_named(values: dict, says: str) -> None:
 
 
 def test_the_command_prints_one_line_of_json(kept: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.bench.tune._race", lambda *given: CARD_IS_BETTER)
+    monkeypatch.setattr("outpace.bench.tune._race", lambda *given: PARALLEL_IS_BETTER)
     words = ["--draft", "layers:0", "--runtime", "llama", "--max-tokens", "8", "--rounds", "1", "--json"]
     record = json.loads(run("tune", "--target", folder(kept, "target"), *words)[1])
-    assert (record["chosen"], record["rates"]) == ("card", CARD_IS_BETTER)
+    assert (record["chosen"], record["rates"]) == ("planned", PARALLEL_IS_BETTER)

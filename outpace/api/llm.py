@@ -66,7 +66,7 @@ class LLM(AbstractContextManager["LLM"]):
     Method (the text does not depend on it, except for rules that say so):
         method: `outpace methods` lists them. "auto" is the first of these that applies: 1. "speculative", for a
             rule whose text depends on the drafts; 2. the method that `outpace tune` found fastest for the pair; 3.
-            "card", if the draft has a device of its own; 4. the planner, which drafts in each round as much as pays.
+            "planned", if the draft has a GPU of its own; 4. the planner, which drafts in each round as much as pays.
         drafter: what proposes tokens. Several that share one tree are joined by "+", as in "model+ngram"; several from
             which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.

@@ -14,7 +14,7 @@ from outpace.bench.contenders import PLAIN
 from outpace.bench.run import rotated
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Drafter
-from outpace.engine.build import AUTO, default_drafter
+from outpace.engine.build import AUTO, PLANNED, default_drafter
 from outpace.models.load import Loaded, Progress
 from outpace.planning.cost_model import CostModel
 from outpace.planning.profile import Profile, subject
@@ -70,7 +70,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     singles = [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
     setups: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
         AUTO: (draft, {"method": AUTO}),
-        "card": (draft, {"method": "card", "drafter": drafter}),
+        PLANNED: (draft, {"method": PLANNED, "drafter": drafter}),
         PLAIN: (None, {"method": PLAIN}),
         **{f"{SINGLE}{one.name}": (one, {"method": AUTO}) for one in singles},
     }
@@ -88,7 +88,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
                 costs.load_state_dict(costs.state_dict() | {"rounds": llm.engine.costs.state_dict()["rounds"]})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
-        chosen = "card" if rates["card"] > PARALLEL_GAIN * rates[AUTO] else AUTO
+        chosen = PLANNED if rates[PLANNED] > PARALLEL_GAIN * rates[AUTO] else AUTO
         path = Profile(subject(target, draft)).save(*_learnt(llms[AUTO]), tuned=chosen)
         for one in singles:
             Profile(subject(target, one)).save(*_learnt(llms[f"{SINGLE}{one.name}"]))

@@ -104,12 +104,11 @@ class CandidateCache:
         """Whether the drafter adds no more below this root."""
         return self.layers >= _UNLIMITED
 
-    def best_probabilities(self, num_nodes: int, num_leaves: int) -> tuple[list[float], list[float]]:
-        """Return estimated probabilities that the target reaches a candidate, best first: of the `num_nodes` best of
-        all, and of the `num_leaves` best without children (the root, if it has no children)."""
+    def best_leaves(self, count: int) -> list[float]:
+        """Return estimated probabilities that the target reaches the best `count` candidates without children, best
+        first."""
         with self._lock:
-            best, leaves = self._tree.best_scores(num_nodes), self._tree.best_scores(num_leaves, leaves=True)
-        return list(map(exp, best)), list(map(exp, leaves))
+            return [*map(exp, self._tree.best_scores(count, leaves=True))]
 
     def query(self, budget: int) -> TokenTree:
         """Return a copy of the best `budget` nodes, the root included; perhaps the root alone. Called by the target's

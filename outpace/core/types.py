@@ -230,6 +230,11 @@ class Source(NamedTuple):
     width: int = 1
 
 
+WORKER = Source("", True, width=16)
+"""The drafter that a worker runs in parallel with the target; its candidates carry no name. The width is that of an
+assumed draft step, because the worker may be another process."""
+
+
 class Draft(NamedTuple):
     """Yielded by a decoder to grow the tree, by one source or all (None). It receives the number of nodes added.
 

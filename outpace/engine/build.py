@@ -24,6 +24,7 @@ from outpace.models.load import Loaded
 WORKERS = ("thread", "process", "polled", "inline")
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
+PLANNED = "planned"  # the same with a drafter in parallel with the target
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
     1. "speculative" for a rule whose text depends on the drafts: with a planner, the text would depend on measured
        times;
     2. the method that `outpace tune` found fastest for this pair of models (`tuned`);
-    3. "card" if the draft model has a GPU of its own, where it can run in parallel with the target;
-    4. "auto", the planner, which drafts in each round as much as pays, alternating with the target. With the target on
-       a GPU and the draft on the CPU sequential drafting was faster than CARD at both sizes that were measured.
+    3. "planned" if the draft model has a GPU of its own, where it can run in parallel with the target;
+    4. "auto", the same planner, which drafts in each round as much as pays, alternating with the target. With the
+       target on a GPU and the draft on the CPU sequential drafting was faster than CARD at both sizes that were measured.
 
     UserError for a rule that works only with certain methods.
     """
@@ -136,7 +137,7 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
     if tuned:
         return tuned
     has_own_gpu = draft is not None and _device(draft) != _device(target) and str(_device(draft)).startswith("cuda")
-    return "card" if has_own_gpu else AUTO
+    return PLANNED if has_own_gpu else AUTO
 
 
 def _takes(method: str, rule: str) -> bool:

@@ -15,7 +15,7 @@ from outpace.card.worker import DraftWorker
 from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
-from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
+from outpace.core.types import WORKER, Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.engine.sequence import TokenSequence
 from outpace.planning.cost_model import CostModel
 
@@ -75,6 +75,7 @@ class DraftRunner:
         context = sequence.context
         if worker := self._worker_of(sequence):
             context.candidates = CandidateCache(context.last_token)
+            context.sources = (WORKER,)
             context.correct = partial(worker.correct, sequence.key)
             context.set_directives = partial(worker.set_directives, sequence.key)
             context.draft_seconds = partial(getattr, worker, "step_seconds")
@@ -142,12 +143,20 @@ class DraftRunner:
                 return
             for name, source in sorted(asked, key=_order) if len(asked) > 1 else asked:
                 self._grow(asked[name, source], name, source)
-            for sequence in waiting:
-                began = self._clock()
-                if self.worker and self.worker.failure is None and isinstance(sequence.action, Await):
-                    self.worker.wait(sequence.context.candidates, *sequence.action)
-                self.spent += self._clock() - began
-                sequence.advance(None)
+            if waiting:
+                self._wait(waiting)
+
+    def _wait(self, waiting: Sequence[TokenSequence]) -> None:
+        """Let the worker draft for these sequences, then resume their decoders."""
+        began = self._clock()
+        for sequence in waiting:
+            if self.worker and self.worker.failure is None and isinstance(sequence.action, Await):
+                self.worker.wait(sequence.context.candidates, *sequence.action)
+        for sequence in waiting:
+            sequence.advance(None)
+        seconds = self._clock() - began
+        self.spent += seconds
+        self._costs.record_draft(WORKER, seconds, 1, len(waiting))
 
     def check_worker(self) -> None:
         """Warn if the worker has failed: once while it restarts, and once when it is given up."""

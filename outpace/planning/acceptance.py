@@ -9,9 +9,12 @@ from outpace.core.stats import BatchedUpdates
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
+from outpace.planning.estimators import DecayedMean
 
 _CONTINUES = 0.97  # trust in a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
+_FADE = 0.97  # how fast one request's trust follows its own drafts: a few bad rounds are chance
+_COMMON = 2.0  # weight of all requests' trust in that of one
 
 
 class AcceptanceModel:
@@ -25,23 +28,26 @@ class AcceptanceModel:
 
     def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:
         self._costs = costs
-        self._trust = {one.name: costs.initial_trust(one.name) for one in sources if not one.is_calibrated}
-        self._values = [1.0]
+        self._own = {one.name: DecayedMean(0.0, 0.0, _FADE) for one in sources if not one.is_calibrated}
+        self._tree: TokenTree | None = None
+        self._values = [1.0]  # of its nodes
         self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
-
-    def begin(self) -> None:
-        """Begin a round, whose tree is only a root."""
-        self._values = [1.0]
 
     def trust(self, source: Source) -> float:
         """Return the factor by which this source's chances are multiplied at each token."""
-        return self._trust[source.name].value if source.name in self._trust else 1.0
+        return self._trust(source.name) if source.name in self._own else 1.0
+
+    def _trust(self, name: str) -> float:
+        """Return this request's own trust in a source, which starts from that of all requests."""
+        return self._own[name].given(self._costs.trust(name).value, _COMMON)
 
     def of(self, tree: TokenTree) -> list[float]:
         """Return the chance of each node."""
+        if tree is not self._tree:
+            self._tree, self._values = tree, [1.0]
         values, first = self._values, len(self._values)
         if first < len(tree):
-            scores, trusts = [*tree.scores], {name: mean.value for name, mean in self._trust.items()}
+            scores, trusts = [*tree.scores], {name: self._trust(name) for name in self._own}
             for source, parent, score in zip(tree.sources[first:], tree.parents[first:], scores[first:], strict=True):
                 chance = exp(score - scores[parent]) * trusts.get(source, _CONTINUES)
                 values.append(values[parent] * min(chance, 1.0))
@@ -62,9 +68,9 @@ class AcceptanceModel:
         for node, following in zip(path, [*path[1:], None], strict=True):
             for child in tree.children(node):
                 source = sources[child]
-                if source in self._trust and tree.roles[child] != Role.PROBE:  # a probe predicts nothing for a round
+                if source in self._own and tree.roles[child] != Role.PROBE:  # a probe predicts nothing for a round
                     promised[source] = promised.get(source, 0.0) + exp(scores[child] - scores[node])
                     accepted[source] = accepted.get(source, 0) + (child == following)
         for source, chances in promised.items():
-            self._trust[source].learn(accepted[source], chances)
+            self._own[source].learn(accepted[source], chances)
             self._costs.trust(source).learn(accepted[source], chances)

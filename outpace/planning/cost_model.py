@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from outpace.core.types import Drafter, Source
+from outpace.core.types import WORKER, Drafter, Source
 from outpace.models.base import Model
 from outpace.planning.estimators import DecayedMean, ExplorationBudget, LayerYields
 from outpace.planning.latency_curve import LatencyCurve
@@ -21,7 +21,6 @@ _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo wh
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
-_REQUEST_FADE = 0.97  # how fast one request's trust follows its own drafts: a few bad rounds are chance
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
 
 
@@ -88,10 +87,6 @@ class CostModel:
         """Accepted tokens divided by the sum of their predicted chances, of the source with this name."""
         return self._trust[source]
 
-    def initial_trust(self, source: str) -> DecayedMean:
-        """`trust` for one request, which starts from the common value."""
-        return DecayedMean(self.trust(source).value, 2.0, _REQUEST_FADE)
-
     def lookup_gain(self, source: str, requests: int) -> DecayedMean:
         """Tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
         return self._lookup_gains[source, requests]
@@ -134,7 +129,7 @@ class CostModel:
         all of them together, or lookups; `seconds` include the host's time for planning the next growth."""
         if source.name in self._catching_up:
             self._catching_up.remove(source.name)
-        elif source.runs_model:
+        elif _shares_steps(source):
             self._step_curve(source).learn(width, seconds)
         else:
             self._step_curve(source).learn(1, seconds / requests)
@@ -147,7 +142,7 @@ class CostModel:
     def draft_seconds(self, source: Source, requests: float = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
         while nothing is known."""
-        if not source.runs_model:
+        if not _shares_steps(source):
             return self._step_curve(source).seconds(1)
         return self._step_curve(source).seconds(round(width * requests)) / requests
 
@@ -242,6 +237,12 @@ class CostModel:
         for name, values in profile["growth"].items():
             self.layer_yields(Source(name, True)).load_state_dict(values)
         self._prices.clear()
+
+
+def _shares_steps(source: Source) -> bool:
+    """Return whether requests share the source's steps, so that a step's time depends on how many nodes all of them
+    expand. Waits for a worker and lookups are known for one request only."""
+    return source.runs_model and source.name != WORKER.name
 
 
 def nearest(known: Iterable[int], requests: int) -> int:

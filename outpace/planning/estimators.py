@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
 WINDOW = 9  # samples kept for each key; their median counts
@@ -86,6 +87,10 @@ class DecayedMean:
         self._denominator = self._denominator * self._fade + denominator
         self.value = self._numerator / self._denominator if self._denominator else 0.0
 
+    def given(self, prior: float, weight: float) -> float:
+        """Return the value with a further prior of this weight, which may change from call to call."""
+        return (self._numerator + prior * weight) / (self._denominator + weight)
+
 
 class LayerYields:
     """The tokens that a draft layer adds, per unit of the chance that the walk reaches it, by layer.
@@ -120,6 +125,16 @@ class LayerYields:
         self._sums = [(float(value) * _YIELD_WEIGHT, _YIELD_WEIGHT) for value in kept[:_LAYERS]]
 
 
+@dataclass
+class _Use:
+    """The last round that used an option: when it was, what failed before it, and what it gained."""
+
+    at: float
+    failures: int
+    failed_at: float
+    gain: float = 0.0
+
+
 class ExplorationBudget:
     """Decides when options that are not known to pay are tried.
 
@@ -130,8 +145,7 @@ class ExplorationBudget:
 
     def __init__(self) -> None:
         self._seconds = 0.0  # duration of all rounds so far
-        self._failed_at: dict[Hashable, float] = {}  # on that time scale
-        self._failures: dict[Hashable, int] = {}  # failed trials since the option last paid
+        self._last: dict[Hashable, _Use] = {}  # by option
 
     def advance(self, seconds: float) -> None:
         """Add the duration of a round."""
@@ -139,14 +153,20 @@ class ExplorationBudget:
 
     def is_due(self, option: Hashable, cost: float, share: float, credit: float = 0.0) -> bool:
         """Return whether a trial that takes `cost` seconds is affordable by now."""
-        idle = self._seconds - self._failed_at.get(option, 0.0)
-        return cost < (share * idle + credit) / 2 ** self._failures.get(option, 0)
+        failures, failed_at = self._failures(option)
+        return cost < (share * (self._seconds - failed_at) + credit) / 2**failures
 
-    def record_trial(self, option: Hashable, has_paid: bool) -> None:
-        """Note that the option was used in this round, as a trial or because it pays. Trials by several requests in one
-        round count as one."""
-        if has_paid:
-            self._failures[option] = 0
-        elif self._failed_at.get(option) != self._seconds:
-            self._failures[option] = min(self._failures.get(option, 0) + 1, _MAX_FAILURES)
-            self._failed_at[option] = self._seconds
+    def record_use(self, option: Hashable, gain: float) -> None:
+        """Note that the option was used in this round, as a trial or because it pays, and gained this much above its
+        price. Uses by several requests in one round add up: a trial has failed if their sum is not above 0."""
+        last = self._last.get(option)
+        if last is None or last.at != self._seconds:
+            last = self._last[option] = _Use(self._seconds, *self._failures(option))
+        last.gain += gain
+
+    def _failures(self, option: Hashable) -> tuple[int, float]:
+        """Return the number of failed trials in a row, and the time of the last failure."""
+        last = self._last.get(option)
+        if last is None:
+            return 0, 0.0
+        return (0, last.failed_at) if last.gain > 0.0 else (min(last.failures + 1, _MAX_FAILURES), last.at)

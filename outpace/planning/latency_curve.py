@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from outpace.planning.estimators import MIN_SAMPLES, WINDOW, RollingMedian
 
@@ -12,7 +13,7 @@ _REFRESH_EVERY = 4  # rounds after which medians are read again
 _STALE = 96  # rounds after which a row count is measured again
 _FORGOTTEN = 512  # rounds after which timings of more rows than any since are dropped
 _FIRST = 4  # nodes that may be verified before any time is known
-_ROW = 0.05  # prior for the cost of one more row, as a fraction of a pass
+_ROW = 0.05  # prior for the cost of one more row, as a fraction of a pass over one
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
 Point = tuple[int, float]
 
@@ -130,7 +131,9 @@ class LatencyCurve:
         kernels' tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and
         everything that was drafted would be verified.
         """
-        known = self._times.medians or self._times.minima  # minima as long as nothing was timed twice
+        medians, minima = self._times.medians, self._times.minima
+        least = min(medians, default=inf)
+        known = {**{rows: seconds for rows, seconds in minima.items() if rows < least}, **medians}
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]
@@ -149,7 +152,7 @@ class LatencyCurve:
         if len(counts) < 2:
             if self._prior and (expected := self._prior(counts[0])):
                 return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
-            prior = _ROW * seconds[0]
+            prior = _ROW * seconds[0] / (1.0 + _ROW * (counts[0] - 1))
             return (prior + max(prior, token)) / 2
         return max((seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]), token)
 

@@ -19,6 +19,8 @@ from outpace.planning.sources import LookupSource, ModelSource, PlanningContext,
 MAX_LOOKUP_CHANCE = 0.5  # if lookups continue the root with a higher chance, a model's layer shows no typical yield
 _BEAM = 4  # extra rows by which the price of a row is estimated
 _PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
+# Factor on prices of waits for a worker that has drafted already: the layer would be there in the next round anyway.
+_WAIT_MARGIN = 1.5
 # An answer's first rounds decode plainly until the time of such a round is known, but at most this many: rounds in the
 # same passes as another request's prompt are not timed.
 _MAX_UNTIMED_ROUNDS = 24
@@ -30,7 +32,7 @@ _UNKNOWN = 2  # most layers before the time of a draft step and the price are kn
 class PlannerOptions(MethodOptions):
     """`deepest`: the most draft layers in a round; `trials`: the share of time for trying again what did not pay."""
 
-    deepest: int = whole(16, 1, 256)
+    deepest: int = whole(16, 0, 256)
     trials: float = number(0.01, 0.0, 1.0)
 
 
@@ -51,9 +53,9 @@ class Planner:
         ]
         self._repetitions = RepetitionDetector(context.committed)
         self.models = [ModelSource(one, context) for one in context.sources if one.runs_model]
-        self._worth = 0.0  # of this round's tree
+        self._chances: list[float] = []  # of the nodes of this round's tree, falling
         self._lookup_chance = 0.0  # that the walk reaches a lookup node of this round's tree
-        self._price = 0.0  # tokens that a second is worth in this round
+        self.price = 0.0  # tokens that a second is worth in this round
         self._row = 0.0  # tokens that one of a few more rows is worth in it
         self._reached = 0.0  # chance that the walk reaches the parents of the layer that is being grown
         self._rounds = 0
@@ -69,51 +71,63 @@ class Planner:
         has been timed."""
         requests = self._context.requests
         prices = self._costs.prices(requests)
-        self._price = _PRICE_MARGIN * prices.tokens_per_second
+        self.price = _PRICE_MARGIN * prices.tokens_per_second
         is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not prices.is_known
         self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests)
         self._rounds, self.uses_drafts = self._rounds + 1, False
         for model in self.models:
-            model.layers, model.doubtful, model.is_trial = 0, -1, False
+            model.layers, model.first, model.doubtful, model.is_trial = 0, 0, -1, False
         for source in self.lookups:
             source.is_asked = False
-        self._acceptance.begin()
+        self._chances = []
         self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
             self._why = "a plain round is timed" if self._context.budget > 1 else "one row for each request"
             return
-        self._worth = self._lookup_chance = 0.0
-        self._row = self._price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
+        self._lookup_chance = 0.0
+        self._row = self.price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
         for source in self.lookups:
             source.is_asked = self._gains(source) or source.is_due(self._repetitions)
             self.uses_drafts = self.uses_drafts or source.is_asked
 
     def _gains(self, lookup: LookupSource) -> bool:
         """Return whether a lookup source gives more than the host's time for it costs."""
-        return lookup.gain.value > self._price * self._costs.draft_seconds(lookup.source)
+        return lookup.gain.value > self.price * self._costs.draft_seconds(lookup.source)
 
     def looked_up(self, tree: TokenTree) -> None:
         """Note that a lookup source has added its nodes."""
         self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
 
-    def next_width(self, tree: TokenTree, model: ModelSource) -> int:
+    def found(self, tree: TokenTree, model: ModelSource) -> float:
+        """Note the candidates that a worker has drafted before this round; return how many tokens they are worth."""
+        model.layers = model.first = tree.deepest
+        self.uses_drafts = len(tree) > 1
+        self._chances = self._falling(tree)
+        return self._best(self._chances)[1]
+
+    def _falling(self, tree: TokenTree) -> list[float]:
+        """Return the chances of the best nodes that may be verified besides the root, best first."""
+        return sorted(self._acceptance.of(tree)[1:], reverse=True)[: self._context.budget - 1]
+
+    def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
         """Return how many nodes the draft model should expand in another layer; 0 if that neither brings more than it
-        costs nor is due for a trial."""
+        costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
-        if model.is_trial or model.layers >= (self._options.deepest if is_known else _UNKNOWN):
+        most = min(self._options.deepest, inf if is_known else _UNKNOWN)
+        if self.is_plain or model.is_trial or model.layers - model.first >= most:
             self._why = "a trial of one layer" if model.is_trial else "as deep as allowed"
             return 0
         catch_up = model.catch_up_seconds
-        reach = self._reach(tree, model)
+        reach = self._reach(tree, model, leaves)
         width, gain = self._best_width(model, reach)
         if not width:
             expected = model.yields.value(model.layers) * reach[0] if reach else 0.0
             self._why = f"another layer adds {expected:.2f} tokens and costs {self._step_price(model):.2f}"
-        if gain <= self._price * catch_up / max(1, self._context.tokens_left):  # reading is paid once for all rounds
+        if gain <= self.price * catch_up / max(1, self._context.tokens_left):  # reading is paid once for all rounds
             explores = self._explores(model)
             if not explores and not self._is_due(model):
                 return 0
-            width, model.is_trial, model.doubtful, model.has_paid = width or 1, not explores, model.layers, False
+            width, model.is_trial, model.doubtful, model.doubtful_worth = width or 1, not explores, model.layers, 0.0
         elif catch_up > model.may_save():
             self._why = "the answer is too short for the draft model to read the text"
             return 0
@@ -143,7 +157,8 @@ class Planner:
 
     def _step_price(self, model: ModelSource, width: int = 1) -> float:
         """Return the tokens that this request's share of the model's next draft step has to bring."""
-        return self._price * self._costs.draft_seconds(model.source, self._sharing(model), width)
+        price = self.price * (_WAIT_MARGIN if model.first else 1.0)
+        return price * self._costs.draft_seconds(model.source, self._sharing(model), width)
 
     def _sharing(self, model: ModelSource) -> float:
         """Return how many requests are expected to share the forward of the model's next layer: those that share the
@@ -152,15 +167,16 @@ class Planner:
             return self._context.batch.num_growing(model.layers - 1)
         return max(1.0, self._costs.drafting_requests(self._context.requests).value)
 
-    def _reach(self, tree: TokenTree, model: ModelSource) -> list[float]:
+    def _reach(self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None) -> list[float]:
         """Return the chance that the walk reaches the likeliest 1, 2, ... parents of the model's next layer: the leaves
         and, for the first layer, the root where no lookup node continues it. Each counts with its excess over the price
         of a row there, because four unlikely leaves give less than one that is as likely as all of them."""
         chances, least = self._acceptance.of(tree), self._row / YIELD
-        leaves = [*map(chances.__getitem__, tree.leaves())]
+        trust = self._acceptance.trust(model.source)
+        leaves = [trust * leaf for leaf in predicted] if predicted else [*map(chances.__getitem__, tree.leaves())]
         if not model.layers:
             remaining = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
-            leaves.append(self._acceptance.trust(model.source) * remaining)
+            leaves.append(trust * remaining)
         above = [chance - least for chance in sorted(leaves, reverse=True)[: model.source.width] if chance > least]
         return [*accumulate(above)]
 
@@ -172,16 +188,15 @@ class Planner:
         """Learn from a layer that the model has added."""
         # After lookups a layer adds what they leave to add, which says nothing about other rounds.
         if self._lookup_chance <= MAX_LOOKUP_CHANCE:
-            chances = sorted(self._acceptance.of(tree)[1:], reverse=True)
-            rows, worth = self._best(chances[: self._context.budget - 1])
+            before, self._chances = self._best(self._chances)[1], self._falling(tree)
+            rows, worth = self._best(self._chances)
             most = self._costs.max_extra_rows(self._context.rows_of_others)
-            is_cut = len(chances) >= rows > most  # by the limit on untimed rows, not by what pays
+            is_cut = len(self._chances) >= rows > most  # by the limit on untimed rows, not by what pays
             if not is_cut and self._reached:
                 most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
-                model.gave((worth - self._worth) / most_reached, self._reached / most_reached)
+                model.gave((worth - before) / most_reached, self._reached / most_reached)
             if model.doubtful == model.layers:
-                model.has_paid = worth - self._worth > self._step_price(model)
-            self._worth = worth
+                model.doubtful_worth = worth - before
         model.layers += 1
 
     def _explores(self, model: ModelSource) -> bool:
@@ -191,26 +206,32 @@ class Planner:
             return False
         if self._lookup_chance > MAX_LOOKUP_CHANCE:
             return False
-        cost = 2.0 * self._costs.draft_seconds(model.source) + model.catch_up_seconds  # its rows cost about as much
+        cost = self._trial_seconds(model)
         return self._costs.exploration.is_due(model.text_option, cost, 0.0, credit=model.may_save())
 
     def _is_due(self, model: ModelSource) -> bool:
         """Return whether a layer that does not pay is tried again. All requests wait for it."""
         if model.layers and self._lookup_chance > MAX_LOOKUP_CHANCE:
             return False
-        requests = self._context.requests
-        cost = self._costs.draft_seconds(model.source, requests) * requests + model.catch_up_seconds
+        cost = self._trial_seconds(model)
         return self._costs.exploration.is_due(model.layer_option(model.layers), cost, self._options.trials)
+
+    def _trial_seconds(self, model: ModelSource) -> float:
+        """Return the cost of one more layer with one row, if all requests grow it."""
+        requests = self._context.requests
+        rows = self._costs.extra_seconds(requests, requests)[-1]
+        return self._costs.draft_seconds(model.source, requests) * requests + model.catch_up_seconds + rows
 
     def chosen(self, tree: TokenTree) -> list[int]:
         """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
         and then it returns fewer than pay, to time a pass over so few rows."""
         chances = self._acceptance.of(tree)
-        order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._context.budget - 1]
+        best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
+        order = [] if self.is_plain else best[: self._context.budget - 1]
         nodes = order[: self._count([*map(chances.__getitem__, order)]) - 1] if order else []
         seconds = self._costs.pass_seconds(self._context.rows_of_others + 1 + len(nodes))
         tokens = 1.0 + sum(map(chances.__getitem__, nodes))
-        self.plan = RoundPlan((*self._widths,), tokens, seconds + self._drafting, self._price, self._why)
+        self.plan = RoundPlan((*self._widths,), tokens, seconds + self._drafting, self.price, self._why)
         return sorted([0, *nodes])
 
     def _count(self, chances: Sequence[float]) -> int:
@@ -221,16 +242,16 @@ class Planner:
         best, worth = self._best(chances)
         fewer, exploration = (best + 1) // 2, self._costs.exploration
         rows = self._context.rows_of_others + fewer
-        if best > 1 and self._price and self._costs.is_untimed(rows):
+        if best > 1 and self.price and self._costs.is_untimed(rows):
             lost = worth - self._best(chances[: fewer - 1])[1]
-            if exploration.is_due(("rows", rows), lost / self._price, self._options.trials):
-                exploration.record_trial(("rows", rows), has_paid=False)
+            if exploration.is_due(("rows", rows), lost / self.price, self._options.trials):
+                exploration.record_use(("rows", rows), 0.0)
                 return fewer
         return best
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """Return how many rows pay, the root's included, and what they bring above their price."""
-        return self._costs.best_rows(chances, self._context.rows_of_others, self._price)
+        return self._costs.best_rows(chances, self._context.rows_of_others, self.price)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from the drafts of a round in which the target accepted this path of the tree."""
@@ -240,10 +261,9 @@ class Planner:
             if not model.layers:
                 continue
             step = self._step_price(model)
-            for layer in range(model.layers):
-                is_accepted = len(path) > layer + 1 and step < 1.0
-                has_paid = layer != model.doubtful or model.has_paid or is_accepted
-                self._costs.exploration.record_trial(model.layer_option(layer), has_paid)
+            for layer in range(model.first, model.layers):
+                gave = max(model.doubtful_worth, float(len(path) > layer + 1)) if layer == model.doubtful else inf
+                self._costs.exploration.record_use(model.layer_option(layer), gave - step)
             model.end_round(len(path), step)
         self._acceptance.learn(tree, path)
         for source in self.lookups:
@@ -259,7 +279,7 @@ class Planner:
         name, gain, count = lookup.source.name, 0.0, len(tree) - 1
         if rows := tree.sources.count(name):
             seconds = self._costs.extra_seconds(self._context.rows_of_others + 1, count)[-1] / count
-            gain = [*map(tree.sources.__getitem__, path)].count(name) - self._price * seconds * rows
+            gain = [*map(tree.sources.__getitem__, path)].count(name) - self.price * seconds * rows
         lookup.gain.learn(gain)
         lookup.asked(self._gains(lookup), self._repetitions)
         self._costs.lookup_gain(name, self._context.requests).learn(gain)

@@ -124,10 +124,11 @@ class ModelSource:
 
     def __init__(self, source: Source, context: PlanningContext) -> None:
         self.source = source
-        self.layers = 0  # grown in this round
+        self.layers = 0  # of this round's tree
+        self.first = 0  # of them that a worker had drafted before the round
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
         self.doubtful = -1  # the layer of this round that was grown to find out whether it pays
-        self.has_paid = False  # whether that layer gave more than it cost
+        self.doubtful_worth = 0.0  # tokens that this layer was expected to add once its nodes were known
         self.is_new_text = True  # whether the request is still finding out what the model gives for its text
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
@@ -137,7 +138,7 @@ class ModelSource:
     @property
     def is_first_layer_trial(self) -> bool:
         """Whether its first layer in this round is a trial."""
-        return self.is_trial and self.layers == 1
+        return self.is_trial and self.layers == 1 and not self.first
 
     @property
     def yields(self) -> LayerYields:
@@ -173,7 +174,7 @@ class ModelSource:
         self._read = len(self._context.committed) + emitted
         self._rounds += 1
         if self._rounds <= _EXPLORED and self._context.requests == 1:
-            self._costs.exploration.record_trial(self.text_option, emitted - 1 > step)
+            self._costs.exploration.record_use(self.text_option, emitted - 1 - step)
         self.is_new_text = self._rounds < _EXPLORED
 
     @property

@@ -17,8 +17,7 @@ _MOST_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
 _PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, which begins with the method
     "planned": ("planned", {}),
-    "planned-no-hits": ("planned, waits after misses alone", {"hits": False}),
-    "planned-no-rests": ("planned, its drafter never rests", {"rests": False}),
+    "planned-no-wait": ("planned, never waits", {"deepest": 0}),
     "card": ("CARD", {}),
     "card-chain": ("CARD, verifies a chain", {"chain": True}),
     "card-no-b": ("CARD, without B", {"secondary": False}),

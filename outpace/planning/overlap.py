@@ -1,0 +1,71 @@
+"""Chooses what a drafter in a worker does during a pass of the target: it adds the layers that fit, or rests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outpace.core.drafting import DraftDirectives
+from outpace.core.types import WORKER
+from outpace.planning.sources import PlanningContext
+
+_SHARE = 1 / 8  # of the tree's free nodes that one layer may use
+_MIN_YIELD = 0.05
+_LAYER = DraftDirectives(layers=1, floor=0.0, share=_SHARE)
+_REST = DraftDirectives(layers=0)
+PARALLEL, SEQUENTIAL = "parallel", "sequential"
+
+
+class Overlap:
+    """Decides for one request whether the worker drafts during the target's passes (parallel) or only while the target
+    waits (sequential), and how many layers it adds in a pass.
+
+    Parallel drafting slows the passes down where both share a device or cores. It pays while this takes less time than
+    drafting what it leaves for the next round, or less than these tokens are worth. Slowness is relative to the average
+    time of a pass over as many rows, because the two kinds of rounds verify different numbers of rows.
+
+    A layer that ends after the pass is begun if the part of it that fits is larger than the chance of a miss: a hit
+    saves this part, and after a miss the remaining part delays the new tree.
+    """
+
+    def __init__(self, context: PlanningContext, step_seconds: Callable[[], float], trials: float) -> None:
+        """`step_seconds` returns the mean duration of the worker's forwards, 0 if unknown."""
+        self._context, self._costs, self._step_seconds, self._trials = context, context.costs, step_seconds, trials
+        self._slowness = {mode: self._costs.statistic(mode) for mode in (PARALLEL, SEQUENTIAL)}
+        self._left = self._costs.statistic("left for the next round", 0.5, 4.0)  # tokens
+        self._hits = self._costs.statistic("hits", 0.5, 4.0)  # share of the rounds
+        self._rows = 0  # of the last pass
+        self.mode = PARALLEL
+
+    def learn(self, is_hit: bool, worth: float) -> None:
+        """Learn from the last round, which left candidates that are worth this many tokens."""
+        if self._rows:
+            usual = self._costs.pass_seconds(self._rows)
+            if usual:
+                self._slowness[self.mode].learn(self._costs.last_pass_seconds, usual)
+            if self.mode == PARALLEL:
+                self._left.learn(worth)
+                self._hits.learn(is_hit)
+
+    def during(self, rows: int, price: float) -> DraftDirectives:
+        """Choose for a pass over `rows` rows of this request, where a second is worth `price` tokens."""
+        self._rows = rows + self._context.rows_of_others
+        step, seconds = self._step_seconds(), self._costs.pass_seconds(self._rows)
+        self._choose(step, seconds, price)
+        if self.mode == SEQUENTIAL:
+            return _REST
+        return _LAYER._replace(layers=max(1, int(seconds / step + self._hits.value)) if step and seconds else None)
+
+    @property
+    def next(self) -> DraftDirectives:
+        """Directives for the time before the next pass: one layer if drafting is sequential, else no limit."""
+        return _LAYER if self.mode == SEQUENTIAL else _LAYER._replace(layers=None)
+
+    def _choose(self, step: float, usual: float, price: float) -> None:
+        slower = usual * (self._slowness[PARALLEL].value - self._slowness[SEQUENTIAL].value)
+        first = max(self._costs.layer_yields(WORKER, self._context.requests).value(0), _MIN_YIELD)
+        saved = self._left.value * min(step / first, 1.0 / price if price else step / first)
+        best, other = (PARALLEL, SEQUENTIAL) if saved >= slower else (SEQUENTIAL, PARALLEL)
+        unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)
+        exploration = self._costs.exploration
+        self.mode = unknown or (other if exploration.is_due(other, abs(slower - saved), self._trials) else best)
+        exploration.record_use(self.mode, float(self.mode == best))
