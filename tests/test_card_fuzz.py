@@ -267,12 +267,12 @@ class Unhurried(QuickToy):
     """A target whose passes take so long that to wait for a layer pays."""
 
     def score(self, forest: Sequence[Part]) -> Any:
-        time.sleep(0.004)
+        time.sleep(0.012)
         return super().score(forest)
 
 
 class KilledInWaits(ProcessWorker):
-    """Each of its processes is killed when the target begins a fifth wait."""
+    """Each of its processes is killed when the target begins a second wait."""
 
     waits = 0
 
@@ -282,7 +282,7 @@ class KilledInWaits(ProcessWorker):
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         self.waits += 1
-        if self.pid is not None and self.pid not in self.killed and self.is_ready and self.waits % 5 == 0:
+        if self.pid is not None and self.pid not in self.killed and self.is_ready and self.waits % 2 == 0:
             self.killed.add(self.pid)
             os.kill(self.pid, signal.SIGKILL)
         super().wait(cache, layers, depth)

@@ -188,7 +188,7 @@ def gain(*leaves: float) -> float:
         tree.add(0, token, log(leaf))
     worker = planner.models[0]
     planner.found(tree, worker)
-    return planner._best_width(worker, planner._reach(tree, worker, leaves))[1]
+    return planner._best_width(worker, planner._reach(tree, worker, leaves or (1.0,)))[1]
 
 
 def test_waiting_gains_more_below_few_likely_leaves() -> None:

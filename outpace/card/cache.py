@@ -104,11 +104,11 @@ class CandidateCache:
         """Whether the drafter adds no more below this root."""
         return self.layers >= _UNLIMITED
 
-    def best_leaves(self, count: int) -> list[float]:
-        """Return estimated probabilities that the target reaches the best `count` candidates without children, best
-        first."""
+    def best_chances(self, count: int, leaves: bool = False) -> list[float]:
+        """Return estimated probabilities that the target reaches the best `count` candidates, best first; `leaves`: of
+        those without children (the root, if it has no children)."""
         with self._lock:
-            return [*map(exp, self._tree.best_scores(count, leaves=True))]
+            return [*map(exp, self._tree.best_scores(count, leaves=leaves))]
 
     def query(self, budget: int) -> TokenTree:
         """Return a copy of the best `budget` nodes, the root included; perhaps the root alone. Called by the target's

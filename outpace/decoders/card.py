@@ -83,6 +83,6 @@ def directives(options: Card.Options) -> DraftDirectives:
 
 def num_rows(context: RequestContext) -> int:
     """Return how many of the best candidates, root included, are worth their rows at measured times."""
-    chances, _ = context.candidates.best_probabilities(context.budget - 1, 0)
+    chances = context.candidates.best_chances(context.budget - 1)
     price = context.costs.tokens_per_second(context.requests)
     return context.costs.best_rows(chances, context.rows_of_others, price)[0]

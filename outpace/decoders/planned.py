@@ -33,7 +33,7 @@ class Planned(Decoder):
                 tree = candidates.query(context.budget)
                 overlap.learn(not candidates.missed, planner.found(tree, worker))
                 while not candidates.is_given_up:
-                    if not planner.next_width(tree, worker, candidates.best_leaves(worker.source.width)):
+                    if not planner.next_width(tree, worker, candidates.best_chances(worker.source.width, leaves=True)):
                         break
                     if overlap.mode == SEQUENTIAL:
                         context.set_directives(overlap.next)

@@ -124,7 +124,7 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
     2. the method that `outpace tune` found fastest for this pair of models (`tuned`);
     3. "planned" if the draft model has a GPU of its own, where it can run in parallel with the target;
     4. "auto", the same planner, which drafts in each round as much as pays, alternating with the target. With the
-       target on a GPU and the draft on the CPU sequential drafting was faster than CARD at both sizes that were measured.
+       target on a GPU and the draft on the CPU sequential drafting was faster than CARD at both measured sizes.
 
     UserError for a rule that works only with certain methods.
     """

@@ -19,6 +19,7 @@ from outpace.planning.latency_curve import LatencyCurve
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
+_CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
@@ -80,8 +81,10 @@ class CostModel:
         return prices
 
     def needs_plain_round(self, requests: int) -> bool:
-        """Return whether all requests should run one round of plain decoding, because none was timed recently."""
-        return self.num_rounds % _EVERY == 0 and self._rounds.is_stale(requests)
+        """Return whether all requests should run one round of plain decoding, because none was timed recently and
+        drafting is not much faster than the last that was."""
+        is_close = self.num_rounds % _EVERY == 0 and self.speedup(requests) < _CLEAR
+        return is_close and self._rounds.is_stale(requests)
 
     def trust(self, source: str) -> DecayedMean:
         """Accepted tokens divided by the sum of their predicted chances, of the source with this name."""

@@ -174,7 +174,7 @@ class Planner:
         chances, least = self._acceptance.of(tree), self._row / YIELD
         trust = self._acceptance.trust(model.source)
         leaves = [trust * leaf for leaf in predicted] if predicted else [*map(chances.__getitem__, tree.leaves())]
-        if not model.layers:
+        if not model.layers and not predicted:
             remaining = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
             leaves.append(trust * remaining)
         above = [chance - least for chance in sorted(leaves, reverse=True)[: model.source.width] if chance > least]
