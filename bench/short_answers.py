@@ -55,7 +55,10 @@ class Comparison:
             for prompt in list(self.prompts.values())[::-4]:
                 llm.generate([prompt], max_tokens=tokens)
             drafter = llm.engine.drafting.drafter
-            self.learnt = {"costs": llm.engine.costs.state_dict(), "drafter": drafter.state_dict() if drafter else None}
+            self.learnt = {
+                "costs": llm.engine.costs.state_dict(),
+                "drafter": drafter.capabilities.learnt.state_dict() if drafter else None,
+            }
 
     def open(self, method: str) -> LLM:
         """Create a new LLM over the loaded models."""
@@ -68,7 +71,7 @@ class Comparison:
                 llm.engine.costs.load_state_dict(self.learnt["costs"])
                 drafter = llm.engine.drafting.drafter
                 if drafter is not None:
-                    drafter.load_state_dict(self.learnt["drafter"])
+                    drafter.capabilities.learnt.load_state_dict(self.learnt["drafter"])
             result = llm.generate([self.prompts[name]], max_tokens=tokens)[0]
         self.times[variant, tokens, name].append(result.seconds)
         self.differing += self.texts.setdefault((tokens, name), result.tokens) != result.tokens

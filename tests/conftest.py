@@ -18,7 +18,7 @@ import torch
 from outpace.core import machine
 from outpace.core.machine import available_bytes
 from outpace.models.llama.torch.runtime import Llama
-from outpace.rules import gumbel
+from outpace.rules import base, gumbel
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels are computed by numpy
@@ -52,8 +52,8 @@ def _noise_made_once() -> Iterator[None]:
     """A row of noise follows from its key, and takes sixty operations of torch, which is a third of a sampled text of a
     toy: draft and target, plain decoding and each method ask for the same rows."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("exponential", "gumbel"):
-            patch.setattr(gumbel, name, _by_rows(getattr(gumbel, name)))
+        patch.setattr(gumbel, "exponential", _by_rows(gumbel.exponential))
+        patch.setattr(base, "gumbel", _by_rows(base.gumbel))
         yield
 
 

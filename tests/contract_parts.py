@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outpace.core.drafting import Needs, TargetFeedback
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
+from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Row, Source, Verdict
 from outpace.drafters._tree_expander import ExpansionState, TreeExpander, rows_of
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence
@@ -27,34 +27,22 @@ from outpace.rules.greedy import Greedy
 class Successors(Drafter):
     """Proposes what the target held for the likeliest after the same token, when it last judged it."""
 
-    name, runs_model = "successors", False
-    needs = Needs(top=2, prompt=True)
+    capabilities = Capabilities((Source("successors"),), Needs(top=2, prompt=True))
 
     def __init__(self) -> None:
         self._after: dict[int, list[int]] = {}
 
-    def open(self, request: Request) -> DraftState:
-        return DraftState(request, list(request.prompt))
-
-    def read(self, state: DraftState, seen: TargetFeedback) -> None:
-        assert seen.top is not None
-        self._after.update(zip(seen.tokens, seen.top.tolist(), strict=True))
-
     def observe(self, state: DraftState, seen: Observation) -> None:
-        state.tokens += seen.tokens
+        super().observe(state, seen)
         assert seen.seen is not None
-        self.read(state, seen.seen)
+        assert seen.seen.top is not None
+        self._after.update(zip(seen.seen.tokens, seen.seen.top.tolist(), strict=True))
 
-    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
-        return [self._grow_one(tree) for tree in trees]
-
-    def _grow_one(self, tree: TokenTree) -> int:
-        before = len(tree)
-        leaves = [node for node in range(before) if not tree.children(node)]
-        for node in leaves[:4]:
-            for token in self._after.get(tree.tokens[node], ()):
-                tree.add(node, token, tree.scores[node] + math.log(0.4))
-        return len(tree) - before
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> None:
+        for tree in trees:
+            for node in tree.leaves()[:4]:
+                for token in self._after.get(tree.tokens[node], ()):
+                    tree.add(node, token, tree.scores[node] + math.log(0.4))
 
 
 @dataclass
@@ -68,41 +56,39 @@ class Head(Drafter):
     """One matrix on the hidden state of the last verified position and the token after it: the token after that. It is
     fitted to the prompt by least squares."""
 
-    name = "head"
-
     def __init__(self, target: Model, layer: int) -> None:
-        self.needs = Needs(layers=(layer,), prompt=True)
+        self.capabilities = Capabilities((Source("head", runs_model=True),), Needs(layers=(layer,), prompt=True))
         self._vocab = target.vocab_size
         self._inputs: list[Tensor] = []  # one row each: a position's feature and its next token
         self._outputs: list[int] = []  # the token after that
 
     def open(self, request: Request) -> HeadState:
-        return HeadState(request, list(request.prompt))
+        return HeadState(request)
 
-    def read(self, state: HeadState, seen: TargetFeedback) -> None:
-        assert seen.hidden is not None
-        for place, feature in zip(seen.ids, seen.hidden[0], strict=True):
+    def observe(self, state: HeadState, seen: Observation) -> None:
+        super().observe(state, seen)
+        assert seen.seen is not None
+        assert seen.seen.hidden is not None
+        if seen.tokens:
+            state.last = seen.seen.hidden[0, list(seen.seen.ids).index(seen.node_ids[-1])]
+            return
+        for place, feature in zip(seen.seen.ids, seen.seen.hidden[0], strict=True):  # of the prompt
             state.last = feature
             if place + 2 < len(state.tokens):
                 self._inputs.append(self._input(feature, state.tokens[place + 1]))
                 self._outputs.append(state.tokens[place + 2])
 
-    def observe(self, state: HeadState, seen: Observation) -> None:
-        state.tokens += seen.tokens
-        assert seen.seen is not None
-        assert seen.seen.hidden is not None
-        state.last = seen.seen.hidden[0, list(seen.seen.ids).index(seen.node_ids[-1])]
+    def grow(self, states: Sequence[HeadState], trees: Sequence[TokenTree]) -> None:
+        for state, tree in zip(states, trees, strict=True):
+            self._grow_one(state, tree)
 
-    def grow(self, states: Sequence[HeadState], trees: Sequence[TokenTree]) -> list[int]:
-        return [self._grow_one(state, tree) for state, tree in zip(states, trees, strict=True)]
-
-    def _grow_one(self, state: HeadState, tree: TokenTree) -> int:
+    def _grow_one(self, state: HeadState, tree: TokenTree) -> None:
         if len(tree) > 1 or state.last is None or not self._inputs:
-            return 0
+            return
         outputs = torch.nn.functional.one_hot(torch.tensor(self._outputs), self._vocab).double()
         matrix = torch.linalg.lstsq(torch.stack(self._inputs), outputs).solution
         chances = self._input(state.last, state.tokens[-1]) @ matrix
-        return int(tree.add(0, int(chances.argmax()), math.log(0.5)) is not None)
+        tree.add(0, int(chances.argmax()), math.log(0.5))
 
     def _input(self, feature: Tensor, token: int) -> Tensor:
         one_hot = torch.nn.functional.one_hot(torch.tensor(token), self._vocab)
@@ -137,25 +123,22 @@ class Forgiving(Greedy):
 class Skipping(Drafter):
     """The target without some sublayers, on the target's own session: Draft & Verify's shape."""
 
-    name = "skipping"
-    needs = Needs(session=24)
+    capabilities = Capabilities((Source("skipping", runs_model=True),), Needs(session=24))
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
         self._expander = TreeExpander(target.skip_sublayers(attention, mlp), width, tree_nodes=24, on_base=True)
         self._width = width
 
     def open(self, request: Request) -> ExpansionState:
-        return ExpansionState(request, list(request.prompt))
+        return ExpansionState(request)
 
-    def grow(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> None:
         jobs = self._expander.jobs(states, trees)
-        before = [len(tree) for tree in trees]
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._width))
         for _, tree, frontier in jobs:
             for node in frontier:
                 for token in next(offers)[0]:
                     tree.add(node, token, tree.scores[node] + math.log(0.6))
-        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def observe(self, state: ExpansionState, seen: Observation) -> None:
         self._expander.follow(state, seen)
@@ -181,20 +164,16 @@ class WitnessState(DraftState):
 class Witness(Drafter):
     """Grows branches from a list and keeps all that it receives about every text."""
 
-    name, runs_model = "witness", False
-
     def __init__(self, needs: Needs, branches: Sequence[Sequence[int]]) -> None:
-        self.needs, self._branches = needs, branches
+        self.capabilities, self._branches = Capabilities((Source("witness"),), needs), branches
         self.states: list[WitnessState] = []
 
     def open(self, request: Request) -> WitnessState:
-        self.states.append(WitnessState(request, list(request.prompt)))
+        self.states.append(WitnessState(request))
         return self.states[-1]
 
-    def grow(self, states: Sequence[WitnessState], trees: Sequence[TokenTree]) -> list[int]:
-        added = []
+    def grow(self, states: Sequence[WitnessState], trees: Sequence[TokenTree]) -> None:
         for state, tree in zip(states, trees, strict=True):
-            before = len(tree)
             state.paths = {tree.ids[0]: ()}
             for branch in self._branches:
                 node = 0
@@ -204,16 +183,15 @@ class Witness(Drafter):
                     assert child is not None
                     state.paths[tree.ids[child]] = (*state.paths[tree.ids[node]], token)
                     node = child
-            added.append(len(tree) - before)
-        return added
-
-    def read(self, state: WitnessState, seen: TargetFeedback) -> None:
-        for number, place in enumerate(seen.ids):
-            assert seen.tokens[number] == state.tokens[place]
-            self._keep(state, seen, number, state.tokens[: place + 1])
 
     def observe(self, state: WitnessState, seen: Observation) -> None:
-        if self.needs.top or self.needs.layers:
+        needs = self.capabilities.needs
+        if not seen.tokens:
+            assert seen.seen is not None
+            for number, place in enumerate(seen.seen.ids):
+                assert seen.seen.tokens[number] == state.tokens[place]
+                self._keep(state, seen.seen, number, state.tokens[: place + 1])
+        elif needs.top or needs.layers:
             assert seen.seen is not None
             for number, node in enumerate(seen.seen.ids):
                 if node not in state.paths:  # another drafter's, on the same tree

@@ -101,9 +101,9 @@ class Watched(draft_model.ModelDrafter):
         super().__init__(model, options)
         self.met: Counter[str] = Counter()
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         self.met["full tree"] += sum(len(tree) >= self._options.tree_nodes for tree in trees)
-        return super().grow(states, trees)
+        super().grow(states, trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
         super().observe(state, seen)

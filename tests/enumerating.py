@@ -20,7 +20,7 @@ from outpace.core.distribution import DecisionKey, RandomSource, TokenDistributi
 from outpace.core.sampling import Sampling
 from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
-from outpace.core.types import Adjustments, Drafter, DraftState, Observation, Request, Rule
+from outpace.core.types import Adjustments, Capabilities, Drafter, DraftState, Request, Rule, Source
 from outpace.decoders import Autoregressive, Speculative
 from outpace.drafters._sampled import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
@@ -163,11 +163,9 @@ class Shaped(ModelDrafter):
         if shape.by_token:
             self._draws = ByToken(self._draws.by_depth)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         growing = [n for n, state in enumerate(states) if not self._once or len(state.tokens) == len(PROMPT)]
-        added = super().grow([states[n] for n in growing], [trees[n] for n in growing])
-        found = dict(zip(growing, added, strict=True))
-        return [found.get(n, 0) for n in range(len(states))]
+        super().grow([states[n] for n in growing], [trees[n] for n in growing])
 
 
 def copied(text: Sequence[int]) -> list[list[int]]:
@@ -188,25 +186,22 @@ def siblings(text: Sequence[int]) -> list[list[int]]:
 class Planted(Drafter):
     """Grows the picked tree that a function of the text says, once a round."""
 
+    capabilities = Capabilities((Source("planted"),))
+
     def __init__(self, propose: Callable[[Sequence[int]], list[list[int]]]) -> None:
         self._propose = propose
 
-    def open(self, request: Request) -> DraftState:
-        return DraftState(request, list(request.prompt))
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> None:
+        for state, tree in zip(states, trees, strict=True):
+            if len(tree) == 1:
+                self._grow(state, tree)
 
-    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
-        return [self._grow(state, tree) if len(tree) == 1 else 0 for state, tree in zip(states, trees, strict=True)]
-
-    def _grow(self, state: DraftState, tree: TokenTree) -> int:
+    def _grow(self, state: DraftState, tree: TokenTree) -> None:
         node = 0
         for layer in self._propose(state.tokens):
             nodes = [tree.add(node, token, 0.0) for token in layer]
             assert nodes[0] is not None
             node = nodes[0]
-        return len(tree) - 1
-
-    def observe(self, state: DraftState, seen: Observation) -> None:
-        state.tokens.extend(seen.tokens)
 
 
 def draft_of(name: str, target: QuickToy) -> QuickToy:

@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Source
+from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Source
 
 MOST = 32  # nodes of a tree
 SECONDS = 60.0  # far more than anything here takes
@@ -18,17 +18,17 @@ SECONDS = 60.0  # far more than anything here takes
 class Empty(Drafter):
     """Never offers anything."""
 
-    def open(self, request: Request) -> DraftState:
-        return DraftState(request, list(request.prompt))
+    capabilities = Capabilities((Source("drafter", runs_model=True),))
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        return [0] * len(trees)
-
-    def observe(self, state: DraftState, seen: Observation) -> None:
-        state.tokens.extend(seen.tokens)
-
-    def close(self, state: DraftState) -> None:
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         pass
+
+
+def grown(drafter: Drafter, state: Any, tree: TokenTree) -> int:
+    """Grow one tree; return the number of nodes added."""
+    before = len(tree)
+    drafter.grow([state], [tree])
+    return len(tree) - before
 
 
 class Lookup(Empty):
@@ -38,20 +38,20 @@ class Lookup(Empty):
     def __init__(self, table: bytes) -> None:
         self._table = table
 
-    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
-        return [self._grow(state, tree) for state, tree in zip(states, trees, strict=True)]
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> None:
+        for state, tree in zip(states, trees, strict=True):
+            self._grow(state, tree)
 
-    def _grow(self, state: DraftState, tree: TokenTree) -> int:
+    def _grow(self, state: DraftState, tree: TokenTree) -> None:
         leaves = [node for node in range(len(tree)) if not tree.children(node)]
         if len(tree) >= MOST:
-            return 0
+            return
         leaf = max(leaves, key=lambda node: tree.scores[node])
         below = [tree.tokens[node] for node in tree.path(leaf)[1:]]
         a, b, c = [*state.tokens[-3:], *below][-3:]
         token = self._table[256 * a + 16 * b + c]
         tree.add(leaf, token, tree.scores[leaf] - 0.1)
         tree.add(leaf, (token + 1) % 16, tree.scores[leaf] - 2.5)
-        return 2
 
 
 class Wrapped(Drafter):
@@ -59,18 +59,15 @@ class Wrapped(Drafter):
 
     def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
         self.inner, self._before = inner, before
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self.inner.sources  # type: ignore[no-any-return]
+        self.capabilities = Capabilities(inner.capabilities.sources)
 
     def open(self, request: Request) -> Any:
         self._before("open")
         return self.inner.open(request)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         self._before("grow")
-        return list(self.inner.grow(states, trees))
+        self.inner.grow(states, trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
         self._before("observe")

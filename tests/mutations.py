@@ -29,15 +29,14 @@ from skip_mutations import SKIP_MUTATIONS, find_in_skipping
 from step_mutations import STEP_MUTATIONS
 
 from outpace.card import cache
+from outpace.core import types
 from outpace.core.sampling import Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row, Verdict
 from outpace.engine import sequence as running
 from outpace.engine import target_runner
 from outpace.models import base as models
-from outpace.rules import greedy, gumbel, match
-
-RULES = (greedy, gumbel, match)
+from outpace.rules import gumbel, match
 
 
 def walked(tree: TokenTree, picks: Sequence[int], step: Callable[[int], int | None]) -> list[int]:
@@ -142,15 +141,8 @@ def positions_off_by_one(tree_rows: Original) -> Original:
 
 
 def following(mutate: Callable[[TokenTree, Sequence[int], Original], Verdict]) -> Callable[[Original], Original]:
-    """Return a mutation of `follow_picks` that gets the picked tokens."""
-
-    def make(follow: Original) -> Original:
-        def mutated(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] = int) -> Verdict:
-            return mutate(tree, [*map(read, picks)], follow)
-
-        return mutated
-
-    return make
+    """Return a mutation of `Rule.walk` that gets the picked tokens."""
+    return lambda walk: lambda rule, tree, picks: mutate(tree, picks, lambda *given: walk(rule, *given))
 
 
 def accept_any_child(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
@@ -227,10 +219,10 @@ MUTATIONS = [
     Mutation("drop the bonus token", [running.TokenSequence], "commit", drop_own_token(False)),
     Mutation("shift scores by one", [target_runner], "reduce_isolated", shift_scores),
     Mutation("batch rows handed to the wrong request", [target_runner], "reduce_isolated", swap_requests),
-    Mutation("gumbel: reuse noise across seeds", [gumbel], "row_key", key_without(0)),
-    Mutation("gumbel: reuse noise across choices", [gumbel], "row_key", key_without(1)),
-    Mutation("gumbel: reuse noise across positions", [gumbel], "row_key", key_without(2)),
-    Mutation("gumbel: noise keyed by call order", [gumbel], "row_key", key_by_call_order),
+    Mutation("gumbel: reuse noise across seeds", [types], "row_key", key_without(0)),
+    Mutation("gumbel: reuse noise across choices", [types], "row_key", key_without(1)),
+    Mutation("gumbel: reuse noise across positions", [types], "row_key", key_without(2)),
+    Mutation("gumbel: noise keyed by call order", [types], "row_key", key_by_call_order),
     Mutation("match: reuse noise across choices", [match], "uniform", key_without(1)),
     Mutation("match: reuse noise across positions", [match], "uniform", key_without(2)),
     Mutation("match: noise keyed by call order", [match], "uniform", key_by_call_order),
@@ -240,9 +232,9 @@ MUTATIONS = [
     Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
     Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
     Mutation("positions off by one in rows", [target_runner], "tree_rows", positions_off_by_one),
-    Mutation("accept a child without looking at its token", RULES, "follow_picks", following(accept_any_child)),
-    Mutation("accept a late child whose token differs", RULES, "follow_picks", following(accept_any_late_child)),
-    Mutation("recovery token taken from the root's row", RULES, "follow_picks", following(recover_from_root)),
+    Mutation("accept a child without looking at its token", [types.Rule], "walk", following(accept_any_child)),
+    Mutation("accept a late child whose token differs", [types.Rule], "walk", following(accept_any_late_child)),
+    Mutation("recovery token taken from the root's row", [types.Rule], "walk", following(recover_from_root)),
     Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_end("stop")),
     Mutation("text after max_tokens", [running.TokenSequence], "commit", ignore_end("length")),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),

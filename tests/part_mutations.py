@@ -20,7 +20,7 @@ from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters.lookahead import LookaheadDrafter
-from outpace.drafters.model import ModelDrafter
+from outpace.drafters.model import ModelState
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
@@ -78,6 +78,10 @@ def returning(value: object) -> Original:
 
 
 nothing = returning(None)
+
+
+def unchanging(default: Any) -> Any:
+    return property(lambda state: default, lambda state, value: None)
 
 
 def one_outcome(for_outcomes: Original) -> Original:
@@ -151,7 +155,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("acceptance: one coverage for all positions", PickModel, "log_chances", one_coverage)
     ],
     "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
-        ("model: directives are ignored", ModelDrafter, "set_directives", nothing)
+        ("model: directives are ignored", ModelState, "directives", unchanging)
     ],
     "test_lookahead.py::test_the_window_is_the_jacobi_iteration": [
         ("lookahead: the window is never iterated", LookaheadDrafter, "_iterate", nothing)

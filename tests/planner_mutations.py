@@ -11,11 +11,12 @@ from typing import Any
 from mutation_checks import Original
 from part_mutations import mutation, returning
 
+from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
 from outpace.planning import estimators
 from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean, ExplorationBudget, LayerYields
+from outpace.planning.estimators import ExplorationBudget, LayerYields
 from outpace.planning.latency_curve import LatencyCurve
 from outpace.planning.planner import Planner
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector

@@ -39,7 +39,7 @@ def decode_by(target: Any, drafter: Any, requests: Sequence[Request], **options:
 
 def check_feedback(witness: Witness, target: Toy, texts: Sequence[Sequence[int]]) -> None:
     """Compares all feedback with a fresh look at each text; nothing is given twice or missing."""
-    needs = witness.needs
+    needs = witness.capabilities.needs
     for state, text in zip(witness.states, texts, strict=True):
         length = len(state.tokens)  # the last round's tokens are given to no drafter
         assert length > len(state.request.prompt)

@@ -17,9 +17,9 @@ from doubles import DRAFTERS, QuickToy, decode, make_drafter, make_request, writ
 from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.types import Row
+from outpace.core.types import Drafter, Row, Rule
 from outpace.engine.engine import EngineOptions
-from outpace.models.llama.config.llama_config import FAMILIES, Family
+from outpace.models.llama.config.families import FAMILIES, Family, late_layers
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
@@ -145,6 +145,12 @@ def test_the_models_script_runs(package: Path, capsys: pytest.CaptureFixture[str
     assert len(capsys.readouterr().out.split(",")) == 20
 
 
+@pytest.mark.parametrize(("contract", "most"), [(Drafter, 9), (Rule, 8)])
+def test_a_contract_has_few_names(contract: type, most: int) -> None:
+    names = [name for name in {**vars(contract), **contract.__annotations__} if not name.startswith("_")]
+    assert len(names) <= most, names
+
+
 def test_the_entry_of_a_family_is_the_code_s_own() -> None:
     (block,) = [block for block in BLOCKS if block.startswith("Family(")]
-    assert eval(block, {"Family": Family}) == FAMILIES["qwen3"]
+    assert eval(block, {"Family": Family, "late_layers": late_layers}) == FAMILIES["qwen3"]

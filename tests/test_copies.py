@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from light import grown
 
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of, lookup
 from outpace.drafters._ngram_index import BREAK, NgramIndex, NgramMatch
 from outpace.rules.greedy import Greedy
 
@@ -117,12 +118,11 @@ def test_memory_and_work_are_bounded_over_a_long_text(text: str) -> None:
 class Fixed(LookupDrafter[LookupState]):
     """A lookup drafter that attaches given branches."""
 
+    capabilities = lookup("fixed")
+
     def __init__(self, *branches: tuple[Sequence[int], int, Certainty]) -> None:
         super().__init__()
         self.branches = branches
-
-    def open(self, request: Request) -> LookupState:
-        return LookupState(request, list(request.prompt))
 
     def propose(self, state: LookupState, tree: TokenTree) -> None:
         for branch in self.branches:
@@ -165,7 +165,7 @@ def test_rates_are_learned_from_tokens_of_another_drafter() -> None:
     state, tree = drafter.open(request(1)), TokenTree(1)
     tree.add(0, 5, -0.1)
     before = drafter.rate(state, kind_of(3))
-    assert drafter.grow([state], [tree]) == [0]
+    assert grown(drafter, state, tree) == 0
     drafter.observe(state, Observation([0, 1], [5, 9], TokenTree(9, 10, 11)))
     assert drafter.rate(state, kind_of(3)) > before
     assert state.proposed == {}
@@ -193,10 +193,10 @@ def test_rates_are_remembered_by_kind() -> None:
 def test_the_longest_and_latest_match_comes_first() -> None:
     drafter = ngram.NgramDrafter(ngram.Options(longest=3, copies=2, branches=3))
     state, tree = drafter.open(request(1, 2, 3, 4, 9, 2, 3, 5, 6, 1, 2, 3)), TokenTree(3)
-    assert drafter.grow([state], [tree]) == [4]
+    assert grown(drafter, state, tree) == 4
     assert tree.tokens[1:] == [4, 9, 5, 6]
     assert [tree.parents[node] for node in (1, 2, 3, 4)] == [0, 1, 0, 3]
-    assert drafter.grow([state], [tree]) == [0]
+    assert grown(drafter, state, tree) == 0
 
 
 def test_the_longest_matches_of_the_searched_places_are_copied() -> None:
@@ -205,7 +205,7 @@ def test_the_longest_matches_of_the_searched_places_are_copied() -> None:
     for places, expected in ((3, [4, 6]), (2, [6, 5]), (1, [6, 5])):
         drafter = ngram.NgramDrafter(ngram.Options(copies=1, branches=2, places=places))
         tree = TokenTree(3)
-        assert drafter.grow([drafter.open(request(*text))], [tree]) == [2]
+        assert grown(drafter, drafter.open(request(*text)), tree) == 2
         assert tree.tokens[1:] == expected
 
 
@@ -213,7 +213,7 @@ def test_the_window_bounds_the_indexed_text() -> None:
     drafter = ngram.NgramDrafter(ngram.Options(window=16))
     state = drafter.open(request(1, 2, 3, *range(10, 26), 1, 2))
     tree = TokenTree(2)
-    assert drafter.grow([state], [tree]) == [0], "tokens beyond the window are forgotten"
+    assert grown(drafter, state, tree) == 0, "tokens beyond the window are forgotten"
 
 
 def test_a_branch_cannot_extend_drawn_siblings() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from toy import Toy
 
+from outpace.core.stats import DecayedMean
 from outpace.core.types import Source
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean, LayerYields
+from outpace.planning.estimators import LayerYields
 
 COPIES, DRAFT = Source("ngram", False), Source("model", True)
 

@@ -124,11 +124,15 @@ def test_memory_never_exceeds_the_budget_and_a_paused_request_holds_none(name: s
 
 def test_a_window_bounds_the_stored_bytes() -> None:
     drafter = chains(Ledger(), draft_window=WINDOW)
-    assert drafter.stored_bytes([1 << 20]) == drafter.stored_bytes([3 * WINDOW]) > drafter.stored_bytes([WINDOW])
+    assert (
+        drafter.capabilities.memory([1 << 20])
+        == drafter.capabilities.memory([3 * WINDOW])
+        > drafter.capabilities.memory([WINDOW])
+    )
     whole = chains(Ledger())
-    assert whole.stored_bytes([1 << 20]) > TOKEN << 20
-    assert DraftSelector([drafter, whole], [0.1, 0.1]).stored_bytes([40, 50]) == sum(
-        part.stored_bytes([length]) for part in (drafter, whole) for length in (40, 50)
+    assert whole.capabilities.memory([1 << 20]) > TOKEN << 20
+    assert DraftSelector([drafter, whole], [0.1, 0.1]).capabilities.memory([40, 50]) == sum(
+        part.capabilities.memory([length]) for part in (drafter, whole) for length in (40, 50)
     )
 
 
@@ -151,7 +155,7 @@ def test_a_window_bounds_memory_when_a_text_is_observed_late() -> None:
 def test_admission_counts_the_draft() -> None:
     target, ledger = QuickToy(16, 3, 0), Ledger()
     fits, drafter = make_request((1, 2, 3), max_tokens=50), chains(ledger)
-    needed = (53 + 6) * TOKEN + drafter.stored_bytes([53 + 6])
+    needed = (53 + 6) * TOKEN + drafter.capabilities.memory([53 + 6])
     for budget, method, is_taken in (
         (needed, Speculative, True),
         (needed - 1, Speculative, False),
@@ -172,7 +176,7 @@ def test_memory_of_a_failed_drafter_is_freed(concurrent: bool) -> None:
     """It no longer counts, and no session stays open."""
     target, ledger = QuickToy(16, 3, 0), Ledger()
     drafter = failing(chains(ledger), after=6)
-    drafter.stored_bytes = drafter.inner.stored_bytes
+    drafter.capabilities = drafter.inner.capabilities
     worker = InlineWorker(drafter) if concurrent else None
     with Engine(target, None if concurrent else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
         runs = submit_all(engine, 2, Card if concurrent else Speculative)

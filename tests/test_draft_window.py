@@ -12,7 +12,7 @@ from doubles import QuickToy
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request, Source
+from outpace.core.types import Observation, Request
 from outpace.drafters.model import ModelDrafter, ModelState, Options
 from outpace.models.base import Part
 from outpace.models.llama.config.llama_config import from_dict
@@ -82,19 +82,19 @@ def test_only_the_end_of_a_prompt_is_read() -> None:
     drafter, state, model = opened(SHORT, range(300))
     drafter.grow([state], [TokenTree(299)])
     assert model.read == [WINDOW + 1]
-    assert drafter.reads_at_most(Source("model", True)) == WINDOW
+    assert drafter.capabilities.sources[0].reads == WINDOW
     drafter, state, model = opened(Options(), [n % 16 for n in range(300)])
     drafter.grow([state], [TokenTree(11)])
     assert sum(model.read) == 300
-    assert drafter.reads_at_most(Source("model", True)) is None
+    assert drafter.capabilities.sources[0].reads is None
 
 
 def test_the_window_is_the_drafts_own_unless_one_is_named() -> None:
     model = Counted()
     model.draft_window = 9
-    assert ModelDrafter(model, Options()).reads_at_most(Source("model", True)) == 9
-    assert ModelDrafter(model, Options(draft_window=0)).reads_at_most(Source("model", True)) is None
-    assert ModelDrafter(model, Options(draft_window=5)).reads_at_most(Source("model", True)) == 5
+    assert ModelDrafter(model, Options()).capabilities.sources[0].reads == 9
+    assert ModelDrafter(model, Options(draft_window=0)).capabilities.sources[0].reads is None
+    assert ModelDrafter(model, Options(draft_window=5)).capabilities.sources[0].reads == 5
     with pytest.raises(UserError, match="draft_window is -1, it must be"):
         Options(draft_window=-1)
 

@@ -131,7 +131,7 @@ def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
 
 def test_a_sequential_drafter_that_fails_gives_one_warning_and_the_whole_text() -> None:
     class Failing(NgramDrafter):
-        def grow(self, states: Any, trees: Any) -> list[int]:
+        def grow(self, states: Any, trees: Any) -> None:
             raise OSError("gone")
 
     asked = [request(5, 20, start) for start in range(2)]

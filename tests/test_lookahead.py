@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import QuickToy, decode, make_request, write
+from light import grown
 
 from outpace.core.drafting import TargetFeedback
 from outpace.core.tree import Role, TokenTree
@@ -101,11 +102,11 @@ def test_phrases_of_the_pool_are_candidates_and_the_window_is_not() -> None:
     for phrase in ((5, 6), (7, 8), (9, 9)):
         state.pool.learn(4, phrase)
     tree = TokenTree(4)
-    assert drafter.grow([state], [tree]) == [len(tree) - 1]
+    assert grown(drafter, state, tree) == len(tree) - 1
     candidates = [node for node in range(1, len(tree)) if tree.roles[node] != Role.PROBE]
     assert [tree.tokens[node] for node in candidates] == [9, 9, 7, 8]
     assert len(tree) == 1 + 4 + 3
-    assert drafter.grow([state], [tree]) == [0], "the window is there already"
+    assert grown(drafter, state, tree) == 0, "the window is there already"
 
 
 def test_a_probe_where_a_candidate_stands_is_that_candidate() -> None:

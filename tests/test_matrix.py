@@ -29,7 +29,7 @@ from outpace.core.drafting import NO_NEEDS, BuildContext
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Request
+from outpace.core.types import Capabilities, Drafter, Observation, Request
 from outpace.drafters import build_drafter, drafter_modules
 from outpace.engine.build import check_rule, find_rule
 from outpace.models.files import token_tables
@@ -89,13 +89,13 @@ class Silent(Drafter):
     """Passes everything to another drafter and proposes nothing."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.runs_model = inner, inner.name, inner.runs_model
+        self.inner, self.capabilities = inner, Capabilities(inner.capabilities.sources)
 
     def open(self, request: Request) -> Any:
         return self.inner.open(request)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        return [0] * len(trees)
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        pass
 
     def observe(self, state: Any, seen: Observation) -> None:
         self.inner.observe(state, seen)
@@ -120,7 +120,7 @@ def files_of(drafter: str) -> dict[str, str]:
 @cache
 def runs_model(drafter: str) -> bool:
     """Whether a drafter, or one of several, is given a model to run."""
-    return build_drafter(drafter, GIVEN, files_of(drafter)).runs_model
+    return build_drafter(drafter, GIVEN, files_of(drafter)).capabilities.runs_model
 
 
 @cache
@@ -234,7 +234,7 @@ def asks_the_target(cell: Cell) -> bool:
 def needs_target(drafter: str | None) -> bool:
     """Whether it needs something of the target's passes."""
     built = drafter_of(Cell("", drafter, None, None, ""), Stopwatch())
-    return built is not None and built.needs != NO_NEEDS
+    return built is not None and built.capabilities.needs != NO_NEEDS
 
 
 @cache
@@ -393,7 +393,7 @@ No paper.
 
 from dataclasses import dataclass
 
-from outpace.core.types import Drafter, DraftState
+from outpace.core.types import Capabilities, Drafter, Source
 
 
 @dataclass(frozen=True)
@@ -402,16 +402,11 @@ class Options:
 
 
 class Nines(Drafter):
-    name, runs_model = "nines", False
-
-    def open(self, request):
-        return DraftState(request, list(request.prompt))
+    capabilities = Capabilities((Source("nines"),))
 
     def grow(self, states, trees):
-        return [int(tree.add(0, 9, -1.0) is not None) for tree in trees]
-
-    def observe(self, state, seen):
-        state.tokens.extend(seen.tokens)
+        for tree in trees:
+            tree.add(0, 9, -1.0)
 
 
 def build(options, **given):

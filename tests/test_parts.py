@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from doubles import Candidate, layer_of
+from light import grown
 from torch import Tensor
 from toy import Toy
 
@@ -18,7 +19,7 @@ from outpace.core.drafting import DraftDirectives
 from outpace.core.sampling import Sampling, log_probs
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
-from outpace.drafters._calibration import AcceptanceRate, PickModel
+from outpace.drafters._calibration import PickModel, acceptance_rate
 from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
@@ -60,7 +61,7 @@ def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
         session.keep(range(len(text)))
         text.append(int(scores.argmax()))
     state, tree = drafter.open(request(*text[:50])), TokenTree(text[49])
-    lengths = [drafter.grow([state], [tree])[0] for _ in range(8)]
+    lengths = [grown(drafter, state, tree) for _ in range(8)]
     assert 0 not in lengths
     walked = 0
     for token in text[50:58]:
@@ -78,7 +79,7 @@ def test_the_estimated_chances_follow_what_was_picked() -> None:
     for _ in range(800):  # four times the memory
         pick_model.learn(values, 0)
     assert math.exp(pick_model.log_chances(values)[0]) > 0.85
-    rate = AcceptanceRate(0.5)
+    rate = acceptance_rate(0.5)
     for _ in range(100):
         rate.learn(False)
     assert rate.value < 0.1
@@ -106,12 +107,12 @@ def test_a_sure_draft_leaves_less_open_than_another() -> None:
 def test_layers_leave_room_in_a_tree_for_those_to_come() -> None:
     drafter = ModelDrafter(TARGET, Options(width=4, tree_nodes=64, floor=0.0))
     state, tree = drafter.open(request(1, 2, 3)), TokenTree(3)
-    drafter.set_directives(state, DraftDirectives(share=0.25))
-    added = [drafter.grow([state], [tree])[0] for _ in range(6)]
+    state.directives = DraftDirectives(share=0.25)
+    added = [grown(drafter, state, tree) for _ in range(6)]
     assert added[:2] == [4, 14], "of a layer of sixteen as many as are a quarter of the room"
     assert min(added[2:]) >= 8, "twice its width in any case"
-    drafter.set_directives(state, DraftDirectives())
-    assert drafter.grow([state], [tree]) == [64 - 1 - sum(added)]
+    state.directives = DraftDirectives()
+    assert grown(drafter, state, tree) == 64 - 1 - sum(added)
 
 
 def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:

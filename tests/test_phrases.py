@@ -91,7 +91,7 @@ def test_a_damaged_file_is_refused_and_stays(tmp_path: Path, kept: int | None) -
     path = tmp_path / "phrases"
     drafter = build_drafter("cacheback", GIVEN, {"phrases": str(path)})
     drafter.open(make_request(tuple(range(12))))
-    drafter.end()
+    drafter.capabilities.save()
     damaged = bytearray(path.read_bytes()[:kept])
     if kept is None:
         damaged[-3] ^= 1

@@ -17,7 +17,6 @@ import outpace
 from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Source
 from outpace.decoders import Autoregressive
 from outpace.drafters import grammar, ngram, prediction
 from outpace.drafters._composite import SharedTree
@@ -192,10 +191,9 @@ def test_the_planner_asks_for_copies_of_a_prediction_if_there_is_one(guess: Sequ
     asked: list[str] = []
 
     class Noting(SharedTree):
-        def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-            assert source is not None
-            asked.append(source.name)
-            return super().grow_by(source, states, trees)
+        def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+            asked.append(states[0].source.name)
+            super().grow(states, trees)
 
     parts = Noting([drafter(), grammar.GrammarDrafter(grammar.Options()), ngram.NgramDrafter(ngram.Options())])
     request = make_request(PROMPT, max_tokens=40, prediction=tuple(guess))

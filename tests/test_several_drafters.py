@@ -20,7 +20,7 @@ from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Request, Source
+from outpace.core.types import Capabilities, Drafter, Request, Source
 from outpace.decoders import Auto, Autoregressive, Card, Speculative
 from outpace.engine.build import _rebuild_drafter
 from outpace.engine.engine import Engine, EngineOptions
@@ -35,22 +35,19 @@ class Noted(Drafter):
     """Another drafter, with notes of how many trees it grew at once and for which requests."""
 
     def __init__(self, inner: Drafter, name: str) -> None:
-        self.inner, self.name = inner, name
+        self.inner = inner
+        self.capabilities = Capabilities((Source(name, inner.capabilities.runs_model),))
         self.seen: set[Request] = set()
         self.most = 0
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return (Source(self.name, self.inner.runs_model),)
 
     def open(self, request: Request) -> Any:
         self.seen.add(request)
         return self.inner.open(request)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         assert {state.request for state in states} <= self.seen
         self.most = max(self.most, len(trees))
-        return self.inner.grow(states, trees)
+        self.inner.grow(states, trees)
 
     def observe(self, state: Any, seen: Any) -> None:
         self.inner.observe(state, seen)
@@ -188,4 +185,4 @@ def test_in_another_process_there_is_the_draft_alone(target: Loaded, given: list
     with pytest.raises(UserError, match="use worker thread"):
         _rebuild_drafter("asking", lambda: target, 7, {})
     drafter = _rebuild_drafter("model", lambda: target, target.model.vocab_size, {})
-    assert drafter.weight_bytes(drafter.sources[0]) == target.model.weight_bytes
+    assert drafter.capabilities.sources[0].weight_bytes == target.model.weight_bytes

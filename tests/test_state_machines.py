@@ -37,7 +37,7 @@ from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, chain
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.runtime import GraphLlama
-from outpace.rules.base import follow_picks
+from outpace.rules.greedy import Greedy
 
 NUMBERS = st.integers(0, 1 << 16)
 CACHE_VOCAB = 4
@@ -176,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         for node, pick in enumerate(picks[:verified]):
             if pick >= CACHE_VOCAB and tree.children(node):
                 choices[node] = tree.tokens[tree.children(node)[0]]
-        self.correct(tree, follow_picks(tree, choices), verified)
+        self.correct(tree, Greedy().walk(tree, choices), verified)
 
     def correct(self, tree: TokenTree, verdict: Verdict, verified: int) -> None:
         path = [tree.ids[node] for node in verdict.path]

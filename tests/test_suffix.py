@@ -13,6 +13,7 @@ from doubles import QuickToy, decode, make_request, write
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters._calibration import acceptance_rate
 from outpace.drafters._lookup import Certainty, LookupMatch, TreeLimits, grow_continuations, kind_of
 from outpace.drafters.suffix import Options, SuffixDrafter
 from outpace.rules.greedy import Greedy
@@ -71,7 +72,7 @@ def grow_slowly(
 def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node(seed: int) -> None:
     chance = random.Random(seed)
     drafter = SuffixDrafter(Options())
-    drafter._rates = [type(rate)(chance.uniform(0.3, 0.99)) for rate in drafter._rates]
+    drafter._rates = [acceptance_rate(chance.uniform(0.3, 0.99)) for _ in drafter._rates]
     for _ in range(30):
         copies = []
         for _ in range(chance.randrange(5)):
@@ -115,7 +116,7 @@ def test_the_tree_is_that_of_looking_everywhere(seed: int) -> None:
     chance = random.Random(seed)
     options = Options(copies=6, offered=4096, places=9, branches=3, least_chance=0.05)
     drafter = SuffixDrafter(options)
-    drafter._rates = [type(rate)(chance.uniform(0.1, 0.95)) for rate in drafter._rates]
+    drafter._rates = [acceptance_rate(chance.uniform(0.1, 0.95)) for _ in drafter._rates]
     text = [chance.randrange(5) for _ in range(30)]
     for _ in range(12):
         start = chance.randrange(len(text) - 1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from light import grown
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
@@ -138,5 +139,5 @@ def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int) ->
     if name == "recycle":
         drafter._tables.shared.update({token: [3, 2, 1, 0] for token in range(4)})
     state, tree = drafter.open(request(texts[0])), TokenTree(texts[0][-1])
-    added = [drafter.grow([state], [tree])[0] for _ in range(3)]
+    added = [grown(drafter, state, tree) for _ in range(3)]
     assert sum(added) == len(tree) - 1 == offered

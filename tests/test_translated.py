@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 from files import CONFIG, folder_of, model_folder, weights, write_checkpoint
+from light import grown
 from test_tokenizer import sentence_piece
 from toy import Toy
 from turns import in_turn
@@ -250,7 +251,7 @@ def test_by_text_the_end_of_an_answer_is_not_drafted(trained: tuple[Loaded, Load
     target, draft = trained
     (end,) = draft.tokenizer.special_ids
     drafter = drafter_by_text(target, Counted(draft.model.vocab_size, [[end] * 50]), draft.tokenizer)
-    assert drafter.grow([drafter.open(request_of((5, 6)))], [TokenTree(6)]) == [0]
+    assert grown(drafter, drafter.open(request_of((5, 6))), TokenTree(6)) == 0
 
 
 def test_an_incomplete_character_is_not_proposed(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -280,12 +281,12 @@ def test_a_pause_frees_the_session_and_a_text_that_is_too_long_is_not_read(
     state, tree = drafter.open(request), TokenTree(request.prompt[-1])
     drafter.grow([state], [tree])
     count = len(request.prompt)
-    assert 0 < drafter._model.session_bytes(state.session.slots) <= drafter.stored_bytes([count])
+    assert 0 < drafter._model.session_bytes(state.session.slots) <= drafter.capabilities.memory([count])
     known = state.session.length
     drafter.pause(state)
     assert state.session.slots == state.session.length == 0
     drafter.grow([state], [tree])
     assert state.session.length == known + 1, "all is read again, with the token that was drafted"
     monkeypatch.setattr(translated, "_most", lambda length: 3)
-    assert drafter.grow([drafter.open(request)], [other := TokenTree(request.prompt[-1])]) == [0]
+    assert grown(drafter, drafter.open(request), other := TokenTree(request.prompt[-1])) == 0
     assert len(other) == 1

@@ -23,7 +23,7 @@ from outpace.core.tree import (
     tree_mask,
 )
 from outpace.core.types import Verdict
-from outpace.rules.base import follow_picks
+from outpace.rules.greedy import Greedy
 
 RULES = ("greedy", "gumbel", "match")
 SEEDS = range(60)
@@ -115,10 +115,10 @@ def test_rules_refuse_drawn_siblings(rule: str, kind: Siblings) -> None:
 
 def test_late_child_ends_the_path() -> None:
     tree = chain([1, 2, 3, 4])
-    assert follow_picks(tree, [2, 3, 4, 9]) == Verdict([0, 1, 2, 3], 9)
-    assert follow_picks(tree, [2, 3]) == Verdict([0, 1, 2], None)
-    assert follow_picks(tree, [2, 7]) == Verdict([0, 1], 7)
-    assert follow_picks(tree, [2]) == Verdict([0, 1], None), "a late node has no row, so its own children wait"
+    assert Greedy().walk(tree, [2, 3, 4, 9]) == Verdict([0, 1, 2, 3], 9)
+    assert Greedy().walk(tree, [2, 3]) == Verdict([0, 1, 2], None)
+    assert Greedy().walk(tree, [2, 7]) == Verdict([0, 1], 7)
+    assert Greedy().walk(tree, [2]) == Verdict([0, 1], None), "a late node has no row, so its own children wait"
 
 
 def test_children_of_late_children_wait_too() -> None:
@@ -155,4 +155,4 @@ def test_what_would_break_a_tree_is_refused(node: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"not|no |another"):
             refused()
-    assert follow_picks(tree, [2**32 + 2]) == Verdict([0], 2**32 + 2)
+    assert Greedy().walk(tree, [2**32 + 2]) == Verdict([0], 2**32 + 2)

@@ -45,7 +45,7 @@ def test_rounds_of_every_size_and_the_step_are_timed() -> None:
         costs = engine.costs
         assert target.rows == list(warmup._ROWS), "each of its rounds is one pass over as many rows"
         assert [costs.is_timed(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
-        (source,) = engine.drafting.drafter.sources
+        (source,) = engine.drafting.drafter.capabilities.sources
         assert costs.draft_seconds(source) > 0
         assert set(costs.state_dict()["draft"]) == {source.name}
 
@@ -63,12 +63,14 @@ def test_only_timings_remain() -> None:
 @pytest.mark.parametrize("drafter", ["model", "both"])
 def test_drafters_keep_their_statistics(drafter: str) -> None:
     with engine_of(QuickToy(), drafter) as engine:
-        made = engine.drafting.drafter
+        made = engine.drafting.drafter.capabilities.learnt
         finish(engine, *submit(engine, make_request([1, 2, 3], max_tokens=30), method=Auto))
         before = made.state_dict()
         warm_up(engine, [1], WHOLE)
         assert made.state_dict() == before
-        assert before != make_drafter(drafter, engine.target).state_dict(), "it had learnt something"
+        assert before != make_drafter(drafter, engine.target).capabilities.learnt.state_dict(), (
+            "it had learnt something"
+        )
 
 
 class Capturing(Counting):
@@ -98,7 +100,7 @@ def test_captured_passes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make_drafter("perfect", draft)
     with Engine(target, drafter, options=EngineOptions(nodes=8), clock=lambda: target.now + draft.now) as engine:
         warm_up(engine, [1], 0.1)
-        costs, (source,) = engine.costs, engine.drafting.drafter.sources
+        costs, (source,) = engine.costs, engine.drafting.drafter.capabilities.sources
         assert target.rows == list(warmup._ROWS)
         assert [costs.is_timed(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
         assert [costs.is_timed(rows, 2) for rows in (1, 2, 4, 8)] == [True, False, False, False], "one of two is left"

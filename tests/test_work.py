@@ -24,6 +24,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, LogprobsOptions, Observation, Request, Row, Verify
 from outpace.decoders import Auto
 from outpace.decoders.base import DecoderGenerator, RequestContext
+from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -72,9 +73,9 @@ class CountedEmpty(Empty):
         assert seen.tree.tokens == [seen.tokens[-1]]
         super().observe(state, seen)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         self.asked += 1
-        return super().grow(states, trees)
+        super().grow(states, trees)
 
 
 def requests_of(count: int, max_tokens: int, rule: Any = "greedy") -> list[Request]:
@@ -125,11 +126,12 @@ def seldom(place: RequestContext, options: None) -> DecoderGenerator:
 
 
 def test_rounds_without_drafts_are_observed_together() -> None:
-    """Of 30 tokens the drafter drafts and observes in every fourth round; at the end it knows the whole text."""
+    """Of 30 tokens a drafter of a shared tree drafts and observes in every fourth round; at the end it knows the whole
+    text."""
     decoder = decoder_of(seldom, "sequential")
     target, empty, texts = Counted(), CountedEmpty(), []
     empty.close = lambda state: texts.append(state.tokens)  # type: ignore[method-assign]
-    with Engine(target, empty, options=WHOLE) as engine:
+    with Engine(target, SharedTree([empty]), options=WHOLE) as engine:
         request = requests_of(1, 30)[0]
         run = engine.submit(request, decoder, None)
         finish(engine, run)
@@ -162,7 +164,7 @@ def test_the_time_of_planning_counts_as_part_of_rounds_that_draft(monkeypatch: p
     with Engine(Timed(target, watch, 6.0, 0.1), drafter, options=WHOLE, clock=watch) as engine:
         run = engine.submit(requests_of(1, 100)[0], Auto, Auto.Options(deepest=4))
         finish(engine, run)
-        costs, (source,) = engine.costs, drafter.sources
+        costs, (source,) = engine.costs, drafter.capabilities.sources
     assert run.history.steps[-2].verified_rows == 5
     assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 0.4), "planning the first layer"
     assert costs.draft_seconds(source) == pytest.approx(0.5 + 0.4), "and then the next one"

@@ -9,7 +9,7 @@ from typing import Any
 from outpace.card.cache import CandidateCache, CandidateLayer
 from outpace.card.worker import ObservedModel, SameThreadWorker
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Request, Source
+from outpace.core.types import Drafter, Observation, Request
 
 
 @dataclass
@@ -110,27 +110,16 @@ class ClockedDrafter(Drafter):
     """A drafter that alternates with the target: each `grow` moves the clock."""
 
     def __init__(self, inner: Drafter, clock: SimulatedClock) -> None:
-        self._inner, self._clock = inner, clock
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self._inner.sources
-
-    def sources_for(self, request: Request) -> Sequence[Source]:
-        return self._inner.sources_for(request)
+        self._inner, self._clock, self.capabilities = inner, clock, inner.capabilities
 
     def open(self, request: Request) -> Any:
         return self._inner.open(request)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        return self.grow_by(None, states, trees)
-
-    def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        added = self._inner.grow_by(source, states, trees)
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        self._inner.grow(states, trees)
         seconds = self._clock.draft_seconds()
         self._clock.draft_busy += seconds
         self._clock.now += seconds
-        return added
 
     def observe(self, state: Any, seen: Observation) -> None:
         self._inner.observe(state, seen)

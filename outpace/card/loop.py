@@ -9,7 +9,7 @@ from traceback import clear_frames
 from typing import Any, NamedTuple
 
 from outpace.card.cache import CandidateLayer, Correction
-from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives
+from outpace.core.drafting import NO_NEEDS, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
@@ -69,14 +69,13 @@ class DraftedRequest:
     tree: TokenTree
     published: int = 1
     idle: bool = False  # nothing to add, or all directives done; a message wakes it
-    directives: DraftDirectives = UNRESTRICTED
     layers: int = 0
     reads_text: bool = True  # in its next step, before it drafts
 
     @property
     def is_done(self) -> bool:
         """Whether the directives say to stop growing."""
-        layers, depth, *_ = self.directives
+        layers, depth, *_ = self.state.directives
         return (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
 
 
@@ -106,7 +105,7 @@ class StepTimes:
 
 def check_concurrent(drafter: Drafter) -> None:
     """Raise UserError for a drafter that cannot run in parallel with the target."""
-    if drafter.needs != NO_NEEDS:
+    if drafter.capabilities.needs != NO_NEEDS:
         raise UserError(
             f"drafter {drafter.name} needs to see the target's passes, which a worker does not: use method auto or"
             " speculative"
@@ -121,9 +120,9 @@ class DraftLoop:
         """`most_requests` share a forward; more take turns. UserError for a drafter that needs to see the target's
         passes."""
         check_concurrent(drafter)
-        self.drafter = drafter  # other threads may call its `num_captures` and `stored_bytes`
+        self.drafter = drafter  # other threads may read its `capabilities`
         self._most = most_requests
-        self._width = max([source.width for source in drafter.sources if source.runs_model], default=1)
+        self._width = max([source.width for source in drafter.capabilities.sources if source.runs_model], default=1)
         self._times, self._rows = StepTimes(), 0
         self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
@@ -139,11 +138,12 @@ class DraftLoop:
         self._rows = sum([self._choose_width(drafted) for drafted in requests]) if self._width > 1 else 0
         if any(drafted.reads_text for drafted in requests):
             self._rows = 0  # the step's time says nothing of other steps
-        added = self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
-        for drafted, count in zip(requests, added, strict=True):
-            drafted.layers += count > 0
+        self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
+        for drafted in requests:
+            has_grown = len(drafted.tree) > drafted.published
+            drafted.layers += has_grown
             drafted.reads_text = False
-            drafted.idle = not count or drafted.is_done
+            drafted.idle = not has_grown or drafted.is_done
         return [(key, self._delta(self._requests[key])) for key in keys]
 
     def learn_time(self, seconds: float) -> None:
@@ -177,7 +177,7 @@ class DraftLoop:
 
     def _choose_width(self, drafted: DraftedRequest) -> int:
         """Set how many nodes of a request the next step expands at most, by their measured cost; return the number."""
-        directives, tree = drafted.directives, drafted.tree
+        directives, tree = drafted.state.directives, drafted.tree
         most = min(directives.width or self._width, self._width)
         is_steered = directives.outcomes or directives.in_layers
         tree.width = most if is_steered else tree.best_width(most, *self._times.line)
@@ -212,8 +212,7 @@ class DraftLoop:
                 self.drafter.close(drafted.state)
         elif isinstance(message, SetDirectives):
             drafted = self._requests[message.key]
-            drafted.directives, drafted.layers = message.directives, 0
-            self.drafter.set_directives(drafted.state, message.directives)
+            drafted.state.directives, drafted.layers = message.directives, 0
             drafted.idle = drafted.is_done
         elif isinstance(message, Pause):
             drafted = self._requests[message.key]

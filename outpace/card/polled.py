@@ -48,7 +48,7 @@ class PolledWorker(SameThreadWorker):
     def _step(self) -> bool:
         """Take one draft step; return whether there was one to take."""
         start = time.perf_counter()
-        self._loop.drafter.limit_threads(self._threads)  # of the thread that steps the engine now
+        self._loop.drafter.capabilities.limit_threads(self._threads)  # of the thread that steps the engine now
         layers = self._grow()
         if layers:
             self._publish(layers)

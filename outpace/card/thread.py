@@ -49,11 +49,11 @@ class ThreadWorker(DraftWorker):
         return super().is_working and not self._resting
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return 0 if self.failure else self._loop.drafter.stored_bytes(lengths)
+        return 0 if self.failure else self._loop.drafter.capabilities.memory(lengths)
 
     @property
     def num_captures(self) -> int:
-        return self._loop.drafter.num_captures
+        return self._loop.drafter.capabilities.num_captures
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:
@@ -67,7 +67,7 @@ class ThreadWorker(DraftWorker):
         """End the thread after its current forward, and the drafter."""
         self.stop()
         self._thread.join()
-        self._loop.drafter.end()
+        self._loop.drafter.capabilities.save()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:
@@ -79,7 +79,7 @@ class ThreadWorker(DraftWorker):
             try:
                 if is_torch_loaded():
                     torch.set_num_threads(self._threads)
-                self._loop.drafter.limit_threads(self._threads)
+                self._loop.drafter.capabilities.limit_threads(self._threads)
             finally:
                 self._ready.put(None)
             with own_stream(self._device):

@@ -116,11 +116,11 @@ class SameThreadWorker(DraftWorker):
         self._loop = DraftLoop(drafter)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return 0 if self.failure else self._loop.drafter.stored_bytes(lengths)
+        return 0 if self.failure else self._loop.drafter.capabilities.memory(lengths)
 
     @property
     def num_captures(self) -> int:
-        return self._loop.drafter.num_captures
+        return self._loop.drafter.capabilities.num_captures
 
     def stop(self) -> None:
         pass  # nothing runs between the calls of the engine
@@ -128,7 +128,7 @@ class SameThreadWorker(DraftWorker):
     def close(self) -> None:
         """End the drafter too."""
         self.stop()
-        self._loop.drafter.end()
+        self._loop.drafter.capabilities.save()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:

@@ -29,8 +29,8 @@ class Needs(NamedTuple):
     """What a drafter needs to receive about the target's passes, beyond the verdict.
 
     top: the target's best tokens after each verified node. layers: the residual stream after these many layers, before
-    the final norm. prompt: the same for the prompt's tokens, through `Drafter.read`. session: it drafts on the target's
-    own session, with at most this many pending nodes.
+    the final norm. prompt: the same for the prompt's tokens. session: it drafts on the target's own session, with at
+    most this many pending nodes.
     """
 
     top: int = 0

@@ -79,6 +79,11 @@ def _own_class(kind: str, module: ModuleType) -> Any:
     raise UserError(f"module {module.__name__} defines no class with a method {_DEFINES[kind]}")
 
 
+def drafter_class(name: str) -> Any:
+    """Return the class that a drafter's module defines; raise UserError if there is none."""
+    return _own_class("drafters", _module("drafters", name))
+
+
 def _module(kind: str, name: str) -> ModuleType:
     for point in _registered(kind):
         if point.name == name:
@@ -104,9 +109,9 @@ def describe(kind: str, name: str) -> Method:
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
     cls, options = _own_class(kind, module), option_names(method)
-    lossless, cost = None, getattr(module, "COST", "")
+    lossless, cost = None, cls.capabilities.cost if kind == "drafters" else cls.cost
     if kind != "drafters":
-        lossless, cost = cls.lossless if kind == "decoders" else cls.traits.lossless, cls.cost
+        lossless = cls.lossless if kind == "decoders" else cls.traits.lossless
     return Method(
         kind=kind,
         name=name,
@@ -125,7 +130,8 @@ def _needs(kind: str, method: Any) -> str:
     if kind == "decoders":
         return _DRAFTING[method.drafting]
     if kind == "drafters":
-        return ON_TARGET if method.needs.session else DRAFT_MODEL if method.runs_model else "no model"
+        has = method.capabilities
+        return ON_TARGET if has.needs.session else DRAFT_MODEL if has.runs_model else "no model"
     traits = method.traits
     return (
         "q after every token, from a draft model"

@@ -134,6 +134,27 @@ def rates(positions: Iterable[tuple[int, int]]) -> tuple[float, ...]:
 T = TypeVar("T")
 
 
+class DecayedMean:
+    """A ratio of two exponentially decayed sums that starts from a prior of the given weight.
+
+    `fade`: weight of the past, for each new sample.
+    """
+
+    def __init__(self, prior: float, weight: float, fade: float = 0.95) -> None:
+        self._numerator, self._denominator, self._fade = prior * weight, weight, fade
+        self.value = prior if weight else 0.0
+
+    def learn(self, numerator: float, denominator: float = 1.0) -> None:
+        """Add one sample to both sums."""
+        self._numerator = self._numerator * self._fade + numerator
+        self._denominator = self._denominator * self._fade + denominator
+        self.value = self._numerator / self._denominator if self._denominator else 0.0
+
+    def given(self, prior: float, weight: float) -> float:
+        """Return the value with a further prior of this weight, which may change from call to call."""
+        return (self._numerator + prior * weight) / (self._denominator + weight)
+
+
 class BatchedUpdates(Generic[T]):
     """Delays updates of a statistic and applies them in batches of at most `most`.
 

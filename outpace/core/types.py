@@ -9,24 +9,23 @@ of it, and the next round begins with a tree that holds the new root alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource
-from outpace.core.drafting import NO_NEEDS, DraftDirectives, Needs, TargetFeedback
+from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives, Needs, TargetFeedback
 from outpace.core.errors import check_range, check_whole
-from outpace.core.logits import SparseLogits
 from outpace.core.logits import TopK as TopK
+from outpace.core.noise import row_key
 from outpace.core.options import MethodOptions
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import RoundPlan
 from outpace.core.tree import Siblings, TokenTree
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 
@@ -37,6 +36,14 @@ class Pick(Enum):
     RACE = "race"  # the argmax of log p plus the noise of the row's position
 
 
+class Ranks(Enum):
+    """How a rule ranks a drafter's tokens, where the kernels can do the same."""
+
+    LOG_Q = "log q"
+    RACE = "log q plus the noise of the row's position"
+    SCORES = "the given scores"
+
+
 @dataclass(frozen=True)
 class RuleTraits:
     """What the engine, the drafters and the kernels need to know about a rule.
@@ -45,8 +52,8 @@ class RuleTraits:
     alone, however it is drafted. siblings: how drafters must make the children of a node. several_draws: a node may
     have several drawn children. unscaled_q: the rule also reads q at temperature 1 and without filters. q_at_leaves: it
     reads q after every verified node, the last ones included. greedy, sampled: it accepts requests of temperature 0,
-    of other temperatures. pick: see `Pick`; None for other rules. takes_arrays: `reduce` accepts float32 numpy arrays
-    as well as tensors. hidden_layers: its rows carry the hidden states after these layers.
+    of other temperatures. pick, ranks: see `Pick` and `Ranks`; None for other rules. takes_arrays: `reduce` accepts
+    float32 numpy arrays as well as tensors. hidden_layers: its rows carry the hidden states after these layers.
     """
 
     lossless: bool
@@ -58,6 +65,7 @@ class RuleTraits:
     greedy: bool = False
     sampled: bool = True
     pick: Pick | None = None
+    ranks: Ranks | None = Ranks.LOG_Q
     takes_arrays: bool = False
     hidden_layers: tuple[int, ...] = ()
 
@@ -73,7 +81,7 @@ class Rule:
     """Verifies a tree by the target's logits: `reduce` runs where the logits are, `walk` on the host with integers.
 
     A subclass is a rule: the name of its file is the name of the rule, and the docstring of that file is its help. A
-    subclass of a rule with a `pick` loses it if it overrides a method, and `takes_arrays` if it overrides `reduce`.
+    subclass of another rule loses the traits that describe a method which it overrides.
     """
 
     traits: RuleTraits
@@ -86,30 +94,26 @@ class Rule:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        inherited = getattr(super(cls, cls), "traits", None)
-        if inherited and inherited.pick and vars(cls).keys() & {"reduce", "walk", "best"}:
+        own = vars(cls).keys()
+        if hasattr(super(cls, cls), "traits") and own & {"reduce", "walk"}:
             cls.traits = replace(cls.traits, pick=None)
-        if inherited and inherited.takes_arrays and "reduce" in vars(cls):
+        if hasattr(super(cls, cls), "traits") and "reduce" in own:
             cls.traits = replace(cls.traits, takes_arrays=False)
+        if hasattr(cls, "traits") and "rank" in own:
+            cls.traits = replace(cls.traits, ranks=None)
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Reduce logits [rows, vocab] to one small value per row, usually the token that the target writes there."""
         raise NotImplementedError
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        """Return the verdict on a tree whose first len(picks) nodes have a reduced row."""
-        raise NotImplementedError
+        """Return the verdict on a tree whose first len(picks) nodes have a reduced row; by default each is the token
+        that the target writes there, which is exact for picked siblings only."""
+        return Verdict(*tree.follow([*picks]))
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """Map a drafter's logits [rows, vocab] to the scale on which this rule's target will choose, higher first."""
         raise NotImplementedError
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
-        """Return the best `count` tokens of each row of a drafter's scores on the host [rows, held].
-
-        This is a faster `rank`; an empty entry, or None for all rows, means that `rank` has to be used.
-        """
-        return None
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,11 @@ class Row(NamedTuple):
         """Return the position in the text of the token that this row predicts."""
         return len(self.committed) + len(self.path)
 
+    @property
+    def noise_key(self) -> int:
+        """Return the key of the noise of that position."""
+        return row_key(self.request.seed, self.request.choice, self.position)
+
 
 def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> list[Row]:
     """Return one row for each node of a tree whose root is the last committed token."""
@@ -218,16 +227,20 @@ class Verdict(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Names one origin of proposals, to which costs and acceptance are attributed.
+    """One origin of proposals, to which costs and acceptance are attributed.
 
-    `name` is a drafter's file name; `is_calibrated`: its scores are already calibrated on what was accepted in this
-    request. `width`: the most nodes of a request that its model expands in one forward.
+    `name` is a drafter's file name. `runs_model`: its proposals cost a forward of a model; others cost next to nothing.
+    `is_calibrated`: its scores are already calibrated on what was accepted in this request. `width`: the most nodes of
+    a request that its model expands in one forward. `weight_bytes`: bytes of weights that one step reads. `reads`: most
+    trailing tokens of the text that it reads before its first step. None: unknown, and all.
     """
 
     name: str
-    runs_model: bool
+    runs_model: bool = False
     is_calibrated: bool = False
     width: int = 1
+    weight_bytes: int | None = None
+    reads: int | None = None
 
 
 WORKER = Source("", True, width=16)
@@ -278,7 +291,8 @@ class Observation(NamedTuple):
     """What the target did since the drafter's last observation.
 
     `tokens[i]` was committed after the node with id `node_ids[i]`; `tree` now has the last of them as its root. `seen`
-    is the target's output at the verified nodes, as far as the drafter's `needs` request it.
+    is the target's output at the verified nodes, as far as the drafter's `needs` request it. With `needs.prompt`, there
+    is one observation for each chunk of the prompt too; it has no tokens, and the ids in `seen` are positions.
     """
 
     node_ids: Sequence[int]
@@ -287,136 +301,114 @@ class Observation(NamedTuple):
     seen: TargetFeedback | None = None
 
 
-class PendingObservations:
-    """Collects the rounds that a drafter has not observed yet; it observes them together before it drafts again."""
+class SavedState(Protocol):
+    """What a profile keeps of a drafter between runs."""
 
-    def __init__(self) -> None:
-        self._node_ids: list[int] = []
-        self._tokens: list[int] = []
-        self._last: Observation | None = None
+    def state_dict(self) -> Any:
+        """Return it as JSON."""
 
-    def add(self, seen: Observation) -> None:
-        """Append one round."""
-        self._node_ids += seen.node_ids
-        self._tokens += seen.tokens
-        self._last = seen
+    def load_state_dict(self, kept: Any) -> None:
+        """Restore what `state_dict` returned."""
 
-    def take(self) -> Observation | None:
-        """Return all collected rounds as one observation and forget them; None if there are none."""
-        if self._last is None:
-            return None
-        joined = self._last._replace(node_ids=self._node_ids, tokens=self._tokens)
-        self._node_ids, self._tokens, self._last = [], [], None
-        return joined
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the engine needs to know about a drafter.
+
+    sources: the origins of its proposals, usually one. needs: what it must see of the target's passes. q_at_leaves:
+    rules can have its q after every node, the last ones included. cost: of a round, for the table of methods. models:
+    those that it runs. memory: returns an upper bound of its own KV bytes for requests whose texts have these lengths.
+    learnt: its state in a profile. save: writes the files that it keeps between runs; called when the engine closes.
+    """
+
+    sources: tuple[Source, ...]
+    needs: Needs = NO_NEEDS
+    q_at_leaves: bool = False
+    cost: str = ""
+    models: tuple[Any, ...] = ()
+    memory: Callable[[Sequence[int]], int] = lambda lengths: 0
+    learnt: SavedState | None = None
+    save: Callable[[], None] = lambda: None
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether any of its sources runs a model."""
+        return any(source.runs_model for source in self.sources)
+
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far by its models."""
+        return sum([model.num_captures for model in self.models])
+
+    def limit_threads(self, most: int) -> None:
+        """Let its models use at most `most` CPU threads for what this thread runs."""
+        for model in self.models:
+            model.limit_threads(most)
 
 
 @dataclass
 class DraftState:
     """A drafter's state for one request, from `open` to `close`.
 
-    `tokens` are the committed tokens, the tree's root last. `base` is the target's session, for drafters with
-    `needs.session`: it holds all tokens but the root, and the drafter may add pending nodes to it.
+    `tokens` are the committed tokens, the tree's root last. `sources`: those of the drafter that may have proposals for
+    this request; None: all.
+
+    Set before each growth: `source`, which of the sources grows the tree (None: all); `directives`, how and where to
+    draft, which a drafter may ignore; `has_other_requests`, whether others wait while this one is drafted; `base`, the
+    target's session, for drafters with `needs.session`: it holds all tokens but the root, and the drafter may add
+    pending nodes to it.
+
+    Set by a growth: `num_steps`, the draft steps that it took: several if some were taken in advance, 0 if it used
+    such.
     """
 
     request: Request
-    tokens: list[int] = field(default_factory=list)
-    base: Any = None
-    has_other_requests: bool = False  # other requests are waiting while this one is drafted
+    tokens: list[int] = field(init=False)
+    sources: tuple[Source, ...] | None = field(default=None, kw_only=True)
+    source: Source | None = field(default=None, init=False)
+    directives: DraftDirectives = field(default=UNRESTRICTED, init=False)
+    has_other_requests: bool = field(default=False, init=False)
+    base: Any = field(default=None, init=False)
+    num_steps: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
 
 
 class Drafter:
     """Proposes tokens: it adds nodes to the token trees of all requests.
 
-    A drafter must define `open`, `grow` and `observe`; everything else has a default. Decoding methods differ in when,
-    and in which thread, they call `grow`.
+    A drafter must define `capabilities` and `grow`; everything else has a default. Decoding methods differ in when, and
+    in which thread, they call `grow`.
     """
 
-    name = "drafter"  # the name of its file
-    runs_model = True  # False: proposals cost next to nothing
-    is_calibrated = False  # see `Source`
-    needs: Needs = NO_NEEDS  # the same for all requests
-    width = 1  # the most nodes of a request that the drafter's model expands in one forward
-    shares_work = False  # one growth may do work for other requests: see `amortized`
+    capabilities: Capabilities  # of the class; an instance may have its own, with the same names
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """Return the sources that `grow_by` accepts: the drafter itself, or its parts."""
-        return (Source(self.name, self.runs_model, self.is_calibrated, self.width),)
-
-    def sources_for(self, request: Request) -> Sequence[Source]:
-        """Return the sources that may have proposals for this request."""
-        return self.sources
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Return the bytes of weights that one step of a source reads; None if unknown."""
-        return None
-
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far by its models."""
-        return 0
-
-    def reads_at_most(self, source: Source) -> int | None:
-        """Return the number of trailing tokens that a source reads before its first step; None: all."""
-        return None
+    def name(self) -> str:
+        """The names of its sources."""
+        return "+".join(source.name for source in self.capabilities.sources)
 
     def open(self, request: Request) -> Any:
-        """Return a new DraftState for a request, with the prompt as its committed tokens; the last of them is the root
-        of its tree."""
-        raise NotImplementedError
+        """Return a new DraftState for a request."""
+        return DraftState(request)
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Add the next nodes to every tree in one batch; return the number of nodes added to each, 0 if there is
-        nothing to add before the next observation.
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """Add the next nodes to every tree in one batch; none where there is nothing to add until the next
+        observation.
 
         Call `tree.add(parent, token, score)`; the score of a node is the log of the estimated probability that the
         target accepts the path to it, so it is at most its parent's.
         """
         raise NotImplementedError
 
-    def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Grow the trees as `grow` does, but by one source only; None: by all."""
-        return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
-
     def observe(self, state: Any, seen: Observation) -> None:
         """Update the state after one or more rounds of the target: append `seen.tokens` to `state.tokens`, and forget
         what is not below the root of `seen.tree`, which is the tree of the next `grow`."""
-        raise NotImplementedError
-
-    def read(self, state: Any, seen: TargetFeedback) -> None:
-        """Receive the feedback for a chunk of the prompt, if `needs.prompt`; its last token belongs to `observe`."""
-        raise NotImplementedError
-
-    def likelihood(self, state: Any, tokens: Sequence[int]) -> list[float] | None:
-        """Return log q of these tokens as a continuation of the text; None if the drafter does not compute it."""
-        return None
-
-    def set_directives(self, state: Any, directives: DraftDirectives) -> None:
-        """Set how and where to draft for a request from now on. Drafters that cannot comply ignore it."""
-
-    def amortized(self, seconds: float) -> float:
-        """Return this request's share of a growth that took `seconds`, where growths do work for each other."""
-        return seconds
-
-    def limit_threads(self, most: int) -> None:
-        """Let the drafter's models use at most `most` CPU threads for what this thread runs."""
-
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        """Return an upper bound of the drafter's own KV bytes for requests whose texts have these lengths."""
-        return 0
+        state.tokens += seen.tokens
 
     def pause(self, state: Any) -> None:
         """Free the keys and values of a request that waits for memory; they are computed again when it drafts next."""
 
     def close(self, state: Any) -> None:
-        """Release the state of a finished request."""
-
-    def end(self) -> None:
-        """Write what is kept between runs; called when the engine closes."""
-
-    def state_dict(self) -> Any:
-        """Return what a profile keeps of this drafter, as JSON; None for nothing."""
-        return None
-
-    def load_state_dict(self, kept: Any) -> None:
-        """Restore what `state_dict` returned."""
+        """End a request."""

@@ -15,7 +15,7 @@ from outpace.distill.student import FROZEN, Student
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, shipped_model
 from outpace.models.files.pairs import shipped_draft
-from outpace.models.llama.config.families import BY_LAYER
+from outpace.models.llama.config.families import FAMILIES, model_type_of
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
@@ -125,7 +125,7 @@ def _layer_fields(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequenc
     types = config.get("layer_types")
     if types is not None:
         fields["layer_types"] = [types[layer] for layer in layers]
-    elif config.get("model_type") in BY_LAYER:
+    elif FAMILIES[model_type_of(config)].by_layer:
         slides = chosen.local_layers or [window is not None for window in chosen.windows]
         fields |= {"layer_types": [SLIDING if slid else FULL for slid in slides]} if slides else {}
     if config.get("no_rope_layers") or sizes.rotary_layers:

@@ -41,5 +41,5 @@ def build_drafter(name: str, given: BuildContext, values: Mapping[str, Any]) -> 
 
     modules = drafter_modules(name).values()
     parts = [module.build(registry.build_options(module, values), given=given) for module in modules]
-    parts.sort(key=lambda part: part.runs_model)
+    parts.sort(key=lambda part: part.capabilities.runs_model)
     return parts[0] if len(parts) == 1 else SharedTree(parts)

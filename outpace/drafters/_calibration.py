@@ -14,7 +14,7 @@ from typing import Any
 from outpace_kernels import OfferMap, left_open, log_chances, log_softmax_at
 
 from outpace.core.multi_step import ScoreCalibration
-from outpace.core.stats import BatchedUpdates
+from outpace.core.stats import BatchedUpdates, DecayedMean
 from outpace.core.types import Observation, Request, TopK
 
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
@@ -26,27 +26,14 @@ _LEAST = 0.05  # smallest restored ratio of picks outside the proposals to the p
 _MEMORY = 0.995  # decay per observation, so about 200 observations count
 
 
-class AcceptanceRate:
-    """A running success rate that starts from a prior worth `weight` trials."""
+def acceptance_rate(prior: float, weight: float = 4.0) -> DecayedMean:
+    """Return a running success rate that starts from a prior worth `weight` trials."""
+    return DecayedMean(prior, weight, _MEMORY)
 
-    def __init__(self, prior: float, weight: float = 4.0) -> None:
-        self._successes, self._trials = prior * weight, weight
-        self.value = self._successes / weight
 
-    def state_dict(self) -> float:
-        """Return the rate, for the profile."""
-        return self.value
-
-    def load_state_dict(self, kept: float) -> None:
-        """Start from a profile's rate, with the confidence of a few trials."""
-        self.value = min(max(kept, 0.01), 1.0)  # its logarithm is needed
-        self._successes, self._trials = self.value * _SURE, _SURE
-
-    def learn(self, success: bool, trials: float = 1.0) -> None:
-        """Count one trial, or the given number of expected successes as `trials`."""
-        self._successes = self._successes * _MEMORY + success
-        self._trials = self._trials * _MEMORY + trials
-        self.value = self._successes / self._trials
+def restored_rate(kept: float) -> DecayedMean:
+    """Return a profile's rate, with the confidence of a few trials."""
+    return acceptance_rate(min(max(kept, 0.01), 1.0), _SURE)  # its logarithm is needed
 
 
 class PickModel:
@@ -58,19 +45,18 @@ class PickModel:
 
     def __init__(self, has_shares: bool = False) -> None:
         self._has_shares = has_shares
-        self._coverage = AcceptanceRate(0.9)
-        self._open = AcceptanceRate(1.0, 0.5)  # picks outside the proposals / probability left to them
+        self._coverage = acceptance_rate(0.9)
+        self._open = acceptance_rate(1.0, 0.5)  # picks outside the proposals / probability left to them
         self._begin(1.0)  # q unchanged
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted parameters, for the profile."""
-        kept = {"coverage": self._coverage.state_dict(), "temperature": self._temperature}
-        return kept | {"open": self._open.state_dict()}
+        return {"coverage": self._coverage.value, "temperature": self._temperature, "open": self._open.value}
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Restore parameters from a profile."""
-        self._coverage.load_state_dict(float(kept["coverage"]))
-        self._open = AcceptanceRate(min(max(float(kept.get("open", 1.0)), _LEAST), 1 / _LEAST), 2.0)
+        self._coverage = restored_rate(float(kept["coverage"]))
+        self._open = acceptance_rate(min(max(float(kept.get("open", 1.0)), _LEAST), 1 / _LEAST), 2.0)
         self._begin(min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"]))))
 
     def _begin(self, temperature: float) -> None:

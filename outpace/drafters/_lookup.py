@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
+from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request
-from outpace.drafters._calibration import AcceptanceRate
+from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Source
+from outpace.drafters._calibration import acceptance_rate, restored_rate
 
 
 def allowed(state: DraftState, tokens: Sequence[int]) -> Sequence[int]:
@@ -68,7 +70,7 @@ class LookupState(DraftState):
     rates."""
 
     proposed: dict[int, dict[int, int]] = field(default_factory=dict)
-    rates: dict[int, AcceptanceRate] = field(default_factory=dict)
+    rates: dict[int, DecayedMean] = field(default_factory=dict)
 
     def num_left(self, most: int) -> int:
         """Return how many of `most` tokens may still be proposed in this round; a decoder may ask several times."""
@@ -78,31 +80,32 @@ class LookupState(DraftState):
 State = TypeVar("State", bound=LookupState)
 
 
+def lookup(name: str, needs: Needs = NO_NEEDS) -> Capabilities:
+    """Return the capabilities of a drafter that copies tokens."""
+    return Capabilities((Source(name, is_calibrated=True),), needs)
+
+
 class LookupDrafter(Drafter, Generic[State]):
-    """A drafter that copies tokens; a subclass implements `open` and `propose`."""
+    """A drafter that copies tokens; a subclass implements `propose`, and `open` for a state of its own."""
 
-    runs_model = False
-    is_calibrated = True
-
-    def __init__(self, origins: int = 1) -> None:
-        """`origins`: number of sources with rates of their own."""
+    def __init__(self, options: Any = None, origins: int = 1) -> None:
+        """`origins`: number of places that are copied from, with rates of their own."""
+        self._options = options
         priors = [prior * _SHARES[grade] for prior in _PRIORS for grade in Certainty] * origins
-        self._rates = [AcceptanceRate(prior) for prior in priors]
+        self._rates = [acceptance_rate(prior) for prior in priors]
+        self.capabilities = replace(self.capabilities, learnt=self)
 
-    def open(self, request: Request) -> State:
-        raise NotImplementedError
+    def open(self, request: Request) -> Any:
+        return LookupState(request)
 
     def propose(self, state: State, tree: TokenTree) -> None:
         """Attach tokens that may continue the text, by `attach`, `attach_chain` or `attach_branch`."""
         raise NotImplementedError
 
-    def grow(self, states: Sequence[State], trees: Sequence[TokenTree]) -> list[int]:
-        """Propose for each request; return the number of nodes added to each tree, 0 if there is nothing new to
-        copy."""
-        before = [len(tree) for tree in trees]
+    def grow(self, states: Sequence[State], trees: Sequence[TokenTree]) -> None:
+        """Propose for each request."""
         for state, tree in zip(states, trees, strict=True):
             self.propose(state, tree)
-        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def attach(self, state: State, tree: TokenTree, node: int, token: int, kind: int) -> int:
         """Return the child of `node` with this token, adding it if it is missing."""
@@ -181,7 +184,7 @@ class LookupDrafter(Drafter, Generic[State]):
 
     def observe(self, state: State, seen: Observation) -> None:
         self.learn(state, seen)
-        state.tokens.extend(seen.tokens)
+        super().observe(state, seen)
 
     def learn(self, state: State, seen: Observation) -> None:
         """Update the rates by which of the proposals below the accepted nodes came true."""
@@ -189,7 +192,7 @@ class LookupDrafter(Drafter, Generic[State]):
         for node, written in zip(seen.node_ids, seen.tokens, strict=False):
             for token, kind in state.proposed.get(node, _NOTHING).items():
                 if kind not in own:
-                    own[kind] = AcceptanceRate(rates[kind].value, _OWN)
+                    own[kind] = acceptance_rate(rates[kind].value, _OWN)
                 own[kind].learn(token == written)
                 rates[kind].learn(token == written)
         proposed = state.proposed
@@ -197,13 +200,13 @@ class LookupDrafter(Drafter, Generic[State]):
 
     def state_dict(self) -> Mapping[str, float]:
         """Return the rate of each kind, for the profile."""
-        return {str(kind): rate.state_dict() for kind, rate in enumerate(self._rates)}
+        return {str(kind): rate.value for kind, rate in enumerate(self._rates)}
 
     def load_state_dict(self, kept: Mapping[str, float]) -> None:
         """Restore the rates from a profile."""
-        for kind, rate in enumerate(self._rates):
+        for kind in range(len(self._rates)):
             if str(kind) in kept:
-                rate.load_state_dict(float(kept[str(kind)]))
+                self._rates[kind] = restored_rate(float(kept[str(kind)]))
 
 
 _FADE = 0.9  # decay of weight per continuation; of equal matches the latest comes first

@@ -126,9 +126,7 @@ class MultiStepExpander:
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
         self.takes_several = self._chosen != 1
         self._usual = _FIRST
-        self._owed = self._share = 0.0  # see `amortized`
-        self._is_new = False
-        self._is_used = False
+        self.num_steps = 1  # that the present growth took: see `DraftState`
 
     def known(self, jobs: Sequence[ExpansionJob]) -> list[list[TopK]] | None:
         """Return the proposals below the jobs' frontiers if all of them were expanded in advance, None if a forward is
@@ -138,7 +136,8 @@ class MultiStepExpander:
         found = [[job.state.multi_step.find(job.tree, node) for node in job.frontier] for job in jobs]
         if not all(map(all, found)):
             return None
-        self._is_used = True
+        if self.num_steps == 1:  # none was taken in advance in this growth
+            self.num_steps = 0
         for job, mine in zip(jobs, found, strict=True):
             for node, one in zip(job.frontier, mine, strict=True):
                 if one is not None:
@@ -160,7 +159,7 @@ class MultiStepExpander:
         taken = self._model.draft_steps(requests, held, count, width, width + SPARE)
         if taken is None:
             return None
-        self._is_new, self._owed = True, float(count)
+        self.num_steps = count
         for job, some, expanded in zip(jobs, opened, taken, strict=True):
             job.state.multi_step = _index_steps(job, some, expanded)
         return [[_possible(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
@@ -180,16 +179,6 @@ class MultiStepExpander:
             cache.clear()
             return []
         return loose
-
-    def amortized(self, seconds: float) -> float:
-        """Attribute to each of the steps that were taken together an equal share of their time."""
-        if self._is_new:
-            self._share = seconds / self._owed
-            seconds = self._share
-        elif self._is_used:
-            seconds += self._share
-        self._is_new = self._is_used = False
-        return seconds
 
     def _count(self, job: ExpansionJob) -> int:
         """Return the number of steps worth taking together for this request, a power of two."""

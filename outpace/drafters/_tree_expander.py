@@ -7,17 +7,16 @@ decides for itself which children the scores become.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any, NamedTuple
 
 from outpace_kernels import Frontier, SlotMap
 
-from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.logits import SparseLogits, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source
+from outpace.core.types import Capabilities, DraftState, Observation, Request, Row, SavedState
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import picks_best_scores
 
@@ -93,10 +92,11 @@ class ExpansionState(DraftState):
     slots: SlotMap = field(default_factory=SlotMap)
     frontier: Frontier = field(default_factory=Frontier)
     start: int = 0
-    directives: DraftDirectives = UNRESTRICTED
     ranked_by_model: bool = field(init=False)  # proposals are the highest scores, so the model can rank them itself
+    floor: float = field(default=math.nan, init=False)  # path score below which `frontier` has no nodes
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.ranked_by_model = picks_best_scores(self.request)
 
     @property
@@ -148,6 +148,15 @@ class TreeExpander:
         self._width, self._tree_nodes = width, tree_nodes
         self._floor = _log(floor)
 
+    def capabilities(self, declared: Capabilities, learnt: SavedState, **others: Any) -> Capabilities:
+        """Return those of a drafter that runs this expander's model; `declared` are its class's, `others` its own."""
+        source = declared.sources[0]._replace(
+            width=self._width, weight_bytes=self.model.weight_bytes, reads=self.window or None
+        )
+        return replace(
+            declared, sources=(source,), models=(self.model,), memory=self.stored_bytes, learnt=learnt, **others
+        )
+
     def open(self, request: Request) -> Any:
         """Open a session of the model for this request; None if the target's session is borrowed in each round."""
         if self._on_base:
@@ -170,6 +179,20 @@ class TreeExpander:
         else:
             state.session.truncate(0)
             state.session.trim()
+
+    def grow(
+        self,
+        states: Sequence[ExpansionState],
+        trees: Sequence[TokenTree],
+        expand: Callable[[Sequence[ExpansionJob]], Sequence[object]],
+    ) -> None:
+        """Call `expand` for the frontiers of all trees, and again for those that have not grown, unless they have as
+        many nodes as can be verified. It runs one forward and returns whether each tree has grown."""
+        jobs = self.jobs(states, trees)
+        while jobs:
+            pairs = zip(jobs, expand(jobs), strict=True)
+            again = [job for job, has_grown in pairs if not has_grown and job.tree.has_room]
+            jobs = self.jobs([job.state for job in again], [job.tree for job in again]) if again else []
 
     def jobs(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[ExpansionJob]:
         """Choose what one forward expands, without the trees that have nothing to expand. A request that has much text
@@ -213,12 +236,6 @@ class TreeExpander:
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 
-    def set_directives(self, state: ExpansionState, directives: DraftDirectives) -> None:
-        """Apply directives from now on; the open nodes are determined again if they depend on them."""
-        before, state.directives = state.directives, directives
-        if directives.floor != before.floor or directives.outcomes or before.outcomes:
-            state.frontier.reset()
-
     def follow(self, state: ExpansionState, seen: Observation, extra: Sequence[int] = ()) -> None:
         """Commit the tokens that the target accepted, and keep what lives on in its new tree; drop everything pending
         in a borrowed session. `extra`: further pending nodes to keep, which are not in a tree yet; they are numbered
@@ -240,15 +257,20 @@ class TreeExpander:
         its child's, so a node is chosen after or together with its parent."""
         if len(tree) >= self._tree_nodes:
             return []
-        room = state.room
-        width = min(tree.width or state.directives.width or self._width, self._width)
-        if state.directives.outcomes:
-            tips = outcome_frontier(tree, state.slots, state.directives.outcomes, width)
+        room, directives = state.room, state.directives
+        width = min(tree.width or directives.width or self._width, self._width)
+        if directives.outcomes:
+            state.floor = math.nan
+            tips = outcome_frontier(tree, state.slots, directives.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]
-        if state.directives.in_layers:
+        if directives.in_layers:
+            state.floor = math.nan
             return [node for node in layer_frontier(tree, state.slots, width) if tree.depth(node) <= room]
-        floor = self._floor if state.directives.floor is None else _log(state.directives.floor)
+        floor = self._floor if directives.floor is None else _log(directives.floor)
         floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule needs q after every token
+        if floor != state.floor:
+            state.floor = floor
+            state.frontier.reset()
         most = min(width, state.session.free) if self._on_base else width
         nodes = state.frontier.next(tree, state.slots, most, floor, room)
         if nodes is None:  # another drafter has raised scores since
@@ -319,33 +341,6 @@ class TreeExpander:
         draft's."""
         last = self.model.vocab_size - 1
         return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
-
-
-class ModelRunningDrafter(Drafter):
-    """The base of drafters that run a model by a `TreeExpander`: its memory, its weights, and the end of a request."""
-
-    _expander: TreeExpander
-
-    @property
-    def num_captures(self) -> int:
-        return self._expander.model.num_captures
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Return the draft model's weight bytes."""
-        return self._expander.model.weight_bytes
-
-    def reads_at_most(self, source: Source) -> int | None:
-        """Return the draft window."""
-        return self._expander.window or None
-
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
-        return self._expander.stored_bytes(lengths)
-
-    def pause(self, state: Any) -> None:
-        self._expander.pause(state)
-
-    def close(self, state: Any) -> None:
-        state.session = state.base = None
 
 
 def _log(chance: float) -> float:

@@ -9,7 +9,7 @@ table (outpace tune --drafter cacheback --corpus ...) helps while the text itsel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
 from outpace.drafters._phrases import Phrase, PhraseTable, PhraseTables
 from outpace.models.files import token_tables
 
@@ -71,15 +71,16 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
     """Proposes the followers of the last token, then those of their last tokens, best first. Each cache salt has its
     own table."""
 
-    name = "cacheback"
+    capabilities = lookup("cacheback")
 
     def __init__(self, options: Options, frozen: Frozen | None, given: BuildContext | None = None) -> None:
-        super().__init__(origins=2)
-        self._options, self._frozen = options, frozen
+        super().__init__(options, origins=2)
+        self._frozen = frozen
         self._tables = PhraseTables(options.leaders, options.followers, options.phrases, given)
+        self.capabilities = replace(self.capabilities, save=self._tables.save)
 
     def open(self, request: Request) -> CachebackState:
-        state = CachebackState(request, list(request.prompt), table=self._tables.of(request.cache_salt))
+        state = CachebackState(request, table=self._tables.of(request.cache_salt))
         state.last = state.table.read((), request.prompt, PHRASE)
         return state
 
@@ -99,9 +100,6 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
     def observe(self, state: CachebackState, seen: Observation) -> None:
         super().observe(state, seen)
         state.last = state.table.read(state.last, seen.tokens, PHRASE)
-
-    def end(self) -> None:
-        self._tables.save()
 
     def _phrases(self, learnt: PhraseTable, leader: int) -> Iterator[tuple[Phrase, int, Certainty]]:
         """Yield the phrases known to follow a token, with their origin and certainty."""

@@ -7,15 +7,14 @@ For requests with a constraint. The forced text is certain; how the model splits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request, Source
-from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of
+from outpace.core.types import Observation, Request
+from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of, lookup
 
 _FIRST, _LATER = kind_of(5), kind_of(13)  # of a forced text's tokens; their rates begin at 0.8 and 0.9
 
@@ -40,18 +39,10 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
     """Proposes the forced text below the root and, when called again, below the leaves that other drafters have
     added."""
 
-    name = "grammar"
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self._options = options
-
-    def sources_for(self, request: Request) -> Sequence[Source]:
-        """Return no source for a request without a constraint."""
-        return self.sources if request.constraint is not None else ()
+    capabilities = lookup("grammar")
 
     def open(self, request: Request) -> GrammarState:
-        return GrammarState(request, list(request.prompt))
+        return GrammarState(request, sources=None if request.constraint is not None else ())
 
     def propose(self, state: GrammarState, tree: TokenTree) -> None:
         """Attach the forced text below the root and the likeliest leaves, unless they were extended before."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,9 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import PREFIX, TokenTree
-from outpace.core.types import Observation, Request, Row, Source, TopK
+from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Capability, Model, Part
 from outpace.rules.base import top_k_rows
 
@@ -214,7 +214,6 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
     return [offer[0][:1] == [token] for offer, token in zip(offers, text[start + 1 :], strict=True)]
 
 
-COST = "a forward of a part of the target for each token"
 _RATE_KEPT, _CONFIDENCE_KEPT = 0.5, 0.9  # per round, of the acceptance rate and of the threshold (beta 1 and beta 2)
 _SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 
@@ -267,49 +266,43 @@ class SkipState(ExpansionState):
     rounds: int = 0
 
 
-class LayerSkipDrafter(ModelRunningDrafter):
+class LayerSkipDrafter(Drafter):
     """Drafts with the target without some sublayers. `search`: looks for better sublayers; None keeps them fixed."""
 
-    name = "layer_skip"
-    needs = Needs(session=1)  # each instance sets as many as its options allow
+    capabilities = Capabilities(
+        (Source("layer_skip", runs_model=True, reads=0),),  # the target has read the text
+        Needs(session=1),  # each instance sets as many as its options allow
+        cost="a forward of a part of the target for each token",
+    )
 
     def __init__(
         self, target: Model, sublayers: Sublayers, options: Options, search: SublayerSearch | None = None
     ) -> None:
         self._target, self._options, self.search = target, options, search
-        self.needs = Needs(session=max(options.tree_nodes, options.skip_window))
         self._expander = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
         self._pick_models = PickModels()
         self._choose(sublayers)
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Estimate the bytes as if all sublayers had one size and nothing else had weights."""
-        whole = self._target.weight_bytes
-        return round(whole * (1 - self.sublayers.size / (2 * self._target.num_layers))) if whole else None
-
-    def reads_at_most(self, source: Source) -> int | None:
-        """Return 0: the target has read the text."""
-        return 0
+        kept = 1 - sublayers.size / (2 * target.num_layers)  # as if all sublayers had one size and no others weights
+        size = round(target.weight_bytes * kept) if target.weight_bytes else None
+        self.capabilities = replace(
+            self.capabilities,
+            sources=(self.capabilities.sources[0]._replace(width=options.width, weight_bytes=size),),
+            needs=Needs(session=max(options.tree_nodes, options.skip_window)),
+            models=(target,),
+            learnt=self._pick_models,
+        )
 
     def open(self, request: Request) -> SkipState:
         options = self._options
-        return SkipState(
-            request, list(request.prompt), confidence=options.confidence, acceptance=options.acceptance_target
-        )
+        return SkipState(request, confidence=options.confidence, acceptance=options.acceptance_target)
 
-    def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> list[int]:
-        """Run one forward of the shortened target over the frontiers of all trees; return the number of nodes added to
-        each. Run another one for a tree that already had all proposals."""
+    def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> None:
+        """Run one forward of the shortened target over the frontiers of all trees, and another one for a tree that
+        already had all proposals."""
         for state in states:
             self._try(state)
-        before = [len(tree) for tree in trees]
-        sure = [pair for pair in zip(states, trees, strict=True) if not pair[0].is_unsure]
-        while jobs := self._expander.jobs([state for state, _ in sure], [tree for _, tree in sure]):
-            known = [len(job.tree) for job in jobs]
-            self._expand(jobs)
-            same = [job for job, count in zip(jobs, known, strict=True) if len(job.tree) == count and job.tree.has_room]
-            sure = [(job.state, job.tree) for job in same if not job.state.is_unsure]
-        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
+        sure = [n for n, state in enumerate(states) if not state.is_unsure]
+        self._expander.grow([states[n] for n in sure], [trees[n] for n in sure], self._expand)
 
     def observe(self, state: SkipState, seen: Observation) -> None:
         self._pick_models.learn(state.request, state.offers, seen)
@@ -318,13 +311,8 @@ class LayerSkipDrafter(ModelRunningDrafter):
         self._expander.follow(state, seen)
         state.offers, state.is_unsure, state.layers = {}, False, 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fitted models of the target's picks."""
-        return self._pick_models.state_dict()
-
-    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Restore the fitted models."""
-        self._pick_models.load_state_dict(kept)
+    def pause(self, state: SkipState) -> None:
+        self._expander.pause(state)
 
     def _choose(self, sublayers: Sublayers) -> None:
         self.sublayers = sublayers
@@ -344,10 +332,12 @@ class LayerSkipDrafter(ModelRunningDrafter):
         elif state.is_unsure:
             state.confidence = max(state.confidence - step, 0.0)
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[bool]:
+        """Run one forward; return whether each tree has grown or its draft is over."""
+        grown = []
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         for state, tree, frontier in jobs:
-            pick_model, surest = self._pick_models.of(state.request), -math.inf
+            pick_model, surest, known = self._pick_models.of(state.request), -math.inf, len(tree)
             for node in frontier:
                 tokens, values = next(offers)
                 if not tokens:
@@ -359,6 +349,8 @@ class LayerSkipDrafter(ModelRunningDrafter):
                 tree.attach_children(children[: self._options.tree_nodes - len(tree)], self._options.width)
             state.layers += 1
             state.is_unsure = surest < (math.log(state.confidence) if state.confidence else -math.inf)
+            grown.append(len(tree) > known or state.is_unsure)
+        return grown
 
     def _try(self, state: SkipState) -> None:
         """Make one trial of the search if one is due: before a round's first draft, when nothing is pending."""

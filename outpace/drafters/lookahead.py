@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
 from outpace.drafters._phrases import PhraseTable, PhraseTables
 
 _WORTH, _TRIED = 0.05, 200.0  # prior: tokens gained per probe, and its weight in probes
@@ -54,18 +54,17 @@ class LookaheadState(LookupState):
 class LookaheadDrafter(LookupDrafter[LookaheadState]):
     """Proposes the pool's n-grams after the last token, then the window."""
 
-    name = "lookahead"
-    needs = Needs(top=1)
+    capabilities = lookup("lookahead", Needs(top=1))
 
     def __init__(self, options: Options, given: BuildContext | None = None) -> None:
-        super().__init__()
-        self._options = options
+        super().__init__(options)
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # accepted tokens of the pool; scored probes
         self._pools = PhraseTables(_LEADERS, options.guesses, options.phrases, given)
+        self.capabilities = replace(self.capabilities, save=self._pools.save)
 
     def open(self, request: Request) -> LookaheadState:
         pool = self._pools.of(request.cache_salt) if self._options.phrases else self._pools.make()
-        state = LookaheadState(request, list(request.prompt), pool=pool)
+        state = LookaheadState(request, pool=pool)
         self._fill(state)
         self._read(state, request.prompt)
         return state
@@ -92,9 +91,6 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         del state.columns[: len(seen.tokens) - 1]  # the root has moved past them
         state.probes = []
         self._fill(state)
-
-    def end(self) -> None:
-        self._pools.save()
 
     def _read(self, state: LookaheadState, tokens: Sequence[int]) -> None:
         if self._options.from_text:

@@ -10,30 +10,26 @@ each expanded node are added, none below the tree's `min_score` but the best of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import sub
-from typing import Any
 
 from outpace_kernels import OfferMap, TopKRows
 
-from outpace.core.drafting import BuildContext, DraftDirectives
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.multi_step import MAX_STEPS, ScoreCalibration
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Request, Row, TopK
+from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
-DRAWS = True
-COST = "a forward of the draft model for each layer"
 PRODUCT_OF_Q = ScoreCalibration(1.0, 1.0, 1.0)  # leaves log q as it is
 _CHILDREN = 2  # children per expanded node that a forward may always add
 
@@ -74,40 +70,34 @@ class ModelState(ExpansionState):
         self.is_drawn = is_drawn(self.request)
 
 
-class ModelDrafter(ModelRunningDrafter):
+class ModelDrafter(Drafter):
     """Keeps a session of the draft model for each request, in step with what the target commits."""
 
-    name = "model"
+    capabilities = Capabilities(
+        (Source("model", runs_model=True),), q_at_leaves=True, cost="a forward of the draft model for each layer"
+    )
 
     def __init__(self, model: Model, options: Options) -> None:
-        self._options, self.width = options, options.width
+        self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = DrawCounts.read(options.draws)
         self._pick_models = PickModels()
         self._multi_step = MultiStepExpander(model, self._pick_models, options)
-        self.shares_work = self._multi_step.takes_several
+        self.capabilities = self._expander.capabilities(self.capabilities, self._pick_models)
 
     def open(self, request: Request) -> ModelState:
         session, pick_model = self._expander.open(request), self._pick_models.of(request)
-        return ModelState(request, list(request.prompt), session=session, pick_model=pick_model)
+        return ModelState(request, session=session, pick_model=pick_model)
 
-    def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
-        """Run one forward of the draft model over the frontiers of all trees; return the number of nodes added to each.
-
-        If nothing was added to a tree because another drafter's branch was there already, run another forward for it,
-        unless it has as many nodes as can be verified.
-        """
-        before = [*map(len, trees)]
-        jobs = self._expander.jobs(states, trees)
-        while jobs:
-            added = self._expand(jobs)
-            if all(added):
-                break
-            again = [job for job, count in zip(jobs, added, strict=True) if not count and job.tree.has_room]
-            jobs = self._expander.jobs([job.state for job in again], [job.tree for job in again])
-        return [*map(sub, map(len, trees), before)]
+    def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> None:
+        """Run one forward of the draft model over the frontiers of all trees, and another one where another drafter's
+        branch had all its nodes already."""
+        self._multi_step.num_steps = 1
+        self._expander.grow(states, trees, self._expand)
+        for state in states:
+            state.num_steps = self._multi_step.num_steps
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
         """Run one forward over the frontiers, or use forwards taken in advance; return the number of nodes added to
@@ -162,29 +152,12 @@ class ModelDrafter(ModelRunningDrafter):
         state.offers.keep(state.slots)
 
     def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
-        """Run one forward of the draft model; see the base class."""
+        """Return log q of these tokens as a continuation of the text, by one forward; see `TreeExpander.likelihood`."""
         return self._expander.likelihood(state, tokens)
-
-    def set_directives(self, state: ModelState, directives: DraftDirectives) -> None:
-        self._expander.set_directives(state, directives)
-
-    def limit_threads(self, most: int) -> None:
-        self._expander.model.limit_threads(most)
 
     def pause(self, state: ModelState) -> None:
         state.multi_step = MultiStepCache()
-        super().pause(state)
-
-    def amortized(self, seconds: float) -> float:
-        return self._multi_step.amortized(seconds)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fitted models of the target's picks, for greedy and for sampled requests."""
-        return self._pick_models.state_dict()
-
-    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Restore the fitted models."""
-        self._pick_models.load_state_dict(kept)
+        self._expander.pause(state)
 
     def _add(
         self,

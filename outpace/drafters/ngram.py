@@ -11,7 +11,7 @@ from operator import itemgetter
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
 from outpace.drafters._ngram_index import NgramIndex
 
 _COUNTED = 64  # match length beyond which a copy is no more certain
@@ -43,24 +43,17 @@ class NgramState(LookupState):
 class NgramDrafter(LookupDrafter[NgramState]):
     """Proposes a branch below the root for some places where the last tokens occurred before, longest match first."""
 
-    name = "ngram"
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self._options = options
-        self._places = max(options.places, options.branches)
+    capabilities = lookup("ngram")
 
     def open(self, request: Request) -> NgramState:
-        state = NgramState(request, list(request.prompt))
-        state.index = NgramIndex(range(1, self._options.longest + 1), self._options.window)
-        return state
+        return NgramState(request, index=NgramIndex(range(1, self._options.longest + 1), self._options.window))
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:
         """Attach branches below the root, the likeliest first."""
         options, grade = self._options, Certainty.SURE
         state.index.extend(state.tokens[state.indexed :])
         state.indexed = len(state.tokens)
-        found = state.index.matches(state.tokens, self._places, _COUNTED)
+        found = state.index.matches(state.tokens, max(options.places, options.branches), _COUNTED)
         for length, place in sorted(found, key=itemgetter(0), reverse=True)[: options.branches]:
             tokens = state.index.after(place, options.copies)
             self.attach_branch(state, tree, tokens, length, grade, options.least_chance)

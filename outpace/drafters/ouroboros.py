@@ -11,23 +11,22 @@ from the target's tokens after rejected ones. Each cache salt has its own pool.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request, TopK
+from outpace.core.types import Capabilities, Observation, Request, Source, TopK
 from outpace.drafters._calibration import PickModels
+from outpace.drafters._composite import JoinedState
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
 from outpace.drafters._phrases import PhraseTable, PhraseTables
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, ModelRunningDrafter, TreeExpander, rows_of
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
-COST = "a forward of the draft model for each piece, which may have several tokens"
 _SCORED = 5  # proposals that are scored, so that the share of the best one is known
 
 
@@ -62,44 +61,39 @@ class OuroborosState(LookupState, ExpansionState):
     pool: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
 
 
-class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
+class OuroborosDrafter(LookupDrafter[OuroborosState]):
     """Keeps a session of the draft model for each request, and a pool for each cache salt."""
 
-    name = "ouroboros"
-    runs_model = True
-    is_calibrated = False  # its trees contain the draft model's nodes too
-    needs = Needs(top=1)
+    capabilities = Capabilities(
+        (Source("ouroboros", runs_model=True),),  # not calibrated: its trees contain the draft model's nodes too
+        Needs(top=1),
+        cost="a forward of the draft model for each piece, which may have several tokens",
+    )
 
     def __init__(self, model: Model, options: Options, given: BuildContext | None = None) -> None:
-        super().__init__()
-        self._options, self.width = options, options.width
+        super().__init__(options)
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
         self._pick_models = PickModels()
         self._pools = PhraseTables(options.leaders, options.followers, options.phrases, given)
+        learnt = JoinedState([self._pick_models, self])
+        self.capabilities = self._expander.capabilities(self.capabilities, learnt, save=self._pools.save)
 
     def open(self, request: Request) -> OuroborosState:
         pool = self._pools.of(request.cache_salt)
-        state = OuroborosState(request, list(request.prompt), session=self._expander.open(request), pool=pool)
+        state = OuroborosState(request, session=self._expander.open(request), pool=pool)
         state.last = state.pool.read((), request.prompt, self._options.phrase)
         return state
 
-    def grow(self, states: Sequence[OuroborosState], trees: Sequence[TokenTree]) -> list[int]:
-        """Run one forward of the draft model over the ends of all drafts and the phrases below them; return the number
-        of nodes added to each tree. Run another one for a draft that did not advance."""
-        before = [len(tree) for tree in trees]
+    def grow(self, states: Sequence[OuroborosState], trees: Sequence[TokenTree]) -> None:
+        """Run one forward of the draft model over the ends of all drafts and the phrases below them, and another one
+        for a draft that did not advance."""
         for state, tree in zip(states, trees, strict=True):
             state.tree = tree
             if state.end not in tree.ids:
                 state.end = tree.ids[0]
                 self.propose(state, tree)
-        waiting, their_trees = states, trees
-        while jobs := self._expander.jobs(waiting, their_trees):
-            ends = [job.state.end for job in jobs]
-            self._expand(jobs)
-            again = [job for job, end in zip(jobs, ends, strict=True) if job.state.end == end]
-            waiting, their_trees = [job.state for job in again], [job.tree for job in again]
-        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
+        self._expander.grow(states, trees, self._expand)
 
     def propose(self, state: OuroborosState, tree: TokenTree) -> None:
         """Attach phrases after the draft's end."""
@@ -117,28 +111,22 @@ class OuroborosDrafter(ModelRunningDrafter, LookupDrafter[OuroborosState]):
         state.offers = {node: offer for node, offer in state.offers.items() if node in state.slots}
         state.tree, state.end = None, -1
 
-    def end(self) -> None:
-        self._pools.save()
+    def pause(self, state: OuroborosState) -> None:
+        self._expander.pause(state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how the draft's proposals and the phrases came true, for the profile."""
-        return {"choices": self._pick_models.state_dict(), "rates": super().state_dict()}
-
-    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Restore both from a profile."""
-        self._pick_models.load_state_dict(kept["choices"])
-        super().load_state_dict(kept["rates"])
-
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        """Run one forward; each draft advances as far as it agrees with the phrases at its end, and one token
-        further."""
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[bool]:
+        """Run one forward; each draft advances as far as it agrees with the phrases at its end, and one token further.
+        Return whether each advanced."""
         offers, first = top_k_rows(self._expander.score(jobs), rows_of(jobs), _SCORED), 0
+        advanced = []
         for state, tree, frontier in jobs:
             for node, offer in zip(frontier, offers[first:], strict=False):
                 state.offers[tree.ids[node]] = offer
             first += len(frontier)
-            if self._advance(state, tree):
+            advanced.append(self._advance(state, tree))
+            if advanced[-1]:
                 self.propose(state, tree)
+        return advanced
 
     def _advance(self, state: OuroborosState, tree: TokenTree) -> bool:
         """Move the end along the draft's likeliest tokens; return whether it moved."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from outpace.core.alignment import Alignment
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request, Source
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.core.types import Observation, Request
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
 
 _VOUCHED = 4  # matching tokens that the caller's prediction counts as at the beginning of an answer
 
@@ -37,20 +37,13 @@ class PredictionState(LookupState):
 class PredictionDrafter(LookupDrafter[PredictionState]):
     """Proposes the next tokens of the prediction, for each position that the answer may have in it."""
 
-    name = "prediction"
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self._options = options
-
-    def sources_for(self, request: Request) -> Sequence[Source]:
-        """Return no source for a request without a prediction."""
-        return self.sources if request.prediction or request.recalled else ()
+    capabilities = lookup("prediction")
 
     def open(self, request: Request) -> PredictionState:
         is_own = bool(request.prediction)
         guess, before = (request.prediction, 0) if is_own else (request.recalled, len(request.prompt))
-        return PredictionState(request, list(request.prompt), alignment=Alignment(guess, before), is_new=is_own)
+        sources = None if guess else ()
+        return PredictionState(request, alignment=Alignment(guess, before), is_new=is_own, sources=sources)
 
     def propose(self, state: PredictionState, tree: TokenTree) -> None:
         """Attach branches below the root, the likelier position first."""

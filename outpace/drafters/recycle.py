@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from outpace.core.cache_salt import PerSalt
@@ -18,7 +18,7 @@ from outpace.core.drafting import Needs
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of
+from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of, lookup
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,15 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
     """Proposes the successors of the last token, then theirs, best first. Each cache salt has its own table, with at
     most one row per token of the vocabulary."""
 
-    name = "recycle"
+    capabilities = lookup("recycle")
 
     def __init__(self, options: Options) -> None:
-        super().__init__(origins=options.branches)
-        self.needs = Needs(top=options.branches)
-        self._options = options
+        super().__init__(options, origins=options.branches)
+        self.capabilities = replace(self.capabilities, needs=Needs(top=options.branches))
         self._tables: PerSalt[Successors] = PerSalt(dict)
 
     def open(self, request: Request) -> RecycleState:
-        return RecycleState(request, list(request.prompt), successors=self._tables.of(request.cache_salt))
+        return RecycleState(request, successors=self._tables.of(request.cache_salt))
 
     def propose(self, state: RecycleState, tree: TokenTree) -> None:
         """Extend the best node first; a successor's kind is its rank, and whether it is a child of the root."""

@@ -20,13 +20,13 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, check_whole
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Request
 from outpace.drafters._lookup import (
     LookupDrafter,
     LookupMatch,
     LookupState,
     TreeLimits,
     grow_continuations,
+    lookup,
 )
 from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
@@ -105,14 +105,11 @@ class Datastore:
 class RetrievalDrafter(LookupDrafter[LookupState]):
     """Proposes the tree of what followed in the datastore, best first."""
 
-    name = "retrieval"
+    capabilities = lookup("retrieval")
 
     def __init__(self, options: Options, datastore: Datastore) -> None:
-        super().__init__()
-        self._options, self._datastore = options, datastore
-
-    def open(self, request: Request) -> LookupState:
-        return LookupState(request, list(request.prompt))
+        super().__init__(options)
+        self._datastore = datastore
 
     def propose(self, state: LookupState, tree: TokenTree) -> None:
         """Attach the continuations of the places with the longest matches."""

@@ -21,6 +21,7 @@ from outpace.drafters._lookup import (
     LookupState,
     TreeLimits,
     grow_continuations,
+    lookup,
 )
 from outpace.drafters._ngram_index import BREAK, NgramIndex
 
@@ -55,17 +56,15 @@ class SuffixState(LookupState):
 class SuffixDrafter(LookupDrafter[SuffixState]):
     """Proposes the tree of all continuations, best first."""
 
-    name = "suffix"
+    capabilities = lookup("suffix")
 
     def __init__(self, options: Options) -> None:
-        super().__init__(origins=2)
-        self._options = options
+        super().__init__(options, origins=2)
         self._past = PerSalt(lambda: NgramIndex(_LENGTHS, options.past)) if options.past else None
 
     def open(self, request: Request) -> SuffixState:
-        state = SuffixState(request, list(request.prompt))
-        state.past = self._past.of(request.cache_salt) if self._past is not None else None
-        state.index = NgramIndex(_LENGTHS, self._options.window)
+        past = self._past.of(request.cache_salt) if self._past is not None else None
+        state = SuffixState(request, index=NgramIndex(_LENGTHS, self._options.window), past=past)
         state.index.extend(request.prompt)
         return state
 

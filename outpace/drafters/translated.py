@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import Role, TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, TopK
-from outpace.drafters._calibration import AcceptanceRate, PickModels
+from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Row, Source, TopK
+from outpace.drafters._calibration import PickModels, acceptance_rate
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import max_session_bytes, tokens_below_root
 from outpace.models.base import Model, chain
@@ -77,21 +77,17 @@ class TranslatedDrafter(Drafter):
     Subclasses turn scores into nodes and decide which part of a draft lives on.
     """
 
-    name = "translated"
+    capabilities = Capabilities((Source("translated", runs_model=True),))
     state_type: type[Any]
 
     def __init__(self, given: BuildContext) -> None:
         self._model: Model = given.draft
         self._target, self._draft = given.tokenizer, given.draft_tokenizer
         self._to_draft: dict[int, int] = {}  # shared tokens
-
-    @property
-    def num_captures(self) -> int:
-        return self._model.num_captures
-
-    def weight_bytes(self, source: Source) -> int | None:
-        """Return the draft model's weight bytes."""
-        return self._model.weight_bytes
+        source = self.capabilities.sources[0]._replace(weight_bytes=self._model.weight_bytes)
+        self.capabilities = replace(
+            self.capabilities, sources=(source,), models=(self._model,), memory=self._stored_bytes
+        )
 
     def extend(self, state: Any, tree: TokenTree, scores: SparseLogits) -> int:
         """Extend the chain by the draft's logits at its end, one row; return the number of nodes added."""
@@ -110,26 +106,26 @@ class TranslatedDrafter(Drafter):
         frozen = self._draft.encode(self._target.decode(request.prompt, skip_special=False))
         longest = len(frozen) + 4 * request.max_tokens + _CHUNK
         session = self._model.open(min(longest, self._model.max_positions), _CHUNK)
-        return self.state_type(request, list(request.prompt), session=session, frozen=frozen, wanted=list(frozen))
+        return self.state_type(request, session=session, frozen=frozen, wanted=list(frozen))
 
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        """Extend each chain by one place, with one forward for all; return the number of nodes added to each tree.
-
-        Run another forward for those whose place gave no new node.
-        """
-        added = [0] * len(trees)
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """Extend each chain by one place, with one forward for all, and another one for those whose place gave no new
+        node."""
+        pairs = [*zip(states, trees, strict=True)]
         for _ in range(_MOST):
-            asked = [n for n, state in enumerate(states) if not added[n] and _can_read(state)]
-            if not asked:
+            pairs = [pair for pair in pairs if _can_read(pair[0])]
+            if not pairs:
                 break
-            some = [states[n] for n in asked]
+            some = [state for state, _ in pairs]
             self._catch_up(some)
             parts = [chain(s.session, s.wanted[len(s.read) :], [len(s.wanted) - len(s.read) - 1]) for s in some]
             scores = self._model.score_held(parts)
-            for row, n in enumerate(asked):
-                _commit(states[n])
-                added[n] = self.extend(states[n], trees[n], scores.part(slice(row, row + 1)))
-        return added
+            waiting = []
+            for row, (state, tree) in enumerate(pairs):
+                _commit(state)
+                if not self.extend(state, tree, scores.part(slice(row, row + 1))):
+                    waiting.append((state, tree))
+            pairs = waiting
 
     def observe(self, state: Any, seen: Observation) -> None:
         self.learn(state, seen)
@@ -146,16 +142,13 @@ class TranslatedDrafter(Drafter):
         state.session.truncate(common)
         del state.read[common:]
 
-    def stored_bytes(self, lengths: Sequence[int]) -> int:
+    def _stored_bytes(self, lengths: Sequence[int]) -> int:
         return max_session_bytes(self._model, [_most(length + 1) for length in lengths])
 
     def pause(self, state: Any) -> None:
         state.session.truncate(0)
         state.session.trim()
         state.read = []
-
-    def close(self, state: Any) -> None:
-        state.session = None
 
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
         """Read the tokens that the sessions lack, except the last chunk."""
@@ -296,7 +289,7 @@ class ByText(TranslatedDrafter):
 
     def __init__(self, given: BuildContext) -> None:
         super().__init__(given)
-        self._rate = AcceptanceRate(_LIKELY)
+        self._rate = acceptance_rate(_LIKELY)
 
     def extend(self, state: ByTextState, tree: TokenTree, scores: SparseLogits) -> int:
         """Take one more of the draft's tokens; its text may change how the last target token is split."""

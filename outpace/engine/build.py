@@ -220,8 +220,10 @@ def _misfit(name: str, decoder: type[Decoder], drafter: str | None) -> str | Non
 
 
 def _draws(drafter: str | None) -> bool:
-    """Whether children can be drawn from a drafter's distribution."""
-    return drafter is not None and any(getattr(module, "DRAWS", False) for module in drafter_modules(drafter).values())
+    """Whether a drafter has a distribution q after every token."""
+    return drafter is not None and any(
+        registry.drafter_class(part).capabilities.q_at_leaves for part in drafter_modules(drafter)
+    )
 
 
 def _structured_drafter(is_default: bool, rule: str, drafter: str | None, decoder: type[Decoder]) -> str | None:
@@ -267,7 +269,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     worker = _build_worker(options, name, drafters[name], target, draft, values)
     try:
         on_cpu = all(_device(one) == "cpu" for one in (target, draft) if one)
-        if options.worker not in ("inline", "polled") and on_cpu and drafters[name].runs_model:
+        if options.worker not in ("inline", "polled") and on_cpu and drafters[name].capabilities.runs_model:
             worker.cores = _draft_threads(options, target)
         return Engine(target.model, worker=worker, options=settings, needs=needs)
     except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import sub
 from typing import Any, TypeVar
 
 from outpace.card.cache import CandidateCache
@@ -32,6 +33,7 @@ class DraftRunner:
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
         self._names = tuple(drafters)  # including those that were given up
         self._warned: set[tuple[str | None, bool]] = set()
+        self._step_seconds = 0.0  # of one of several steps that a drafter has taken at once
         self.spent = 0.0  # seconds of drafting and of waiting for a worker in this step
 
     @property
@@ -42,7 +44,7 @@ class DraftRunner:
     @property
     def num_captures(self) -> int:
         """Number of passes captured so far by the models of all drafters."""
-        own = sum([drafter.num_captures for drafter in self.drafters.values()])
+        own = sum([drafter.capabilities.num_captures for drafter in self.drafters.values()])
         return own + (self.worker.num_captures if self.worker is not None else 0)
 
     @property
@@ -68,7 +70,7 @@ class DraftRunner:
         if sequence.draft.name not in self._names:
             raise unknown("drafter of this engine", sequence.draft.name, self._names)
         drafter = self._of(sequence)
-        sequence.draft.needs = drafter.needs if drafter is not None else NO_NEEDS
+        sequence.draft.needs = drafter.capabilities.needs if drafter is not None else NO_NEEDS
 
     def open(self, sequence: TokenSequence) -> None:
         """Start drafting for a sequence."""
@@ -81,16 +83,15 @@ class DraftRunner:
             context.draft_seconds = partial(getattr, worker, "step_seconds")
             worker.open(sequence.key, sequence.request, context.candidates)
         elif (drafter := self._of(sequence)) is not None:
-            context.sources = drafter.sources_for(sequence.request)
-            sequence.draft.state = self.guarded(sequence.draft.name, drafter.open, sequence.request)
+            sequence.draft.state = state = self.guarded(sequence.draft.name, drafter.open, sequence.request)
+            if state is not None:
+                context.sources = drafter.capabilities.sources if state.sources is None else state.sources
 
     def pause(self, sequence: TokenSequence) -> None:
         """Release the keys and values of a sequence's draft."""
-        self.notify(sequence)
-        drafter = self._of(sequence)
-        if sequence.draft.state is not None and drafter is not None:
+        if sequence.draft.state is not None:
             sequence.draft.state.base = None
-            self.guarded(sequence.draft.name, drafter.pause, sequence.draft.state)
+            self._call(sequence, "pause")
         if worker := self._worker_of(sequence):
             worker.pause(sequence.key)
 
@@ -101,11 +102,8 @@ class DraftRunner:
 
     def close(self, sequence: TokenSequence) -> None:
         """Stop drafting for a sequence."""
-        self.notify(sequence)
-        state, sequence.draft.state = sequence.draft.state, None
-        drafter = self._of(sequence)
-        if state is not None and drafter is not None:
-            self.guarded(sequence.draft.name, drafter.close, state)
+        self._call(sequence, "close")
+        sequence.draft.state = None
         if worker := self._worker_of(sequence):
             sequence.history.stale += worker.forget(sequence.key)
 
@@ -116,7 +114,7 @@ class DraftRunner:
         total = self.worker.stored_bytes(lengths) if self.worker and lengths else 0
         for name, drafter in list(self.drafters.items()):
             lengths = [length for sequence, length in texts if sequence.draft.name == name]
-            total += (self.guarded(name, drafter.stored_bytes, lengths) or 0) if lengths else 0
+            total += (self.guarded(name, drafter.capabilities.memory, lengths) or 0) if lengths else 0
         return total
 
     def close_drafters(self) -> None:
@@ -124,7 +122,7 @@ class DraftRunner:
         if self.worker:
             self.worker.close()
         for name in list(self.drafters):
-            self.guarded(name, self.drafters[name].end)
+            self.guarded(name, self.drafters[name].capabilities.save)
 
     def run_drafters(self, running: Sequence[TokenSequence]) -> None:
         """Draft and wait until no decoder yields Draft or Await any more; a drafter grows the trees of all its
@@ -134,8 +132,8 @@ class DraftRunner:
             waiting = []
             for sequence in running:
                 if isinstance(sequence.action, Draft):
-                    if sequence.draft.state is not None:
-                        sequence.draft.state.has_other_requests = len(running) > 1
+                    if (state := sequence.draft.state) is not None:
+                        state.has_other_requests, state.source = len(running) > 1, sequence.action.source
                     asked.setdefault((sequence.draft.name, sequence.action.source), []).append(sequence)
                 elif isinstance(sequence.action, Await):
                     waiting.append(sequence)
@@ -166,14 +164,14 @@ class DraftRunner:
     def add_prompt(self, sequence: TokenSequence, feedback: TargetFeedback | None) -> None:
         """Give a drafter that needs it the target's output for a chunk of the prompt. Each token is given once, even if
         the prompt is read again after a pause."""
-        drafter = self._of(sequence)
-        if feedback is None or drafter is None or sequence.draft.state is None:
+        if feedback is None:
             return
         start, end = sequence.draft.prompt_read, len(sequence.request.prompt) - 1
         new = slice(max(start - feedback.ids[0], 0), max(end - feedback.ids[0], 0))
         if some := feedback.ids[new]:
             sequence.draft.prompt_read = some[-1] + 1
-            self.guarded(sequence.draft.name, drafter.read, sequence.draft.state, feedback.slice(new))
+            root = TokenTree(sequence.request.prompt[-1])
+            self._call(sequence, "observe", Observation((), (), root, feedback.slice(new)))
 
     def follow(
         self,
@@ -183,26 +181,21 @@ class DraftRunner:
         tokens: Sequence[int],
         feedback: TargetFeedback | None = None,
     ) -> TokenTree:
-        """Return the next round's root after the committed `tokens`, and note the verdict for the drafter. The drafter
-        observes it when it drafts next, or at once if it needs the target's output."""
-        draft = sequence.draft
+        """Return the next round's root after the committed `tokens`, and let the drafter observe the verdict."""
         root = TokenTree(sequence.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
-        if draft.state is None:
-            return root
-        if self._of(sequence) is None:
-            draft.state = None  # of a drafter that was given up
-            return root
-        path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-        draft.pending.add(Observation([*map(tree.ids.__getitem__, path)], tokens, root, feedback))
-        if feedback is not None:
-            self.notify(sequence)
+        if sequence.draft.state is not None:
+            path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
+            ids = [*map(tree.ids.__getitem__, path)]
+            self._call(sequence, "observe", Observation(ids, tokens, root, feedback))
         return root
 
-    def notify(self, sequence: TokenSequence) -> None:
-        """Let a drafter observe what was committed since it last did."""
+    def _call(self, sequence: TokenSequence, verb: str, *arguments: Any) -> None:
+        """Call a method of a sequence's drafter with its state, if there is one."""
         drafter, draft = self._of(sequence), sequence.draft
-        if drafter is not None and draft.state is not None and (seen := draft.pending.take()) is not None:
-            self.guarded(draft.name, drafter.observe, draft.state, seen)
+        if drafter is None:
+            draft.state = None  # of a drafter that was given up
+        elif draft.state is not None:
+            self.guarded(draft.name, getattr(drafter, verb), draft.state, *arguments)
 
     def _of(self, sequence: TokenSequence) -> Drafter | None:
         """Return the drafter that alternates with the target for this sequence, unless it was given up."""
@@ -215,25 +208,26 @@ class DraftRunner:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
         decoders. The time for planning the next growth is recorded as part of the draft step."""
         began, states, trees = self._clock(), [], []
-        for sequence in sequences:
-            self.notify(sequence)
         drafter = self._of(sequences[0])
         if drafter is None:
             for sequence in sequences:
                 sequence.advance(0)
             return
-        captures = drafter.num_captures
+        captures = self.num_captures
         for sequence in sequences:
             assert isinstance(sequence.action, Draft)
-            if drafter.needs.session:
+            if drafter.capabilities.needs.session:
                 sequence.lend_session()
             tree = sequence.action.tree
             tree.current_source, tree.width = drafter.name if source is None else source.name, sequence.action.width
+            assert sequence.draft.state is not None
             states.append(sequence.draft.state)
             trees.append(tree)
-        added = self.guarded(name, drafter.grow_by, source, states, trees) or [0] * len(trees)
+        sizes = [*map(len, trees)]
+        self.guarded(name, drafter.grow, states, trees)
+        added = [*map(sub, map(len, trees), sizes)]
         grown, width = self._clock(), sum(max(tree.width, 1) for tree in trees)
-        if source is not None and drafter.num_captures > captures:
+        if source is not None and self.num_captures > captures:
             self._costs.note_catch_up(source)  # a capture takes longer than a draft step
         for sequence, count in zip(sequences, added, strict=True):
             sequence.draft.seconds += grown - began
@@ -241,7 +235,11 @@ class DraftRunner:
         ended = self._clock()
         self.spent += ended - began
         if source is not None and (any(added) or not source.runs_model):
-            seconds = drafter.amortized(grown - began) if drafter.shares_work else grown - began
+            seconds, steps = grown - began, states[0].num_steps
+            if steps > 1:
+                self._step_seconds = seconds = seconds / steps
+            elif not steps:
+                seconds += self._step_seconds
             self._costs.record_draft(source, seconds + ended - grown, width, len(trees))
 
     def guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:

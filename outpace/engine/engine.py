@@ -101,7 +101,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = DraftRunner(named, worker, self.costs, clock)
-        self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
+        self.needs = reduce(Needs.joined, (drafter.capabilities.needs for drafter in named.values()), needs)
         check_needs(self.target, self.needs)
         self._runner = TargetRunner(self.target, self.needs.layers)
         # Without exact mode, chunk boundaries change the last bits of logits and may flip near-ties: chunk sizes must

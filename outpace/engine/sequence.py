@@ -22,7 +22,6 @@ from outpace.core.types import (
     DecoderAction,
     DraftState,
     LogprobsOptions,
-    PendingObservations,
     Request,
     Row,
     TokenLogprobs,
@@ -85,7 +84,6 @@ class DraftLink:
     needs: Needs = NO_NEEDS  # of the drafter
     prompt_read: int = 0  # prompt tokens whose target output the drafter has received (if `needs.prompt`)
     state: DraftState | None = None
-    pending: PendingObservations = field(default_factory=PendingObservations)
     seconds: float = 0.0  # spent on drafting in this round
 
 

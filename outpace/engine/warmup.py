@@ -39,8 +39,8 @@ def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> 
     except UserError:  # there is not even memory for so short a text
         return
     sequence.kv.is_broken = True  # keeps the text out of the prefix cache
-    drafters = engine.drafting.drafters
-    learnt = {name: drafter.state_dict() for name, drafter in drafters.items()}
+    learnt = [drafter.capabilities.learnt for drafter in engine.drafting.drafters.values()]
+    before = [(own, own.state_dict()) for own in learnt if own is not None]
     end = time.perf_counter() + seconds
     while sequence.finish_reason is None and len(sequence.history.steps) < len(_ROWS) and time.perf_counter() < end:
         began, captures = time.perf_counter(), engine.num_captures
@@ -50,9 +50,8 @@ def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> 
     engine.abort(sequence)
     engine.sweep()
     engine.costs.forget_rates()
-    for name, drafter in drafters.items():  # those that did not fail
-        if learnt[name] is not None:
-            drafter.load_state_dict(learnt[name])  # after a single word a draft's chances come true too rarely
+    for own, known in before:
+        own.load_state_dict(known)  # after a single word a draft's chances come true too rarely
 
 
 class WarmUp(Decoder):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import exp
 
-from outpace.core.stats import BatchedUpdates
+from outpace.core.stats import BatchedUpdates, DecayedMean
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean
 
 _CONTINUES = 0.97  # trust in a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together

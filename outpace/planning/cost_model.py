@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, Source
 from outpace.models.base import Model
-from outpace.planning.estimators import DecayedMean, ExplorationBudget, LayerYields
+from outpace.planning.estimators import ExplorationBudget, LayerYields
 from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
@@ -46,7 +47,6 @@ class CostModel:
         self._steps: dict[str, LatencyCurve] = {}  # by source: a draft step by nodes expanded; a lookup by request
         self._catching_up: set[str] = set()  # see `note_catch_up`
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
-        self._most_read: dict[str, int] = {}  # by source: most tokens of a text that it reads
         self._drafting_requests: dict[int, DecayedMean] = {}  # by running requests
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
@@ -161,16 +161,13 @@ class CostModel:
         if not whole:
             return
         for drafter in drafters:
-            for source in drafter.sources:
-                if own := drafter.weight_bytes(source):
-                    self.expect(source, own / whole, drafter.reads_at_most(source))
+            for source in drafter.capabilities.sources:
+                if source.weight_bytes:
+                    self.expect(source, source.weight_bytes / whole)
 
-    def expect(self, source: Source, share: float, most_read: int | None = None) -> None:
-        """Set a prior for a draft step's cost as a fraction of a target pass, replaced by the first measurement. The
-        source reads at most `most_read` tokens of a text; None: all."""
+    def expect(self, source: Source, share: float) -> None:
+        """Set a prior for a draft step's cost as a fraction of a target pass, replaced by the first measurement."""
         self._shares[source.name] = share
-        if most_read is not None:
-            self._most_read[source.name] = most_read
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record a target pass that read `tokens` prompt tokens and nothing else."""
@@ -180,7 +177,7 @@ class CostModel:
 
     def draft_prefill_seconds(self, source: Source, tokens: int) -> float:
         """Return the expected seconds that a source's model needs to read a text of `tokens` tokens."""
-        read = min(tokens, self._most_read.get(source.name, tokens))
+        read = tokens if source.reads is None else min(tokens, source.reads)
         return self._shares.get(source.name, 0.0) * self._prefill.value * read
 
     def is_timed(self, rows: int, samples: int) -> bool:

@@ -12,7 +12,6 @@ MIN_SAMPLES = 2  # a key with fewer samples has no median
 _REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
 _YIELD_WEIGHT, _LAYERS = 2.0, 8  # weight of a layer's prior; layers whose yield is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
-FADE = 0.95  # weight of the past, for each new sample
 
 
 class RollingMedian:
@@ -72,24 +71,6 @@ class RollingMedian:
     def minima(self) -> Mapping[int, float]:
         """The shortest timing of each key."""
         return {key: min(samples) for key, samples in self._samples.items()}
-
-
-class DecayedMean:
-    """A ratio of two exponentially decayed sums that starts from a prior of the given weight."""
-
-    def __init__(self, prior: float, weight: float, fade: float = FADE) -> None:
-        self._numerator, self._denominator, self._fade = prior * weight, weight, fade
-        self.value = prior if weight else 0.0
-
-    def learn(self, numerator: float, denominator: float = 1.0) -> None:
-        """Add one sample to both sums."""
-        self._numerator = self._numerator * self._fade + numerator
-        self._denominator = self._denominator * self._fade + denominator
-        self.value = self._numerator / self._denominator if self._denominator else 0.0
-
-    def given(self, prior: float, weight: float) -> float:
-        """Return the value with a further prior of this weight, which may change from call to call."""
-        return (self._numerator + prior * weight) / (self._denominator + weight)
 
 
 class LayerYields:

@@ -95,9 +95,9 @@ class Profile:
             return False
         costs.load_state_dict(self._known)
         for drafter in drafters:
-            kept = self._known["drafters"].get(_kind(drafter))
-            if kept is not None:
-                drafter.load_state_dict(kept)
+            kept, learnt = self._known["drafters"].get(drafter.name), drafter.capabilities.learnt
+            if kept is not None and learnt is not None:
+                learnt.load_state_dict(kept)
         return True
 
     def save(self, costs: CostModel, drafters: Iterable[Drafter], tuned: str | None = None) -> Path | None:
@@ -106,14 +106,9 @@ class Profile:
             return None
         learnt = costs.state_dict() | {"method": tuned or self.method, "drafters": {}}
         for drafter in drafters:
-            if (kept := drafter.state_dict()) is not None:
-                learnt["drafters"][_kind(drafter)] = kept
+            if (own := drafter.capabilities.learnt) is not None:
+                learnt["drafters"][drafter.name] = own.state_dict()
         return write(self._about, learnt, self._cache)
-
-
-def _kind(drafter: Drafter) -> str:
-    """Return the names of the drafter's parts: the state of one combination does not fit another."""
-    return "+".join(source.name for source in drafter.sources)
 
 
 def _model(loaded: Loaded) -> dict[str, Any]:

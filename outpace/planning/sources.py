@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outpace.core.stats import DecayedMean
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean, LayerYields
+from outpace.planning.estimators import LayerYields
 
 
 @dataclass

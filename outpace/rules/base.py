@@ -1,4 +1,4 @@
-"""What rules share: following one pick per node, reducing rows under constraints, and ranking a drafter's rows."""
+"""What the engine and drafters do by rules: reducing rows under constraints, and ranking a drafter's rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outpace.core.errors import UserError
 from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
 from outpace.core.logits import Scores, SparseLogits, host_rows, stable_top_k, tensor_of
-from outpace.core.sampling import Sampling, log_probs
-from outpace.core.tree import TokenTree
-from outpace.core.types import Pick, Request, Row, Rule, TopK, Verdict
+from outpace.core.noise import gumbel
+from outpace.core.sampling import GREEDY, Sampling, log_probs
+from outpace.core.types import Pick, Ranks, Request, Row, Rule, TopK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,22 +29,16 @@ class FailedRow(NamedTuple):
 
 
 class LogProbRule(Rule):
-    """A rule whose drafters rank tokens by log q, after the request's adjustments and sampling options."""
+    """A rule whose drafters rank tokens as `traits.ranks` says, after the request's adjustments and sampling options;
+    usually by log q."""
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        return log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        return ranked(scores, [row.request.sampling for row in rows], count, ids=held.ids)
-
-
-def follow_picks(tree: TokenTree, picks: Sequence[Any], read: Callable[[Any], int] | None = None) -> Verdict:
-    """Walk from the root along the picks. This is exact for picked siblings only.
-
-    `picks[i]`, or `read(picks[i])`, is the token that the target writes after node i; nodes from len(picks) on have no
-    pick. If the path ends on one of these, the verdict has no next token.
-    """
-    return Verdict(*tree.follow([*picks], read))
+        if self.traits.ranks is Ranks.SCORES:
+            return logits
+        log_q = log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
+        if self.traits.ranks is not Ranks.RACE:
+            return log_q
+        return log_q + gumbel([row.noise_key for row in rows], logits.shape[-1], logits.device)
 
 
 def picks_best_scores(request: Request) -> bool:
@@ -172,19 +166,30 @@ def top_k_rows(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK
 
 
 def _top_k(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-    """Rank rows of one rule, on the host by the rule's `best`, else by its `rank`."""
+    """Rank rows of one rule, on the host by the kernels where they can, else by its `rank`."""
     host = host_rows(held.values)
     if host is None and (together := _top_k_on_device(held, rows, count)) is not None:
         return together
-    best = None if host is None else rows[0].request.rule.best(adjust_sparse(host, held.ids, rows), held, rows, count)
-    if best is None:
+    rule = rows[0].request.rule
+    if host is None or rule.traits.ranks is None:
         return [_top_k_by_rank(held, number, row, count) for number, row in enumerate(rows)]
+    best = _top_k_on_host(adjust_sparse(host, held.ids, rows), held.ids, rows, count, rule.traits.ranks)
     for number, row in enumerate(rows):
         if row.request.constraint:
             best[number] = _without_refused(best[number], row)
         if not best[number][0]:
             best[number] = _top_k_by_rank(held, number, row, count)
     return best
+
+
+def _top_k_on_host(
+    scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row], count: int, ranks: Ranks
+) -> list[TopK]:
+    """Rank rows [rows, held] by the kernels."""
+    if ranks is Ranks.SCORES:
+        return ranked(scores, [GREEDY] * len(rows), count, ids=ids, whole=False)
+    keys = [row.noise_key for row in rows] if ranks is Ranks.RACE else ()
+    return ranked(scores, [row.request.sampling for row in rows], count, ids=ids, keys=keys)
 
 
 def _top_k_on_device(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:

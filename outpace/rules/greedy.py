@@ -12,9 +12,9 @@ import numpy as np
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.logits import host_rows
-from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Pick, Row, RuleTraits, Verdict
-from outpace.rules.base import LogProbRule, follow_picks
+from outpace.core.tree import Siblings
+from outpace.core.types import Pick, Row, RuleTraits
+from outpace.rules.base import LogProbRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,3 @@ class Greedy(LogProbRule):
         host = host_rows(logits)
         picks: list[int] = (logits if host is None else host).argmax(-1).tolist()
         return picks
-
-    def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        return follow_picks(tree, picks)

@@ -12,12 +12,12 @@ import numpy as np
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.lazy import torch
-from outpace.core.logits import SparseLogits, host_rows, tensor_of
-from outpace.core.noise import exponential, gumbel, row_key
+from outpace.core.logits import host_rows, tensor_of
+from outpace.core.noise import exponential
 from outpace.core.sampling import log_probs
-from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Pick, Row, RuleTraits, TopK, Verdict
-from outpace.rules.base import LogProbRule, clear_winner, follow_picks, ranked
+from outpace.core.tree import Siblings
+from outpace.core.types import Pick, Ranks, Row, RuleTraits
+from outpace.rules.base import LogProbRule, clear_winner, ranked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,14 +27,21 @@ class Gumbel(LogProbRule):
     """Picks the winner of the exponential race argmax(p / E), with the same E for target and drafter."""
 
     cost = "noise for the tokens of each row that can be the maximum"
-    traits = RuleTraits(lossless=True, siblings=Siblings.PICKED, same_text=True, pick=Pick.RACE, takes_arrays=True)
+    traits = RuleTraits(
+        lossless=True,
+        siblings=Siblings.PICKED,
+        same_text=True,
+        pick=Pick.RACE,
+        ranks=Ranks.RACE,
+        takes_arrays=True,
+    )
 
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjust_logits(logits, rows)
         host = host_rows(logits)
         if host is None:
             return self.run(tensor_of(logits), rows)
-        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
+        samplings, keys = [row.request.sampling for row in rows], [row.noise_key for row in rows]
         best = ranked(host, samplings, 2, keys=keys, whole=False)
         return [
             self.run(tensor_of(logits[number : number + 1]), [rows[number]])[0] if winner is None else winner
@@ -45,20 +52,6 @@ class Gumbel(LogProbRule):
         """Run the race of all tokens on adjusted logits [rows, vocab]: the definition of `reduce`."""
         log_p = log_probs(logits, [row.request.sampling for row in rows])
         weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
-        race = exponential([_key(row) for row in rows], logits.shape[-1], logits.device)
+        race = exponential([row.noise_key for row in rows], logits.shape[-1], logits.device)
         picks: list[int] = (weights / race).argmax(dim=-1).tolist()
         return picks
-
-    def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        return follow_picks(tree, picks)
-
-    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        return super().rank(logits, rows) + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
-        return ranked(scores, samplings, count, ids=held.ids, keys=keys)
-
-
-def _key(row: Row) -> int:
-    return row_key(row.request.seed, row.request.choice, row.position)

@@ -22,7 +22,7 @@ from outpace.core.sampling import filter_logits, log_probs
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules._ratio import NodeScores
-from outpace.rules.base import LogProbRule, follow_picks
+from outpace.rules.base import LogProbRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class Match(LogProbRule):
         return uniform(row.request.seed, row.request.choice, row.position)
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        return follow_picks(tree, picks, self.pick)
+        return Verdict(*tree.follow([*picks], self.pick))
 
     def pick(self, node: NodeScores | int) -> int:
         """Return a row's token: draw it in float32, if rounding cannot change it, else by `run`."""

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.logits import SparseLogits, largest_indices
-from outpace.core.types import Row, TopK
+from outpace.core.types import Ranks
 from outpace.models.base import PREFIX, Model, Part, Session
-from outpace.rules.base import without_excluded
 from outpace.rules.greedy import Greedy
 from outpace.simulate.indexed_trace import IndexedAnswer, IndexedTrace
 
@@ -30,15 +28,7 @@ _MASK = (1 << 63) - 1
 class RecordedGreedy(Greedy):
     """The greedy rule for a draft whose recorded rows are ranked already, by the trace's rule."""
 
-    traits = replace(Greedy.traits, sampled=True)
-
-    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
-        """Return the `count` best of each row of scores [rows, held], with unchanged values."""
-        return [
-            without_excluded((ids if held.ids is None else held.ids[ids]).tolist(), row[ids].tolist())
-            for row in scores
-            for ids in [largest_indices(row, count)]
-        ]
+    traits = replace(Greedy.traits, sampled=True, ranks=Ranks.SCORES)
 
 
 class ReplaySession(Session):

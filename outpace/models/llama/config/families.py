@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,25 +10,59 @@ from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported_field
 
+Fields = Mapping[str, Any]
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # activations of the MLP's gate
 ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their names in a config.json
+
+
+def no_layer(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return that no layer has a sliding window. `rotates`: whether each layer is rotated."""
+    return [False] * len(rotates)
+
+
+def all_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return that all layers have a sliding window."""
+    return [True] * len(rotates)
+
+
+def late_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return that the layers from max_window_layers on have a sliding window."""
+    first = size(fields, "max_window_layers", 28, smallest=0)
+    return [layer >= first for layer in range(len(rotates))]
+
+
+def unrotated_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return that the layers without positions have a sliding window."""
+    return [not rotated for rotated in rotates]
 
 
 @dataclass(frozen=True)
 class Family:
     """An architecture: the contents of its checkpoints, and defaults of fields that a config.json leaves out.
 
-    Biases: True or False if the architecture fixes them, None if the config decides.
+    Biases: True or False if the architecture fixes them, None if the config decides. `fused`: queries, keys and values
+    are one matrix, gates and ups another. `slides`: which layers have a sliding window. `by_layer`: the config's
+    layer_types may say otherwise. `always_slides`: use_sliding_window is ignored. `skips_rotation`: no_rope_layers are
+    honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
+    other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
     """
 
     architecture: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = None
     head_norm: bool = False
     theta: float = 10000.0
     activation: str = SILU
+    fused: bool = False
+    slides: Callable[[Fields, Sequence[bool]], list[bool]] = no_layer
+    by_layer: bool = False
+    always_slides: bool = False
+    skips_rotation: bool = False
+    local_rotation: bool = False
+    prepare: Callable[[Fields], Fields] = dict
+    constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
 
 
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
@@ -38,22 +72,31 @@ FAMILIES = {
         "MistralForCausalLM",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         **NO_BIASES,
+        slides=all_layers,
+        always_slides=True,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
         **NO_BIASES | {"qkv_bias": True},
+        slides=late_layers,
+        by_layer=True,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
         mlp_bias=False,
         head_norm=True,
+        slides=late_layers,
+        by_layer=True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
         theta=2000000.0,
+        slides=unrotated_layers,
+        by_layer=True,
+        skips_rotation=True,
     ),
     gemma.MODEL_TYPE: Family(
         gemma.ARCHITECTURE,
@@ -62,12 +105,26 @@ FAMILIES = {
         head_norm=True,
         theta=gemma.THETA,
         activation=GELU,
+        slides=gemma.sliding_layers,
+        by_layer=True,
+        always_slides=True,
+        local_rotation=True,
+        prepare=gemma.with_flat_rope,
+        constants=gemma.read_constants,
     ),
-    phi.MODEL_TYPE: Family(phi.ARCHITECTURE, phi.DEFAULTS, **NO_BIASES),
+    phi.MODEL_TYPE: Family(
+        phi.ARCHITECTURE,
+        phi.DEFAULTS,
+        **NO_BIASES,
+        fused=True,
+        slides=all_layers,
+        always_slides=True,
+        prepare=phi.with_rotated_share,
+    ),
 }
 
 
-def model_type_of(config: Mapping[str, Any]) -> str:
+def model_type_of(config: Fields) -> str:
     """Return a config's key in FAMILIES; UserError if its names are unknown or contradict each other."""
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -84,15 +141,10 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that use layer_types
-ALL_LAYERS = ("mistral", phi.MODEL_TYPE)  # architectures in which a window applies to all layers
-ALWAYS = (*ALL_LAYERS, gemma.MODEL_TYPE)  # architectures that ignore use_sliding_window
-
-
-def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer is rotated; () if all are. Only SmolLM3 has layers without positions."""
+def read_rotary_layers(model_type: str, fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer is rotated; () if all are."""
     listed = fields.get("no_rope_layers")
-    if model_type != "smollm3":
+    if not FAMILIES[model_type].skips_rotation:
         if listed not in (None, []):
             raise unsupported_field(f"no_rope_layers {listed!r:.200} of the model_type {model_type!r}")
         return ()
@@ -105,56 +157,46 @@ def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: i
     return () if all(rotates) else rotates
 
 
-def read_local_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer uses the local rotary base; () if none does. Gemma 3's sliding layers do."""
-    if model_type != gemma.MODEL_TYPE:
+def read_local_layers(model_type: str, fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer uses the local rotary base; () if none does."""
+    family = FAMILIES[model_type]
+    if not family.local_rotation:
         return ()
     types = _layer_types(fields, num_layers)
-    slides = gemma.sliding_layers(fields, num_layers) if types is None else [kind == SLIDING for kind in types]
+    slides = family.slides(fields, [True] * num_layers) if types is None else [kind == SLIDING for kind in types]
     return tuple(slides) if any(slides) else ()
 
 
 def read_windows(
-    model_type: str, fields: Mapping[str, Any], num_layers: int, max_positions: int, rotary_layers: Sequence[bool]
+    model_type: str, fields: Fields, num_layers: int, max_positions: int, rotary_layers: Sequence[bool]
 ) -> tuple[int | None, ...]:
     """Return each layer's window, None for full attention; () if all layers have full attention."""
+    family = FAMILIES[model_type]
     window = _window(model_type, fields, max_positions)
     types = _layer_types(fields, num_layers)
-    slides = _default(model_type, fields, num_layers, rotary_layers)
+    slides = family.slides(fields, rotary_layers or [True] * num_layers)
     if types is not None:
         named = [kind == SLIDING for kind in types]
-        if any(named) and (window is None if model_type in BY_LAYER else named != slides):
+        if any(named) and (window is None if family.by_layer else named != slides):
             used = "no sliding_window in use" if window is None else f"sliding_window {window}"
             raise unsupported_field(f"layer_types {types!r:.200} of the model_type {model_type!r} with {used}")
-        slides = named if model_type in BY_LAYER else slides
+        slides = named if family.by_layer else slides
     if window is None or window >= max_positions or not any(slides):
         return ()
     return tuple(window if slid else None for slid in slides)
 
 
-def _window(model_type: str, fields: Mapping[str, Any], max_positions: int) -> int | None:
+def _window(model_type: str, fields: Fields, max_positions: int) -> int | None:
     if fields.get("sliding_window") is None:
         return None
-    window = size(fields, "sliding_window")
-    is_used = flag(fields, "use_sliding_window", model_type not in BY_LAYER)
-    if model_type == "llama" and is_used and window < max_positions:
-        raise unsupported_field(f"sliding_window {window} of the model_type 'llama'")
-    return window if is_used or model_type in ALWAYS else None
+    window, family = size(fields, "sliding_window"), FAMILIES[model_type]
+    is_used = flag(fields, "use_sliding_window", not family.by_layer)
+    if family.slides is no_layer and is_used and window < max_positions:
+        raise unsupported_field(f"sliding_window {window} of the model_type {model_type!r}")
+    return window if is_used or family.always_slides else None
 
 
-def _default(model_type: str, fields: Mapping[str, Any], num_layers: int, rotary_layers: Sequence[bool]) -> list[bool]:
-    """Return which layers have a sliding window if the config has no layer_types."""
-    if model_type in ("qwen2", "qwen3"):
-        first = size(fields, "max_window_layers", 28, smallest=0)
-        return [layer >= first for layer in range(num_layers)]
-    if model_type == "smollm3":
-        return [bool(rotary_layers) and not rotary_layers[layer] for layer in range(num_layers)]
-    if model_type == gemma.MODEL_TYPE:
-        return gemma.sliding_layers(fields, num_layers)
-    return [model_type in ALL_LAYERS] * num_layers
-
-
-def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str] | None:
+def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
     types = fields.get("layer_types")
     if types is None:
         return None

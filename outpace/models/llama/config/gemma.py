@@ -8,7 +8,7 @@ scaled.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -66,7 +66,7 @@ def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sliding_layers(fields: Mapping[str, Any], num_layers: int) -> list[bool]:
+def sliding_layers(fields: Mapping[str, Any], rotates: Sequence[bool]) -> list[bool]:
     """Return which layers have a sliding window if the config has no layer_types."""
     pattern = size(fields, "sliding_window_pattern", PATTERN)
-    return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    return [(layer + 1) % pattern != 0 for layer in range(len(rotates))]

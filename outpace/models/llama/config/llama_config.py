@@ -137,11 +137,9 @@ class LlamaConfig:
 def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
     """Read a config.json; UserError names the first field that is missing, invalid or unsupported."""
     model_type = model_type_of(config)
-    family, is_gemma, is_phi = FAMILIES[model_type], model_type == gemma.MODEL_TYPE, model_type == phi.MODEL_TYPE
-    fields: Mapping[str, Any] = {**family.defaults, **config}
-    fields, part = phi.read_part(fields) if is_phi else (fields, 1.0)
+    family = FAMILIES[model_type]
+    fields = family.prepare({**family.defaults, **config})
     _refuse_unsupported(fields, family)
-    fields = gemma.with_flat_rope(fields) if is_gemma else fields
     theta, scaling = read_rope(fields, family.theta)
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
     rotary_layers = read_rotary_layers(model_type, fields, num_layers)
@@ -164,10 +162,10 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
         rotary_layers=rotary_layers,
         draft_window=size(ours, "draft_window", 0) if isinstance(ours, Mapping) else 0,  # of `outpace distill`
         activation=family.activation,
-        rotary_dim=_rotary_dim(part, heads["head_dim"], scaling),
-        fused=is_phi,
+        rotary_dim=_rotary_dim(fields.get(phi.SHARE, 1.0), heads["head_dim"], scaling),
+        fused=family.fused,
         local_layers=read_local_layers(model_type, fields, num_layers),
-        **(gemma.read_constants(fields) if is_gemma else {}),
+        **family.constants(fields),
     )
 
 

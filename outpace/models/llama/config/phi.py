@@ -16,12 +16,12 @@ from outpace.models.llama.config.fields import number
 MODEL_TYPE, ARCHITECTURE = "phi3", "Phi3ForCausalLM"
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
-PART = "partial_rotary_factor"
+PART, SHARE = "partial_rotary_factor", "rotated_share"  # a checkpoint's field, and ours
 TRAINED, LENGTH = 4096, "original_max_position_embeddings"  # context length of the first training, and its field
 
 
-def read_part(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
-    """Return the fields without the rotated fraction of a head, and that fraction, between 0 and 1.
+def with_rotated_share(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with the rotated fraction of a head, between 0 and 1, as one field of its own.
 
     The context length of the first training is added if it is missing. Both fields may also be inside the rotary
     object.
@@ -33,7 +33,8 @@ def read_part(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
         if isinstance(rope, Mapping):
             found, says = rope.get(PART) if found is None else found, says or rope.get(LENGTH) is not None
             left[name] = {key: value for key, value in rope.items() if key != PART}
-    return left if says else left | {LENGTH: TRAINED}, number({PART: found}, PART, 1.0, 1.0)
+    left[SHARE] = number({PART: found}, PART, 1.0, 1.0)
+    return left if says else left | {LENGTH: TRAINED}
 
 
 def rotary_dim(part: float, head_dim: int) -> int:
