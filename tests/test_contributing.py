@@ -96,7 +96,7 @@ def test_the_drafter_is_accepted_and_changes_nothing(rule: str) -> None:
         worker = "inline" if method == "card" else None
         outcome = decode(requests, method, drafter, worker=worker, target=TARGET)
         assert outcome.texts == [write(TARGET, request) for request in requests]
-        assert method == "auto" or outcome.figures.accepted > 0
+        assert method != "speculative" or outcome.figures.accepted > 0  # the others verify what pays
 
 
 @pytest.mark.usefixtures("package")

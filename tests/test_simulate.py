@@ -179,7 +179,8 @@ def test_names_of_methods() -> None:
     assert [setup.name for setup in select_setups(SIZES, ["card"])] == [PLAIN, "card"]
     names = [setup.name for setup in select_setups(SIZES, ["speculative", "card-chain"])]
     assert names == [PLAIN, "speculative-chain", "speculative-tree", "card-chain"]
-    assert [setup.name for setup in select_setups(SIZES, ["all"])] == [*SETUPS]
+    everything = [setup.name for setup in select_setups(SIZES, ["all"])]
+    assert [name for name in everything if name != "card-published"] == [*SETUPS]
     usual = [setup.name for setup in select_setups(SIZES, [])]
     assert {*registry.names("decoders"), "speculative-chain", "speculative-tree"} == {*usual, "speculative"}
     wider = {setup.name for setup in select_setups(replace(SIZES, others=(7,)), [])}
