@@ -18,6 +18,7 @@ from outpace.core import registry
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.types import Drafter, Row, Rule
+from outpace.drafters import build_drafter
 from outpace.engine.engine import EngineOptions
 from outpace.models.llama.config.families import FAMILIES, Family, late_layers
 
@@ -89,7 +90,7 @@ def test_the_rule_draws_from_p() -> None:
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("rule", ["greedy", "gumbel", "match"])
 def test_the_drafter_is_accepted_and_changes_nothing(rule: str) -> None:
-    drafter = found("drafters").build(found("drafters").Options(run=3), given=BuildContext())
+    drafter = build_drafter("bigram", BuildContext(), {"run": 3})
     asked = {} if rule == "greedy" else SAMPLED
     requests = [make_request(prompt, rule, 60, **asked) for prompt in (PROMPT, PROMPT[::-1])]
     for method in ("speculative", "auto", "card"):

@@ -113,7 +113,7 @@ def plain_tokens(target: NativeLlama, request: Request) -> list[int]:
 def drafted(target: NativeLlama, draft: NativeLlama, draft_options: Any = None, **options: Any) -> Engine:
     """Return an engine that drafts by copies and by a model, as little as pays."""
     model = draft_model.build(draft_options or draft_model.Options(), given=BuildContext(draft=draft, target=target))
-    drafter = SharedTree([ngram.build(ngram.Options(branches=2)), model])
+    drafter = SharedTree([ngram.NgramDrafter(ngram.Options(branches=2)), model])
     engine = Engine(target, drafter, options=EngineOptions(chunk=16, **options))
     rounds = {"1": 1.0, "2": 1.01, "8": 1.05, "16": 1.1}
     engine.costs.load_state_dict(

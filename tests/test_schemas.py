@@ -140,7 +140,7 @@ def check(tokenizer: Tokenizer, seeds: range) -> None:
             return make_request(PROMPT, rule, MOST, seed=seed, constraint=constraint, **options)
 
         plain = decode([request()], target=target, engine=ROOM, check_storage=False)
-        drafter = SharedTree([grammar.build(grammar.Options()), make_drafter("both", target)])
+        drafter = SharedTree([grammar.GrammarDrafter(grammar.Options()), make_drafter("both", target)])
         worker = "inline" if find("decoders", method).drafting == "parallel" else None
         drafted = decode([request()], method, drafter, worker=worker, target=target, engine=ROOM, check_storage=False)
         assert drafted.texts == plain.texts, (seed, schema)

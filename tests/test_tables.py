@@ -14,7 +14,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters import cacheback, recycle, retrieval, suffix
+from outpace.drafters import build_drafter, cacheback, recycle, retrieval, suffix
 from outpace.drafters._phrases import PhraseTable
 from outpace.rules.greedy import Greedy
 
@@ -135,7 +135,7 @@ def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int) ->
     if name == "retrieval":
         drafter = retrieval.RetrievalDrafter(options, retrieval.Datastore(retrieval.make(texts, vocab, options)))
     else:
-        drafter = module.build(options, given=BuildContext())
+        drafter = build_drafter(name, BuildContext(), vars(options))
     if name == "recycle":
         drafter._tables.shared.update({token: [3, 2, 1, 0] for token in range(4)})
     state, tree = drafter.open(request(texts[0])), TokenTree(texts[0][-1])

@@ -1,7 +1,8 @@
 """Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`, and there is no other list.
 
 The file of a rule or a decoder holds a subclass of `Rule` or `Decoder`; that of a drafter a subclass of `Drafter`, an
-`Options` dataclass and `build`. The first line of its docstring is its help, the second paragraph cites its paper.
+`Options` dataclass and, if the class needs more than these, a function `build`. The first line of its docstring is its
+help, the second paragraph cites its paper.
 Files that begin with an underscore, and `base`, are not methods. Other packages register modules of the same shape
 under the entry-point groups `outpace.rules`, `outpace.drafters` and `outpace.decoders`.
 """

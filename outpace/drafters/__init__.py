@@ -2,7 +2,8 @@
 
 To write another one, subclass `core.types.Drafter`, whose docstrings are the contract: `open` returns the state of a
 request, `grow` adds nodes to token trees, `observe` follows what the target accepted, `close` ends the request. The
-module needs an `Options` dataclass and a function `build(options, given=...)`; see `core/registry.py`.
+module needs an `Options` dataclass and, if it is built from more than these, a function `build(options, given=...)`;
+see `core/registry.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def build_drafter(name: str, given: BuildContext, values: Mapping[str, Any]) -> 
     from outpace.core import registry
     from outpace.drafters._composite import SharedTree
 
-    modules = drafter_modules(name).values()
-    parts = [module.build(registry.build_options(module, values), given=given) for module in modules]
+    parts = []
+    for part, module in drafter_modules(name).items():
+        build, options = getattr(module, "build", None), registry.build_options(module, values)
+        parts.append(build(options, given=given) if build else registry.drafter_class(part)(options))
     parts.sort(key=lambda part: part.capabilities.runs_model)
     return parts[0] if len(parts) == 1 else SharedTree(parts)

@@ -68,8 +68,3 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
             return state.request.constraint.forced(state.tokens, path)[: self._options.forced]
         except UserError:  # a failed constraint ends its request in the target pass
             return []
-
-
-def build(options: Options, **_: object) -> GrammarDrafter:
-    """Build the drafter; it needs no model."""
-    return GrammarDrafter(options)

@@ -58,8 +58,3 @@ class NgramDrafter(LookupDrafter[NgramState]):
             tokens = state.index.after(place, options.copies)
             self.attach_branch(state, tree, tokens, length, grade, options.least_chance)
             grade = Certainty.OTHER
-
-
-def build(options: Options, **_: object) -> NgramDrafter:
-    """Build the drafter; it needs no model."""
-    return NgramDrafter(options)

@@ -57,8 +57,3 @@ class PredictionDrafter(LookupDrafter[PredictionState]):
         super().observe(state, seen)
         state.alignment.follow(seen.tokens)
         state.is_new = False
-
-
-def build(options: Options, **_: object) -> PredictionDrafter:
-    """Build the drafter; it needs no model."""
-    return PredictionDrafter(options)

@@ -72,8 +72,3 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
         super().observe(state, seen)
         if seen.seen is not None and seen.seen.top is not None:
             state.successors.update(zip(seen.seen.tokens, seen.seen.top.tolist(), strict=True))
-
-
-def build(options: Options, **_: object) -> RecycleDrafter:
-    """Build the drafter; it needs no model."""
-    return RecycleDrafter(options)

@@ -87,8 +87,3 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
             if index is not None:
                 for length, place in index.matches(state.tokens, options.places, options.depth, is_alone=True):
                     yield LookupMatch(min(length, options.depth), index.after(place, options.copies), origin)
-
-
-def build(options: Options, **_: object) -> SuffixDrafter:
-    """Build the drafter; it needs no model."""
-    return SuffixDrafter(options)
