@@ -35,6 +35,7 @@ from gpu_checks import (
 )
 
 from outpace.api.llm import LLM
+from outpace.bench.energy import EnergyMeter
 from outpace.core import machine
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
@@ -75,6 +76,7 @@ class Bench:
         self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
         self.ends = time.monotonic() + 60 * args.minutes
         self.rows: dict[str, list[Row]] = {}
+        self.energy = EnergyMeter(args.device)
 
     @property
     def has_time(self) -> bool:
@@ -129,24 +131,6 @@ def show(name: str, rows: Sequence[Row], seconds: float) -> None:
     for row in rows:
         cells = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
         print("  " + ", ".join(cells), flush=True)
-
-
-def joules(bench: Bench) -> float | None:
-    """Return the energy used so far in joules by the GPU (NVML) or the CPU (RAPL), or None if there is no counter."""
-    if bench.is_cuda:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(bench.device).uuid)  # NVML also numbers hidden GPUs
-            known = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(known)) / 1e3
-        except Exception:  # no package, no driver, or a MIG slice, which has no counter
-            return None
-    try:
-        return int(Path("/sys/class/powercap/intel-rapl:0/energy_uj").read_text(encoding="ascii")) / 1e6
-    except OSError:
-        return None
 
 
 def bandwidth(bench: Bench) -> float:
@@ -209,22 +193,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "concurrent": {"method": "card", "drafter": "model", "worker": "thread"},
     "planner": {"method": "auto", "profile": False},
 }
-EXPENSIVE = 30  # cost factor from which a target writes few tokens in the available time
+EXPENSIVE = "32B"  # writes few tokens in the available time
 FEW_TOKENS, FEW_PROMPTS = 48, 2
 
 
 def method_speeds(
-    bench: Bench, target: Any, draft: Any, parts: dict[str, float], inflate: int, batch: int
+    bench: Bench, target: Any, draft: Any, parts: dict[str, float], inflate: str | None, batch: int
 ) -> Iterator[Row]:
     """Measure tokens/s of all methods, interleaved, after a warm-up repetition that captures graphs.
 
     `parts` holds milliseconds of a pass of one row (plain), of a verifying pass (verify) and of a draft step (step).
     """
-    is_expensive = inflate >= EXPENSIVE
+    is_expensive = inflate == EXPENSIVE
     count = min(bench.args.tokens, FEW_TOKENS) if is_expensive else bench.args.tokens
     prompts = bench.args.prompts[: FEW_PROMPTS if is_expensive else None]
     asked = asked_of(target, [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))])
-    repeats = 1 if inflate > EXPENSIVE else bench.args.repeats
+    repeats = 1 if is_expensive else bench.args.repeats
     about = {"inflate": inflate, "batch": batch}
     rates: dict[str, list[float]] = {name: [] for name in METHODS}
     last: dict[str, list[Any]] = {}
@@ -235,14 +219,15 @@ def method_speeds(
         }
         for turn in range(repeats + 1):
             for name, llm in llms.items():
-                if turn == 0 and inflate > EXPENSIVE and name == "plain":
+                if turn == 0 and is_expensive and name == "plain":
                     continue  # the other methods capture its passes
-                before, start = joules(bench), time.perf_counter()
+                bench.energy.spent()
+                start = time.perf_counter()
                 last[name] = llm.generate(asked, max_tokens=count)
                 seconds = time.perf_counter() - start
                 written = sum(len(result.tokens) for result in last[name])
-                used = joules(bench)
-                energy = None if before is None or used is None else (used - before) / written
+                used = bench.energy.spent()
+                energy = None if used is None else used / written
                 yield about | {"method": name, "turn": turn, "tokens_per_second": written / seconds, "joules": energy}
                 if turn:
                     rates[name].append(written / seconds)
@@ -328,13 +313,13 @@ def shapes(bench: Bench) -> Iterator[Row]:
             gc.collect()
 
 
-def loaded(bench: Bench, inflate: int = 1, exact: bool = False, graphs: str | None = None) -> tuple[Any, Any]:
+def loaded(bench: Bench, inflate: str | None = None, exact: bool = False, graphs: str | None = None) -> tuple[Any, Any]:
     """Load target and draft model. The draft model needs no exact mode."""
     dtype, graphs = str(bench.dtype).removeprefix("torch."), graphs or ("cuda" if bench.is_cuda else "eager")
     given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": graphs}
     target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
     spec = bench.args.draft or shipped_draft(load_name(target.name))
-    return target, load_draft(spec or "layers:0", target, **given) if spec or inflate == 1 else None
+    return target, load_draft(spec or "layers:0", target, **given)
 
 
 def load_name(name: str) -> str:
@@ -342,11 +327,9 @@ def load_name(name: str) -> str:
     return name.split(" (cost")[0]
 
 
-def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> Iterator[Row]:
+def answers(bench: Bench, inflate: str | None = None, batches: Sequence[int] = (1,)) -> Iterator[Row]:
     """Measure tokens/s of each method, with predictions from separately timed passes."""
     target, draft = loaded(bench, inflate)
-    if draft is None:
-        raise UserError("no draft model is known for this target, name one with --draft")
     context = min(256, target.model.max_positions // 2)
     parts = list(passes(bench, target.model, "target", [(1, 1, context), (1, 16, context)]))
     parts += passes(bench, draft.model, "draft", [(1, 1, context)])
@@ -457,9 +440,9 @@ def measure(bench: Bench) -> None:
     bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
     bench.part("draft steps", lambda: draft_steps(bench, loaded(bench)[1].model))
     bench.part("shapes", lambda: shapes(bench))
-    bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))
-    for factor in (2,) if quick else (8, 30, 200):
-        bench.part(f"inflated {factor}", lambda factor=factor: answers(bench, factor))
+    bench.part("answers", lambda: answers(bench, None, (1, 2) if quick else (1, 8, 32)))
+    for size in () if quick else ("1B", "8B", "32B"):
+        bench.part(f"inflated {size}", lambda size=size: answers(bench, size))
     bench.part("peers", lambda: peers(bench))
 
 

@@ -28,6 +28,7 @@ from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
+from outpace.models.llama.inflation import SHAPES, Shape
 from outpace.simulate import trace
 
 Run = Callable[..., tuple[int, str, str]]
@@ -210,7 +211,6 @@ def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--methods", "speculative:breadth=2"), "unknown option 'breadth' of method speculative"),
-        (("--inflate", "2", "--draft", "layers:0"), "--inflate does not go with layers:0"),
         (("--max-tokens", "0"), "max_tokens is 0"),
         (("--trace", "t.trace", "--draft", "none"), "--trace records a pair"),
         (("--compare", "/nowhere/a", "/nowhere/b"), "/nowhere/a cannot be read"),
@@ -229,8 +229,8 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], messa
         (("--method", "card"), "write --methods card"),
         (("--peers", "vllm"), "unknown peer 'vllm'"),
         (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
-        (("--peers", "right", "--inflate", "2"), "peers cannot run an inflated target"),
-        (("--inflate", "0"), "inflate is 0"),
+        (("--peers", "right", "--inflate", "8B"), "peers cannot run an inflated target"),
+        (("--inflate", "9B"), "unknown inflate '9B', allowed are 1B, 32B, 3B, 70B, 8B"),
         (("--batch", "1,x"), "--batch is '1,x'"),
         (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
         (("--prompts", "0"), "prompts is 0"),
@@ -313,12 +313,13 @@ def test_a_bench_without_one_finished_answer_fails(run: Run, monkeypatch: pytest
     assert "error: no answer was finished, the first one failed with RuntimeError: out of paper" in err
 
 
-def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path) -> None:
+def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "8B", Shape(256, 256, 4, 256, 128))
     _, plain, _ = run("--methods", "speculative")
-    code, out, _ = run("--methods", "speculative", "--inflate", 3, "--plot", tmp_path / "p.svg")
+    code, out, _ = run("--methods", "speculative", "--inflate", "8B", "--plot", tmp_path / "p.svg")
     assert code == 0
-    assert "INFLATED 3 times" in out
-    assert {row["inflate"] for row in last_line(out)["rows"]} == {3}
+    assert "INFLATED to 8B" in out
+    assert {row["inflate"] for row in last_line(out)["rows"]} == {"8B"}
     assert "INFLATED" in (tmp_path / "p.svg").read_text()
     assert last_line(out)["weight_bytes"] > last_line(plain)["weight_bytes"]
     assert by_label(out)["speculative"]["tokens"] == by_label(plain)["speculative"]["tokens"]

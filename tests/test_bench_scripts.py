@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 from files import write_gguf
+
+from outpace.simulate.trace import synthetic_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
@@ -43,3 +46,23 @@ def test_the_installed_package_is_started_from_any_folder(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     assert ready.started(Path("tiny.gguf"), "int8")["ready"] > 0
+
+
+def test_the_best_width_is_plotted_and_points_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft steps that cost much more with width make the narrow one the best, free ones do not."""
+    pytest.importorskip("matplotlib")
+    import card_widths
+
+    synthetic_trace(0.7, answers=1, tokens=40).save(tmp_path / "pair.trace")
+    files = {"--trace": "pair.trace", "--out": "widths.png", "--rows": "rows.jsonl"}
+    words = [word for name, file in files.items() for word in (name, str(tmp_path / file))]
+    times = ["--draft-times", "dear=1:1,16:30", "--draft-times", "free=1:1", "--widths", "2,16", "--methods", "card"]
+    monkeypatch.setattr(sys, "argv", ["card_widths.py", *words, *times])
+    card_widths.main()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    speeds = {(row["draft"], row["width"]): row["speedup"] for row in rows}
+    assert speeds["dear", 2] > speeds["dear", 16]
+    assert speeds["free", 16] >= speeds["free", 2]
+    assert (tmp_path / "widths.png").stat().st_size > 10000
+    monkeypatch.setattr(card_widths, "simulate", lambda *_: pytest.fail("the point is known"))
+    card_widths.main()

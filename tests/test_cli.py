@@ -125,7 +125,7 @@ def test_the_answer_continues_a_prefill(run: Run, tiny: Path) -> None:
         (["--nodes", "0"], "nodes is 0"),
         (["--threads", "0"], "threads is 0"),
         (["--exact", "--dtype", "float16"], "exact mode is not available"),
-        (["--draft", "layers:99"], "between 0 and 1"),
+        (["--draft", "layers:99"], "layers is '99', it must be numbers from 0 to 1 in rising order"),
         (["--draft", "no/such/draft"], "does not exist"),
         (["--raw", "--system", "Be brief."], "--system needs the chat template"),
         (["--raw", "--prefill", "12"], "--prefill needs the chat template"),

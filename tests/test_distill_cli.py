@@ -10,11 +10,19 @@ import pytest
 import torch
 from distill_files import prompts_file, run_command, target_folder
 from distill_files import target as target
+from passes import fresh
 from safetensors.torch import load_file, save_file
 
+import outpace
 from outpace.cli.distill import seconds
 from outpace.core.errors import UserError
+from outpace.distill.options import DistillOptions
+from outpace.distill.run import distill
+from outpace.distill.start import DraftShape
 from outpace.models.files.cache_folder import exclusive_lock
+from outpace.models.llama.inflation import SHAPES, Shape
+from outpace.models.load import load_draft, load_model
+from outpace.models.options import silent
 
 
 def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,3 +191,22 @@ def test_what_a_later_stage_would_run_into_is_said_first(
     assert run_command(*common, "--target", other, "--out", tmp_path / "out", "--tasks", few) == 2
     assert "rope_scaling of the type 'dynamic' (only" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_target_without_some_layers_is_a_draft_at_any_cost_of_the_target(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "8B", Shape(256, 256, 4, 256, 128))
+    assert run_command("--target", target, "--stage", "start", "--layers", "1-1", "--out", tmp_path / "out") == 0
+    texts, drafts = set(), ["none", "layers:1", tmp_path / "out" / "draft"]
+    for inflate in (None, "8B"):
+        for draft in drafts:
+            with outpace.load(target, draft, inflate=inflate, method="speculative", drafter=None) as llm:
+                texts.add(llm.generate("one two", max_tokens=24)[0].tokens)
+    assert len(texts) == 1
+    own, named = (load_draft(draft, load_model(target, runtime="llama"), runtime="llama") for draft in drafts[1:])
+    tokens = list(range(20))
+    torch.testing.assert_close(fresh(named.model, tokens), fresh(own.model, tokens), atol=0.05, rtol=0.05)
+    for wrong, says in (("0,9", "layers is '0,9'"), ("2-0", "layers is '2-0'")):
+        with pytest.raises(UserError, match=says):
+            distill(DistillOptions(str(target), tmp_path / "other", stage="start", shape=DraftShape(wrong)), silent)

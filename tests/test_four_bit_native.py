@@ -17,6 +17,7 @@ from test_runtimes import PROMPT
 import outpace
 from outpace.models.files.find import open_source
 from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.inflation import SHAPES, Shape
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
@@ -85,8 +86,9 @@ def test_what_does_not_fit_is_rounded_with_a_notice(
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
 
 
-def test_an_added_layer_changes_nothing(tmp_path: Path) -> None:
-    one, four = (load_model(folders(tmp_path / str(factor), "awq", 64)[0], dtype="file", inflate=factor).model
-                 for factor in (1, 4))  # fmt: skip
+def test_inflation_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "8B", Shape(512, 512, 4, 512, 128))
+    one, four = (load_model(folders(tmp_path / str(size), "awq", 64)[0], dtype="file", inflate=size).model
+                 for size in (None, "8B"))  # fmt: skip
     assert four.num_layers > one.num_layers
     assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))

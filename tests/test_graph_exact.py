@@ -117,12 +117,6 @@ def test_the_bits_are_those_of_the_exact_torch_runtime() -> None:
     assert torch.equal(*rows)
 
 
-def test_a_model_of_some_layers_is_exact() -> None:
-    shallow = exact().select_layers([0, 2])
-    assert isinstance(shallow, ExactGraphLlama)
-    check_against_plain(shallow)
-
-
 def test_exact_attention_has_no_order() -> None:
     """Slots, sessions and nodes elsewhere, more of them hidden: the same float64 bits."""
     generator = torch.Generator().manual_seed(1)

@@ -134,14 +134,6 @@ def test_few_captures_serve_many_passes() -> None:
     assert model.captures.count == before
 
 
-def test_layers_of_a_captured_model_are_captured_too() -> None:
-    model = graphs()
-    shallow, twin = model.select_layers([0, 2]), slow().select_layers([0, 2])
-    assert isinstance(shallow, GraphLlama)
-    assert shallow.pool is not model.pool
-    near(after(shallow, [1, 2, 3]), after(twin, [1, 2, 3]))
-
-
 def test_more_sessions_than_a_pass_takes() -> None:
     config = replace(reference.TINY, num_layers=1)
     model, twin = graphs(config), slow(config)

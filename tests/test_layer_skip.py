@@ -304,7 +304,7 @@ def test_what_cannot_leave_out_sublayers_is_refused_by_name() -> None:
         layer_skip.build(Options(), given=BuildContext(target=llama(replace(DEEP, num_layers=2))))
     assert layer_skip.build(Options(skip_mlp="1"), given=BuildContext(target=llama(replace(DEEP, num_layers=2))))
     inflated = llama(TINIES["tiny"])
-    inflated.inflate = 8
+    inflated.inflate = "8B"
     for options in (Options(), Options(skip_mlp="1")):
         with pytest.raises(UserError, match="does not draft for an inflated target: its added layers change nothing"):
             layer_skip.build(options, given=BuildContext(target=inflated))

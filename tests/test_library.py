@@ -143,8 +143,8 @@ def test_a_draft_with_other_tokens_is_refused(tiny_folder: str, tmp_path: Path) 
         ({"method": "pearl", "draft_length": "9", "nodes": 8}, "^draft_length is 9, which takes 9 nodes in a pass"),
         ({"method": "bild", "most": 12, "nodes": 11}, "^most is 12, which takes 13 nodes in a pass"),
         ({"method": "autoregressive", "drafter": "ngram"}, "uses no drafter"),
-        ({"draft": "layers:1,0"}, "out of order"),
-        ({"draft": "layers:x"}, "names no layers"),
+        ({"draft": "layers:1,0"}, "layers is '1,0', it must be numbers from 0 to 1 in rising order"),
+        ({"draft": "layers:x"}, "layers is 'x', it must be numbers"),
         ({"device": "cuda:77"}, "device 'cuda:77' is not available here, allowed are cpu"),
     ],
 )

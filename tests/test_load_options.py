@@ -73,13 +73,12 @@ def test_the_flag_draft_dtype(folder: Path, run: Run) -> None:
     assert (code, "error: unknown dtype 'int9', allowed are auto, bfloat16" in err) == (2, True)
 
 
-@pytest.mark.parametrize("own", [{"draft_dtype": "bfloat16"}, {"draft_device": "meta"}], ids=str)
-def test_target_layers_share_device_and_precision(folder: Path, own: dict[str, str]) -> None:
-    says = "layers:0 has the target's own weights, .*leave out draft_device and draft_dtype"
-    with pytest.raises(UserError, match=says):
-        outpace.load(folder, "layers:0", **own)
-    with outpace.load(folder, "layers:0", dtype="float32", draft_device="cpu", draft_dtype="float32") as llm:
-        assert llm.draft.name == "layers:0"
+def test_a_draft_of_layers_has_the_targets_precision_unless_another_is_named(folder: Path) -> None:
+    with outpace.load(folder, "layers:0", dtype="float32") as llm:
+        assert (llm.draft.name, llm.draft.precision, llm.draft.model.num_layers) == ("layers:0", "float32", 1)
+    with outpace.load(folder, "layers:0-1", dtype="float32", draft_dtype="bfloat16") as llm:
+        assert (llm.draft.name, llm.draft.precision, llm.draft.model.num_layers) == ("layers:0-1", "bfloat16", 2)
+        assert llm.draft.again().model.num_layers == 2
 
 
 @pytest.mark.parametrize("dtype", ["int8", *FLOATS])
@@ -109,7 +108,7 @@ def test_options_as_a_record_or_by_name(folder: Path) -> None:
 
 
 def test_the_load_options_of_a_draft() -> None:
-    target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True, inflate=3)
+    target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True, inflate="8B")
     expected = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True)
     assert target.of_draft() == LoadOptions(**vars(target) | {"device_map": "auto"}).of_draft() == expected
     assert target.of_draft("cpu", "float32") == LoadOptions(exact=False, dtype="float32", trust_remote_code=True)
@@ -122,13 +121,12 @@ def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
         def __fspath__(self) -> str:
             return str(folder)
 
-    given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
-    expected = LoadOptions("cpu", "float32", True, "llama", inflate=2)
+    given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), inflate=np.str_("8B"))
+    expected = LoadOptions("cpu", "float32", True, "llama", inflate="8B")
     assert given == expected
     assert [type(value) for value in vars(given).values()] == [type(value) for value in vars(expected).values()]
-    assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
-    loaded = load_model(Named(), given)
-    assert (loaded.precision, loaded.inflate, loaded.name) == ("float32", 2, f"{folder} (cost x 2)")
+    loaded = load_model(Named(), given, inflate=None)
+    assert (loaded.precision, loaded.name) == ("float32", str(folder))
     draft = load_draft(Named(), loaded, dtype=torch.bfloat16, exact=torch.tensor(False))
     assert (draft.precision, draft.model.exact) == ("bfloat16", False)
 
@@ -141,8 +139,8 @@ def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
         ({"dtype": 3}, "unknown dtype '3'"),
         ({"exact": "yes"}, "exact is 'yes', it must be True, False or None"),
         ({"trust_remote_code": "no"}, "trust_remote_code is 'no', it must be True or False"),
-        ({"inflate": np.array([1, 2])}, r"inflate is \[1, 2\], it must be a whole number, between 1 and 256"),
-        ({"inflate": True}, "inflate is True, it must be a whole number, between"),
+        ({"inflate": np.array([1, 2])}, r"unknown inflate '\[1, 2\]', allowed are 1B, 32B, 3B, 70B, 8B"),
+        ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 32B, 3B, 70B, 8B"),
     ],
     ids=str,
 )

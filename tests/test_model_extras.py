@@ -13,7 +13,7 @@ import tiny
 import torch
 from contract_parts import Head, Skipping, Witness, answered
 from doubles import make_request
-from passes import TINIES, assert_same, branch, models, native_tiny, prefilled, random_parents, text
+from passes import TINIES, assert_same, branch, models, native_tiny, of_layers, prefilled, random_parents, text
 from passes import tiny as llama
 from torch import Tensor
 
@@ -92,7 +92,7 @@ def test_hidden_states_are_what_the_layers_before_them_give(build: Any) -> None:
     model = build()
     tokens = text(model, 9)
     hidden = fresh_hidden(model, tokens, (2, 0))[1]
-    assert torch.equal(hidden[0], fresh_hidden(model.select_layers([0, 1]), tokens, (2,))[1][0])
+    assert torch.equal(hidden[0], fresh_hidden(of_layers(model, [0, 1]), tokens, (2,))[1][0])
     embedding = np.empty((1, model.config.hidden_size), np.float32)
     if isinstance(model, NativeLlama):
         model._ends.embedding.read(np.array(tokens[-1:], np.int32), embedding)
@@ -103,7 +103,7 @@ def test_hidden_states_are_what_the_layers_before_them_give(build: Any) -> None:
 
 def test_a_model_that_skips_a_layer_is_the_model_of_the_others(model: Any) -> None:
     tokens = text(model, 20)
-    less, other = model.skip_sublayers([1], [1]), model.select_layers([0, *range(2, model.num_layers)])
+    less, other = model.skip_sublayers([1], [1]), of_layers(model, [0, *range(2, model.num_layers)])
     assert_same(model, last_row(less, tokens), last_row(other, tokens))
     again, both = less.skip_sublayers([0], []).skip_sublayers([], [2]), model.skip_sublayers([0, 1], [1, 2])
     assert_same(model, last_row(again, tokens), last_row(both, tokens))

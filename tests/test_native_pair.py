@@ -14,7 +14,7 @@ import pytest
 import torch
 from doubles import make_request
 from engine_runs import finish, num_pauses, submit
-from passes import NATIVE_TINIES, native_tiny, random_parents, text
+from passes import NATIVE_TINIES, native_tiny, of_layers, random_parents, text
 
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Adjustments, Request
@@ -83,7 +83,7 @@ def target() -> NativeLlama:
 
 def without_last_layer(model: NativeLlama) -> NativeLlama:
     """Return a draft that is right in some places and wrong in others."""
-    return model.select_layers(range(model.num_layers - 1))
+    return of_layers(model, range(model.num_layers - 1))
 
 
 def repetitive_requests(count: int, number: int = 0, **options: Any) -> list[Request]:

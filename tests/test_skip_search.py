@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import reference
 from commands import last_line, run_command
+from passes import of_layers
 from test_library import folder
 
 from outpace.bench import skip_search
@@ -105,9 +106,9 @@ def test_wrong_arguments_are_refused(corpus: Path, words: tuple[str, ...], messa
 
 
 def test_a_target_without_sublayers_to_skip_is_refused(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(target, model=target.model.select_layers([0, 1]))
+    small = replace(target, model=of_layers(target.model, [0, 1]))
     inflated = replace(target, model=target.model.skip_sublayers((), ()))
-    inflated.model.inflate = 4
+    inflated.model.inflate = "8B"
     monkeypatch.setattr(skip_search, "find_spec", lambda name: None)
     for loaded, message in (
         (small, "the target has 2 layers"),

@@ -14,7 +14,7 @@ from outpace.engine.build import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
-from outpace.models.load import LAYERS, Progress, fit_draft, load_draft, load_model, open_draft, silent
+from outpace.models.load import Progress, fit_draft, load_draft, load_model, open_draft, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -40,9 +40,6 @@ def load_pair(
         _refuse_load_options(options, build, tokenizer)
         return target, draft
     draft_options = options.of_draft(build.draft_device, build.draft_dtype)
-    if str(draft).startswith(LAYERS) and draft_options != options.of_draft():
-        shared = "has the target's own weights, with their device and dtype"
-        raise UserError(f"{draft} {shared}: leave out draft_device and draft_dtype")
     if target is None and has_default and build.may_draft and (shipped := shipped_draft(shipped_model().stem)):
         return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
     if not isinstance(target, Loaded):

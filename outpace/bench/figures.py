@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.contenders import PLAIN
+from outpace.bench.memory import PeakMemory
 from outpace.bench.store import Record, RecordKey
 from outpace.core import stats, theory
 
@@ -39,7 +40,8 @@ class TableRow:
     the time from the call to the end of the last answer). `quartiles` are taken over the prompts' medians.
     `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`. `sources` lists (drafter,
     verified tokens, emitted tokens). `relaxed` is the share of tokens that the exact rule would have rejected;
-    `accuracy` is taken over the `scored` answers. The predicted values are explained in `_predictions`.
+    `accuracy` is taken over the `scored` answers; `joules_per_token` includes
+    prefill and what the machine uses at rest. The predicted values are explained in `_predictions`.
     """
 
     task: str
@@ -78,6 +80,8 @@ class TableRow:
     perplexity: float | None = None
     accuracy: float | None = None
     scored: int = 0
+    joules_per_token: float | None = None
+    peak_memory: PeakMemory | None = None
 
     @property
     def label(self) -> str:
@@ -148,7 +152,14 @@ def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) 
         **_latencies(done),
         **_predictions(done, pairs),
         **_quality(done),
+        joules_per_token=_joules_per_token(done),
     )
+
+
+def _joules_per_token(done: Sequence[Record]) -> float | None:
+    measured = [record for record in done if record.joules is not None]
+    tokens = sum(len(text) for record in measured for _, text in record.written)
+    return sum(record.joules or 0.0 for record in measured) / tokens if tokens else None
 
 
 def _pooled_speed(records: Sequence[Record]) -> float | None:

@@ -20,7 +20,7 @@ from outpace.core import child_process
 from outpace.core.stats import Positions
 
 _CODE = "from outpace.bench.peer import main; main()"
-_GRACE_SECONDS = 5.0  # for a process to end by itself
+GRACE_SECONDS = 5.0  # for a process to end by itself
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class TimedAnswer:
 
     `first_token` is the first token's arrival; `arrivals` has one time per round, `counts` the tokens of each round.
     `drafted` counts verified draft tokens; it and `accepted` are None where the engine does not report them.
-    `positions` counts the rounds that offered and that accepted an i-th draft token.
+    `positions` counts the rounds that offered and that accepted an i-th draft token. `joules`: energy of the machine
+    meanwhile, None if it is not measured.
 
     Only outpace's own methods report the rest. `hits` and `misses` are CARD's; `relaxed` counts the tokens that the
     exact rule would have rejected, None if the rule is exact. Of the rounds after the first: `lengths` counts the
@@ -45,6 +46,7 @@ class TimedAnswer:
     drafted: int | None = None
     accepted: int | None = None
     positions: Positions = ()
+    joules: float | None = None
     hits: int = 0
     misses: int = 0
     relaxed: int | None = None
@@ -100,7 +102,7 @@ class PeerProcess:
 
     def close(self) -> None:
         """End the process."""
-        child_process.stop(self._process, _GRACE_SECONDS)
+        child_process.stop(self._process, GRACE_SECONDS)
 
     def _call(self, arguments: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -109,10 +111,10 @@ class PeerProcess:
         try:
             if self._process.returncode is not None:
                 raise EOFError
-            _send(stdin, arguments)
+            send(stdin, arguments)
             result = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
-            status = child_process.stop(self._process, _GRACE_SECONDS)
+            status = child_process.stop(self._process, GRACE_SECONDS)
             raise PeerProcessError(f"its process {child_process.describe_exit(status)}") from None
         if isinstance(result, Exception):
             raise result
@@ -141,14 +143,14 @@ def main() -> None:
         except Exception as error:
             result = error
         try:
-            _send(results, result)
+            send(results, result)
         except BrokenPipeError:
             os._exit(1)  # the bench is gone
     if peer is not None:
         peer.close()
 
 
-def _send(pipe: IO[bytes], message: Any) -> None:
+def send(pipe: IO[bytes], message: Any) -> None:
     """Pickle a message into a pipe; an exception that cannot be pickled is sent as a RuntimeError with its text."""
     try:
         data = pickle.dumps(message)

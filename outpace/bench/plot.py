@@ -66,7 +66,7 @@ def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None
 
 
 def _title(facts: Mapping[str, Any]) -> str:
-    inflated = f", INFLATED {facts['inflate']} times" if facts.get("inflate", 1) > 1 else ""
+    inflated = f", INFLATED to {facts['inflate']}" if facts.get("inflate") else ""
     draft = f", draft {'/'.join(Path(facts['draft']).parts[-2:])}" if facts.get("draft") else ""
     where = f"{facts['processor']}, threads {facts['threads']}, commit {facts['commit'] or 'unknown'}"
     return f"{Path(str(facts['target'])).name}{inflated}{draft}\n{where}"

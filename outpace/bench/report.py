@@ -27,6 +27,9 @@ CAPTION = (
     " decoding of the same prompts; worst: of one prompt. First: to the first token (median); p50, p99: between two"
     " rounds' arrivals. Same text: as plain decoding in the same precision, answers compared."
 )
+COST_CAPTION = (
+    " Joules: of the whole machine, prefill included. Peak: memory of a process with this method and its workers alone."
+)
 BATCH_CAPTION = (
     "Several at once: all answers' tokens over the time from the call to the end of the last answer, prefill included."
 )
@@ -38,13 +41,13 @@ QUALITY_CAPTION = (
 )
 
 
-def about(llm: LLM, inflate: int, command: str, device: str) -> dict[str, Any]:
+def about(llm: LLM, command: str, device: str) -> dict[str, Any]:
     """Describe the models, machine, versions and command, with the lower bound on a target pass's time.
 
     The bound, on a CPU only, is the bytes of weights divided by the measured memory bandwidth.
     """
     size = llm.target.model.weight_bytes
-    facts = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None, "inflate": inflate}
+    facts = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None, "inflate": llm.target.inflate}
     facts |= {"command": command, **machine.describe(device), "weight_bytes": size}
     if size is None or device != "cpu":
         return facts | {"gigabytes_per_second": None, "floor_seconds": None}
@@ -55,7 +58,9 @@ def about(llm: LLM, inflate: int, command: str, device: str) -> dict[str, Any]:
 def tables(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
     """Build everything that is shown at the end of a bench."""
     single = [row for row in rows if row.batch == 1]
-    parts: list[RenderableType] = [_title(facts), _table(SPEED_COLUMNS, single, CAPTION)]
+    costs = [(name, show) for name, show in COST_COLUMNS if any(show(row) != "-" for row in single)]
+    caption = CAPTION + COST_CAPTION if costs else CAPTION
+    parts: list[RenderableType] = [_title(facts), _table((*SPEED_COLUMNS, *costs), single, caption)]
     quality = quality_table(single)
     parts += [quality] if quality is not None else []
     batches = sorted({row.batch for row in rows if row.batch > 1})
@@ -73,11 +78,9 @@ def tables(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType
 def _title(facts: Mapping[str, Any]) -> Text:
     text = Text(f"{facts['target']}", style="bold")
     text.append(f", draft {facts['draft']}" if facts.get("draft") else "", style="bold")
-    if facts.get("inflate", 1) > 1:
-        text.append(f"\nINFLATED {facts['inflate']} times: ", style="bold magenta")
-        text.append(
-            "added layers write nothing; the text is the target's, the cost that of a larger one", style="magenta"
-        )
+    if facts.get("inflate"):
+        text.append(f"\nINFLATED to {facts['inflate']}: ", style="bold magenta")
+        text.append("the text is the target's, the cost of a pass that of a larger model", style="magenta")
     return text
 
 
@@ -92,6 +95,10 @@ def _percent(share: float | None, of: str = "") -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
+def _megabytes(count: int | None) -> str:
+    return number(count and count / 1e6, 0)
 
 
 def _same_text(row: TableRow) -> Text:
@@ -116,6 +123,11 @@ SPEED_COLUMNS: Columns = (
     ("p50\nms", lambda row: _milliseconds(row.inter_token_p50)),
     ("p99\nms", lambda row: _milliseconds(row.inter_token_p99)),
     ("same\ntext", _same_text),
+)
+COST_COLUMNS: Columns = (
+    ("joules\na token", lambda row: number(row.joules_per_token, 2)),
+    ("peak\nMB", lambda row: _megabytes(row.peak_memory and row.peak_memory.host)),
+    ("GPU\nMB", lambda row: _megabytes(row.peak_memory and row.peak_memory.gpu)),
 )
 BATCH_COLUMNS: Columns = (
     ("tokens/s\nin all", lambda row: number(row.tokens_per_second, 1)),
@@ -219,6 +231,7 @@ def _footer(facts: Mapping[str, Any]) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     lines = [f"{facts['processor']}, {facts['threads']} threads on {facts['cores']} cores, load {facts['load']}"]
     lines += [facts["gpu"]] if "gpu" in facts else []
+    lines.append(f"energy: {facts.get('energy', 'not measured')}")
     lines.append(f"{versions}, Python {facts['python']}, commit {facts['commit'] or 'unknown'}")
     if facts.get("floor_seconds"):
         seconds = facts["floor_seconds"]

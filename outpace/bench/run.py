@@ -13,7 +13,9 @@ import torch
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import PLAIN, Contender
+from outpace.bench.energy import EnergyMeter
 from outpace.bench.figures import ALL, TableRow, table_rows
+from outpace.bench.memory import PeakMemory, peak_memory
 from outpace.bench.method_runner import MethodRunner
 from outpace.bench.peer import Peer, PeerProcess, PeerSettings
 from outpace.bench.store import Record, RecordKey, Store
@@ -46,7 +48,7 @@ class BenchOptions:
     turns: int = 1
     rounds: int = 1
     batch: tuple[int, ...] = (1,)
-    inflate: int = 1
+    inflate: str | None = None
     target: str | None = None
     sampling_params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
 
@@ -54,12 +56,11 @@ class BenchOptions:
         check_whole("prompts", self.prompts, 1)
         check_whole("turns", self.turns, 1, 1000)
         check_whole("rounds", self.rounds, 1, 1000)
-        check_whole("inflate", self.inflate, 1, 64)
         for count in self.batch:
             check_whole("batch", count, 1, 1024)
         if self.peers and not self.sampling_params.sampling.is_greedy:
             raise UserError("peers are measured greedily only, leave out --temperature or --peers")
-        if self.peers and self.inflate > 1:
+        if self.peers and self.inflate:
             raise UserError("peers cannot run an inflated target, leave out --peers or --inflate")
 
     @property
@@ -85,6 +86,8 @@ class Bench:
         self.by_name = {(prompt.task, prompt.name): prompt for prompt in self.prompts}
         check_batches(options, self.prompts)
         check_turns(self.prompts, models.tokenizer)
+        self.energy = EnergyMeter(str(models.target.model.device))
+        self._memory: dict[str, PeakMemory] = {}  # by label
         self._encoded: dict[TaskPrompt, tuple[int, ...]] = {}
         self._check_lengths()
         self._engines: dict[str, Peer] = {}
@@ -102,7 +105,8 @@ class Bench:
 
     def rows(self) -> list[TableRow]:
         """Return the rows of all finished answers, including those found in the folder."""
-        return table_rows(self.store.records.values(), [contender.label for contender in self.options.contenders])
+        rows = table_rows(self.store.records.values(), [contender.label for contender in self.options.contenders])
+        return [replace(row, peak_memory=self._memory.get(row.label)) for row in rows]
 
     @property
     def failure(self) -> str | None:
@@ -119,8 +123,20 @@ class Bench:
         for done, (key, contender, prompts) in enumerate(jobs):
             progress(f"{key.task} {key.prompt}: {key.label}", done, len(jobs))
             time.sleep(REST)
-            self.store.add(self._record(key, contender, prompts))
+            self.energy.spent()
+            record = self._record(key, contender, prompts)
+            self.store.add(replace(record, joules=self.energy.spent()))
         progress("done", len(jobs), len(jobs))
+
+    def measure_memory(self, progress: Progress) -> None:
+        """Measure the peak memory of outpace's own methods, each in a new process."""
+        for done, contender in enumerate(self.options.methods):
+            progress(f"memory of {contender.label}", done, len(self.options.methods))
+            params, prompt = self.options.sampling_params, self.encode(self.prompts[0])
+            try:
+                self._memory[contender.label] = peak_memory(self.models, contender, params, prompt)
+            except Exception as error:  # the speeds are measured already
+                self._say(f"the memory of {contender.label} was not measured ({type(error).__name__}: {error})")
 
     def encode(self, prompt: TaskPrompt) -> tuple[int, ...]:
         """Return a prompt's token ids; earlier turns have plain decoding's answers of the first repetition.

@@ -96,7 +96,7 @@ def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progres
     """
     model: Model = target.model
     check_target(model)
-    if model.inflate != 1:
+    if model.inflate:
         raise UserError(
             "an inflated target has layers that change nothing, so a search for sublayers to skip is meaningless"
         )

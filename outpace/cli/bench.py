@@ -21,7 +21,7 @@ from outpace.cli.options import ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.cli.sampling_options import BasicSamplingFlags
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -57,7 +57,10 @@ class BenchFlags:
     )
     rounds: int = flag(1, "Number of repetitions of all measurements.")
     batch: str = flag("1", "Numbers of concurrent requests, as in 1,2,8,16; not for peers.")
-    inflate: int = flag(1, "Emulate a target that is this many times as large, by layers that do not change its text.")
+    inflate: str | None = flag(
+        None, "Give the target the costs of a model of 1B, 3B, 8B, 32B or 70B, by wider matrices; its text stays."
+    )
+    memory: bool = flag(False, "Also load each method in a process of its own and report its peak memory.")
     run_tests: bool = flag(
         False, "Score programs that the models write by running their tests, each in a confined process."
     )
@@ -105,7 +108,7 @@ def bench(
     with sigterm_as_interrupt(), loading.open({"inflate": options.inflate, "profile": False}) as llm:
         if results.trace is not None:
             _trace(llm, options, results.trace)
-        elif not _measure(llm, options, results, model.options.device, measured.run_tests):
+        elif not _measure(llm, options, results, model.options.device, measured):
             raise typer.Exit(INTERRUPTED)
 
 
@@ -118,7 +121,6 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
 
     if model.method != "auto":
         raise UserError(f"--method is {model.method!r}, a bench takes several: write --methods {model.method}")
-    check_whole("inflate", measured.inflate, 1, 64)
     if measured.run_tests and not sandbox.is_available():
         raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
     params = SamplingParams(**asdict(sampling))
@@ -142,30 +144,20 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
         sampling_params=params,
     )
     check_batches(options, collect(options.tasks, options.prompts, options.turns))
-    if options.inflate > 1:
-        _check_inflated(model, options)
     return options
 
 
-def _check_inflated(model: ModelFlags, options: BenchOptions) -> None:
-    """Refuse drafts of added layers or without them: these layers change no text, so the results would be too good."""
-    drafters = (str(contender.options.get("drafter", "")) for contender in options.methods)
-    skips = (name for name in drafters if "layer" in name)
-    layers = (draft for draft in model.draft or () if draft.startswith("layers:"))
-    for named in (*skips, *layers):
-        raise UserError(f"--inflate does not go with {named}: its added layers cost time and write nothing")
-
-
-def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str, runs_tests: bool) -> bool:
+def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str, measured: BenchFlags) -> bool:
     """Run what has no result yet, and show all finished results. Return False after Ctrl-C."""
     from outpace.bench import report
     from outpace.bench.run import Bench
     from outpace.bench.store import Store
 
-    facts = report.about(llm, options.inflate, shlex.join(["outpace", *sys.argv[1:]]), device)
+    facts = report.about(llm, shlex.join(["outpace", *sys.argv[1:]]), device)
     store = Store(results.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
-        is_complete = _run(running, runs_tests)
+        facts["energy"] = running.energy.description
+        is_complete = _run(running, measured)
         failed = _show(running, facts, results)
         if is_complete and (reason := running.failure) is not None:
             failed.append(UserError(f"no answer was finished, the first one failed with {reason}"))
@@ -173,7 +165,7 @@ def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str,
     return is_complete
 
 
-def _run(running: Bench, runs_tests: bool) -> bool:
+def _run(running: Bench, measured: BenchFlags) -> bool:
     """Measure, then score, with a progress bar, or a line a minute without a terminal. Return False after Ctrl-C."""
     from outpace.bench.judging import judge
 
@@ -192,7 +184,9 @@ def _run(running: Bench, runs_tests: bool) -> bool:
 
         try:
             running.measure(show)
-            judge(running, show, runs_tests)
+            judge(running, show, measured.run_tests)
+            if measured.memory:
+                running.measure_memory(show)
         except KeyboardInterrupt:
             return False
     return True

@@ -54,7 +54,10 @@ class TextFlags:
     temperatures: str = flag(
         "0,0.8,1", "Temperatures of the answers, used alternately; one that is named twice gets twice the share."
     )
-    stage: str = flag("all", "The stage to run: text, train, judge or all.")
+    stage: str = flag(
+        "all",
+        "The stage to run: text, train, judge or all; start: only write the draft that training would begin with.",
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ShapeFlags:
     """The shape of the draft."""
 
     panel: ClassVar[str] = "Draft"
-    layers: str = flag("3", "Layers of the draft: a number, or the indices of target layers, as in 0,14,29.")
+    layers: str = flag("3", "Layers of the draft: a number, or the target's layers, as in 0,14,29 or 0-24,26-29.")
     init: str = flag("layers", "Start from the target's layers (layers) or a draft (folder, or shipped).")
     vocab: int = flag(0, "Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.")
 

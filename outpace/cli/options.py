@@ -18,7 +18,7 @@ METHOD = "Method"
 TARGET = "Target model: hub id, folder or .gguf file; the default is the shipped model."
 DRAFT = (
     "Draft model: hub id, folder or .gguf file; auto (a known small model of the same family); some of the target's"
-    " layers, as in layers:0,1,28,29; or none. The default is the shipped draft for the shipped model, else none. May"
+    " layers, as in layers:0-24,26-29; or none. The default is the shipped draft for the shipped model, else none. May"
     " be repeated: each round then uses the best of them."
 )
 DRAFTER = "Drafters, joined by +, as in model+ngram; outpace methods lists them. The default depends on the method."

@@ -16,7 +16,8 @@ from outpace.distill.writer import WriterOptions
 from outpace.models.files.cache_folder import exclusive_lock
 from outpace.models.runtimes import RUNTIMES
 
-STAGES = ("text", "train", "judge", "all")
+START = "start"  # writes the draft as training begins with it; not among "all"
+STAGES = ("text", "train", "judge", "all", START)
 TEMPERATURES = (0.0, 0.8, 1.0)
 TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
 

@@ -14,7 +14,7 @@ from outpace.distill import training_state
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
 from outpace.distill.evaluate import Evaluation, evaluate
 from outpace.distill.export import VOCAB_FILE, chosen_vocab_ids, read_vocab_ids, save_vocab_ids, write_draft
-from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions, stage_lock
+from outpace.distill.options import DRAFT, START, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
 from outpace.distill.report import PLOT, plot, read_state, record, write_card
@@ -36,8 +36,10 @@ UNRECORDED = ("save_every", "seconds")  # training options that do not affect th
 
 def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
     """Run the stages selected by `options.stage`; return the evaluation, which is not saved, if there is one."""
-    target = resolve(options.target) if options.runs("text") or options.runs("train") else None
+    target = None if options.stage == "judge" else resolve(options.target)
     check(options, target)
+    if target is not None and options.stage == START:
+        start_stage(options, target)
     if target is not None and options.runs("text"):
         text_stage(options, target, progress)
     if target is not None and options.runs("train"):
@@ -57,7 +59,7 @@ def check(options: DistillOptions, target: Path | None) -> None:
             sizes = target_config(checkpoint)
             if options.runs("text"):
                 max_prompt_length(options.writer, sizes.max_positions)
-            if options.runs("train"):
+            if options.runs("train") or options.stage == START:
                 _check_draft(options, checkpoint, sizes)
         if options.runs("text"):
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
@@ -99,6 +101,16 @@ def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tok
                     f"the task {task} has a prompt of {count} tokens, the target's context holds {context}:"
                     f" {text[:40]!r}..."
                 )
+
+
+def start_stage(options: DistillOptions, target: Path) -> None:
+    """Write the draft before any training, which is the target without some of its layers. It reads the whole text."""
+    if options.shape.vocab:
+        raise UserError("vocab is chosen by the target's text, leave it out of --stage start")
+    with open_folder(target) as source:
+        config = draft_config(source.config, options.shape)
+    del config["outpace"]["draft_window"]
+    write_draft(options.out / DRAFT, new_student(target, options.shape, None), config, target)
 
 
 def text_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:

@@ -18,6 +18,7 @@ from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.config.families import FAMILIES, model_type_of
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.weight_sources import parse_layers, source_of
 
 LAYERS, SHIPPED = "layers", "shipped"  # values of `init`
 WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layers, see docs/log.md
@@ -27,8 +28,8 @@ WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layer
 class DraftShape:
     """The shape and initial weights of a draft, which has the target's width.
 
-    `layers` is a count, or a list of the target's layers as in "0,14,29". With `draft`, training continues from that
-    draft's weights.
+    `layers` is a count, or a list of the target's layers as in "0,14,29" or "0-24,26-29". With `draft`, training
+    continues from that draft's weights.
     """
 
     layers: str = "3"
@@ -92,17 +93,11 @@ def target_config(checkpoint: Checkpoint) -> LlamaConfig:
 
 def pick_layers(shape: DraftShape, total: int) -> list[int]:
     """Return the target's layers to start from: the named ones, or a count spread evenly from the first to the last."""
-    try:
-        numbers = [int(part) for part in shape.layers.split(",")]
-    except ValueError:
-        raise UserError(f"layers is {shape.layers!r}, it must be a count, or numbers as in 0,{total - 1}") from None
-    if "," not in shape.layers:
-        count = numbers[0]
-        check_whole("layers", count, 1, total)
-        return [round(place * (total - 1) / max(count - 1, 1)) for place in range(count)]
-    if numbers != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < total:
-        raise UserError(f"layers is {shape.layers!r}, it must name layers from 0 to {total - 1} in rising order")
-    return numbers
+    if not shape.layers.isdecimal():
+        return parse_layers(shape.layers, total)
+    count = int(shape.layers)
+    check_whole("layers", count, 1, total)
+    return [round(place * (total - 1) / max(count - 1, 1)) for place in range(count)]
 
 
 def draft_config(config: dict[str, Any], shape: DraftShape) -> dict[str, Any]:
@@ -139,7 +134,7 @@ def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str
         sizes = target_config(checkpoint)
         config = from_dict(draft_config(checkpoint.config, shape))
         layers = pick_layers(shape, sizes.num_layers)
-        tensors = {name: checkpoint.tensor(_target_name(name, layers)).float() for name in tensor_shapes(config)}
+        tensors = {name: checkpoint.tensor(source_of(name, layers)).float() for name in tensor_shapes(config)}
     if shape.draft is not None:
         trained = trained_shapes(config)
         with Checkpoint.open(shape.draft) as draft:
@@ -152,11 +147,3 @@ def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str
 def trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a draft's trained tensors."""
     return {name: shape for name, shape in tensor_shapes(config).items() if name not in FROZEN}
-
-
-def _target_name(name: str, layers: Sequence[int]) -> str:
-    """Return the target's name of a tensor of the draft."""
-    parts = name.split(".")
-    if parts[1] == "layers":
-        parts[2] = str(layers[int(parts[2])])
-    return ".".join(parts)

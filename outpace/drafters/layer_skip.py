@@ -378,7 +378,7 @@ def build(options: Options, *, given: BuildContext) -> LayerSkipDrafter:
             "drafter layer_skip drafts on the target's own session, a worker has none: use method auto or speculative"
         )
     check_target(target)
-    if target.inflate != 1:
+    if target.inflate:
         raise UserError(
             "drafter layer_skip does not draft for an inflated target: its added layers change nothing, so a draft"
             " without them would be right at no cost, and its speed would say nothing of any real model"

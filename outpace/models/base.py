@@ -210,10 +210,10 @@ class Model(SupportsMultiStep):
     exact: bool = False  # whether a row's bits depend on its own token, prefix and ancestors only
     supports_trees: bool = True  # whether a token tree takes one forward pass; otherwise each branch takes one
     notice: str | None = None  # a sentence about this model for its users
-    num_layers: int = 0  # number of layers that `select_layers` can choose from; 0: it cannot
+    num_layers: int = 0  # number of layers; 0: unknown
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
     capabilities: frozenset[Capability] = frozenset()
-    inflate: int = 1  # factor by which a pass costs more than with the model's own weights
+    inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
 
     @property
@@ -292,10 +292,6 @@ class Model(SupportsMultiStep):
 
     def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
         """Limit this thread's passes to `most` CPU threads, leaving `leave` cores idle. Results do not change."""
-
-    def select_layers(self, layers: Sequence[int]) -> Model:
-        """Return a model of these layers only, sharing their weights; for models that have `num_layers`."""
-        raise NotImplementedError
 
     def check_capability(self, capability: Capability) -> None:
         """Raise UserError if the model does not have this capability."""

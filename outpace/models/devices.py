@@ -141,10 +141,13 @@ def _weight_bytes(
 ) -> tuple[str, dict[str, int]]:
     """Return the format that the options choose, and the bytes in it and in every smaller format."""
     shapes = tensor_shapes(config)
+    layers = [layer % source.config["num_hidden_layers"] for layer in range(config.num_layers)]
 
     def stored(name: str) -> StoredSize:
-        size: StoredSize = source.held(source_of(name, source.config["num_hidden_layers"]))
-        return size
+        """Return the size of a weight, which may be wider than in the file."""
+        of_file = source_of(name, layers)
+        size: StoredSize = source.held(of_file)
+        return size._replace(bytes=size.bytes * math.prod(shapes[name]) // math.prod(source.shape(of_file)))
 
     readable = read_formats(kernels) if formats is None else formats
     sizes = {INT8: native_bytes(shapes, stored, readable, False)}

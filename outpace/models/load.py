@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError
 from outpace.models import runtimes
-from outpace.models.base import Model
 from outpace.models.devices import check_options
 from outpace.models.files.find import locate
 from outpace.models.files.packed import complete_draft, is_packed
@@ -19,7 +18,7 @@ from outpace.models.files.pairs import find_draft
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 
-LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0,1,28,29
+LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0-24,26-29
 
 
 def load_model(
@@ -38,7 +37,7 @@ def load_model(
     if isinstance(spec, os.PathLike):
         spec = Path(spec)
     if spec is not None and not isinstance(spec, str | Path):
-        for name, default in (("inflate", 1), ("kv_dtype", AUTO)):
+        for name, default in (("inflate", None), ("layers", None), ("kv_dtype", AUTO)):
             if getattr(options, name) != default:
                 raise UserError(f"{name} is for models that are loaded by name, not for one that is loaded already")
         return runtimes.wrap_loaded(spec, tokenizer)
@@ -60,20 +59,23 @@ def load_draft(
     same_tokens: bool = True,
     **changes: Any,
 ) -> Loaded:
-    """Load a draft model for this target: another model, some of the target's own layers, or "auto".
+    """Load a draft model for this target: another model, some of the target's layers ("layers:0-24,26-29"), or "auto".
 
-    "auto" is the small sibling that is known for the target. A loaded model gets the target's tokenizer unless one is
-    given. Without `same_tokens` the draft may have other tokens, which its drafter translates.
+    "auto" is the small sibling that is known for the target. Layers are loaded from the target's files, and are never
+    inflated. A loaded model gets the target's tokenizer unless one is given. Without `same_tokens` the draft may have
+    other tokens, which its drafter translates.
     """
-    if str(spec).startswith(LAYERS):
-        if target.inflate != 1:
-            raise UserError(f"{spec} skips layers, which inflate adds without effect: its cost would mean nothing")
-        again = partial(_load_layers, str(spec), target.again) if target.again else None
-        return Loaded(_select_layers(str(spec), target), target.tokenizer, str(spec), again=again)
     if spec == "auto":
         spec = find_draft(target.name, target.config)
     if not isinstance(spec, str | os.PathLike):
         tokenizer = tokenizer or target.tokenizer
+    if str(spec).startswith(LAYERS):
+        if target.again is None:
+            raise UserError(f"{spec} needs a target that is loaded by name, {target.name} is an object of this process")
+        changes = {**(vars(options) if options else {}), **changes, "inflate": None}
+        changes["layers"] = str(spec).removeprefix(LAYERS)
+        draft = target.again(progress=progress, **changes)
+        return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
     return fit_draft(draft, target) if same_tokens else draft
@@ -109,24 +111,3 @@ def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
         raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}; {advice}")
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
     return draft
-
-
-def _select_layers(spec: str, target: Loaded) -> Model:
-    count = target.model.num_layers
-    if not count:
-        raise UserError(f"{spec} needs a target of the runtime native or llama, {target.name} runs by transformers")
-    allowed = f"write {LAYERS} and numbers from 0 to {count - 1} in rising order, as in {LAYERS}0,1,{count - 1}"
-    try:
-        numbers = [int(part) for part in spec.removeprefix(LAYERS).split(",")]
-    except ValueError:
-        raise UserError(f"{spec!r} names no layers; {allowed}") from None
-    for number in numbers:
-        check_range(f"a layer of {spec}", number, 0, count - 1)
-    if numbers != sorted(set(numbers)):
-        raise UserError(f"{spec!r} names layers twice or out of order; {allowed}")
-    draft: Model = target.model.select_layers(numbers)
-    return draft
-
-
-def _load_layers(spec: str, load_target: Callable[[], Loaded]) -> Loaded:
-    return load_draft(spec, load_target())

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.arrays import to_python
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import UserError, unknown
+from outpace.models.llama.inflation import SHAPES
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 AUTO, INT8, INT4, FILE = "auto", "int8", "int4", "file"
 FLOATS = ("float32", "bfloat16", "float16")  # the types that torch computes in
 DTYPES = (AUTO, INT8, INT4, FILE, *FLOATS)
-MOST_INFLATED = 256
 CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
 KV_DTYPES = (AUTO, "float32", "float16", INT8)
@@ -34,8 +34,9 @@ class LoadOptions:
     `exact` None: if the machine supports it. `runtime` "auto": our own if it supports the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. So is `tp_plan`, "auto": each layer is split over the
-    processes that torch.distributed.run started, and only the first of them writes output. `inflate`: factor by which
-    a pass costs more. `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the native
+    processes that torch.distributed.run started, and only the first of them writes output. `inflate`: the size of a
+    model, as in "8B", whose costs a pass gets while the text stays. `layers`: load only these, as in "0-24,26-29".
+    `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the native
     kernels, else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager" runs the
     same passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the model only
     proposes, so four bits change no text: by the native kernels, "auto" is "int4".
@@ -47,7 +48,8 @@ class LoadOptions:
     runtime: str = AUTO
     trust_remote_code: bool = False
     device_map: str | Mapping[str, Any] | None = None
-    inflate: int = 1
+    inflate: str | None = None
+    layers: str | None = None
     graphs: str = AUTO
     kv_dtype: str = AUTO
     tp_plan: str | None = None
@@ -60,11 +62,12 @@ class LoadOptions:
             raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
         if self.trust_remote_code not in (True, False):
             raise UserError(f"trust_remote_code is {self.trust_remote_code!r:.50}, it must be True or False")
-        for name, allowed in (("dtype", DTYPES), ("graphs", GRAPHS), ("kv_dtype", KV_DTYPES), ("tp_plan", (AUTO,))):
+        named = {"dtype": DTYPES, "graphs": GRAPHS, "kv_dtype": KV_DTYPES}
+        optional = {"tp_plan": (AUTO,), "inflate": tuple(SHAPES)}
+        for name, allowed in (named | optional).items():
             value = getattr(self, name)
-            if value not in allowed and not (name == "tp_plan" and value is None):
+            if value not in allowed and not (name in optional and value is None):
                 raise unknown(name, str(value), allowed)
-        check_whole("inflate", self.inflate, 1, MOST_INFLATED)
 
     def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
         """Return the options of this target's draft model, with its own device and dtype if they are given.
@@ -73,7 +76,7 @@ class LoadOptions:
         """
         graphs = self.graphs if device in (None, self.device) else AUTO
         own = replace(self, device=device or self.device, dtype=dtype or self.dtype, graphs=graphs)
-        return replace(own, device_map=None, tp_plan=None, inflate=1)
+        return replace(own, device_map=None, tp_plan=None, inflate=None)
 
     def kv_dtype_or(self, default: str) -> str:
         """Return the type of keys and values, given the runtime's default."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
-from outpace.models.llama.weight_sources import inflated
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.inflation import SHAPES, inflated_config, inflated_source
+from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
@@ -30,18 +33,19 @@ INSTALL = f"`{install_command('transformers')}`"
 class Loaded:
     """A model with its tokenizer, its name, and the fields of its config.json.
 
-    `inflate`: factor by which a pass costs more. `notice`: a sentence for users about the model and its loading.
-    `again` loads the same model in another process and can be pickled; `files` finds the folder of its files; both are
-    None if the model was passed as an object. `others`: for a draft model, further draft models next to it.
+    `inflate`: size of the model whose costs a pass has. `notice`: a sentence for users about the model and its loading.
+    `again` loads the same model, with the options that are changed by name, in any process, and can be pickled; `files`
+    finds the folder of its files; both are None if the model was passed as an object. `others`: for a draft model,
+    further draft models next to it.
     """
 
     model: Any
     tokenizer: Any
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    inflate: int = 1
+    inflate: str | None = None
     notice: str | None = None
-    again: Callable[[], Loaded] | None = None
+    again: Callable[..., Loaded] | None = None
     files: Callable[[], Path] | None = None
     others: tuple[Loaded, ...] = ()
 
@@ -165,7 +169,6 @@ def _read(
     from outpace.models.files.find import locate, open_source, resolve
     from outpace.models.files.gguf.config import UNKNOWN_METADATA
     from outpace.models.llama.config.draft_vocab import read_draft_vocab
-    from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
     from outpace.models.text.tokenizer import tokenizer_of
 
     path = (resolve if formats is None else locate)(None if spec is None else str(spec), progress=progress)
@@ -183,21 +186,47 @@ def _read(
             progress(stage, fraction)
             tokenizer()
 
-        weights = source.tensor if formats is None else source.weight
-        config, fetch = inflated(config, weights, options.inflate)
-        check_memory(tensor_shapes(config), options)
-        check_host(source, config, options, formats)
-        model = build(config, fetch, head_ids=head_ids, progress=work_and_progress)
-    model.inflate = factor = options.inflate
+        layers = parse_layers(options.layers, config.num_layers) if options.layers else range(config.num_layers)
+        own = config.of_layers(layers)
+        config = inflated_config(own, options.inflate) if options.inflate else own
+        layers = [layers[layer % own.num_layers] for layer in range(config.num_layers)]
+        weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
+        _check_fit(source, own, config, options, formats)
+
+        def fetch(name: str) -> Any:
+            return weights(source_of(name, layers))
+
+        fetch_all = inflated_source(own, config, fetch, options.device) if options.inflate else fetch
+        model = build(config, fetch_all, head_ids=head_ids, progress=work_and_progress)
+    model.inflate = size = options.inflate
     name, inflation = _name(spec), None
-    if factor != 1:
-        name += f" (cost x {factor})"
-        inflation = f"inflated: a pass costs as much as one of a model {factor} times as large, the text is its own"
+    if size:
+        name += f" (cost of {size})"
+        inflation = f"inflated: a pass costs as much as one of a model of {size}, the text is its own"
     ours = source.config.get("outpace")
     unknown = ours.get(UNKNOWN_METADATA) if isinstance(ours, Mapping) else None
     ignored = f"unknown metadata of the file were ignored: {', '.join(unknown)}" if unknown else None
     notices = "; ".join(filter(None, (model.notice, inflation, reason, ignored)))
-    return Loaded(model, tokenizer(), name, source.config, factor, notices or None)
+    return Loaded(model, tokenizer(), name, source.config, size, notices or None)
+
+
+def _check_fit(
+    source: Any, own: LlamaConfig, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None
+) -> None:
+    """Raise UserError if a model does not fit into memory; for an inflated one it names the sizes that do."""
+    try:
+        check_memory(tensor_shapes(config), options)
+        check_host(source, config, options, formats)
+    except UserError as error:
+        if options.inflate is None:
+            raise
+        smaller = []
+        for size in SHAPES:
+            with suppress(UserError):
+                _check_fit(source, own, inflated_config(own, size), replace(options, inflate=None), formats)
+                smaller.append(size)
+        fitting = f"inflate {' and '.join(smaller)} would fit" if smaller else "no size of inflate would fit"
+        raise UserError(f"{error}; {fitting}") from None
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -208,8 +237,9 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
         raise UserError(f"graphs {options.graphs} is for the runtime llama, leave it out with transformers")
     if options.kv_dtype != AUTO:
         raise UserError(f"kv_dtype {options.kv_dtype} is for the runtimes native and llama, leave it out here")
-    if options.inflate != 1:
-        raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
+    for option in ("inflate", "layers"):
+        if getattr(options, option) is not None:
+            raise UserError(f"{option} is for the runtimes native and llama, transformers lays out its models itself")
     from outpace.models.files.model_kind import check_causal_lm
     from outpace.models.files.reading import read_json
     from outpace.models.hf import load as transformers_load

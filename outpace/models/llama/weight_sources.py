@@ -1,27 +1,23 @@
-"""Weights by name, and sources derived from others: fused matrices split, and layers added for measurements.
+"""Weights by name, and sources derived from others: fused matrices split, and layers chosen.
 
 A source is a function from a Hugging Face weight name to a tensor, an array, or a matrix in its file's format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from threading import local
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.core.errors import check_whole
-from outpace.core.lazy import torch
+from outpace.core.errors import UserError
 from outpace.models.llama.config import phi
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.options import MOST_INFLATED
+from outpace.models.llama.config.llama_config import LlamaConfig
 
 PREFIX = "model.layers."
-SILENCED = ("self_attn.o_proj.", "mlp.down_proj.")
 WeightSource = Callable[[str], Any]
 
 
@@ -40,9 +36,9 @@ Q4_1 = BlockFormat("Q4_1", 32, 20)  # the format to which floats are rounded in 
 class StoredMatrix:
     """The matrix `name` [rows, columns] of the file `path`, in the file's format `kind`.
 
-    `data` uint8 [rows, bytes per row]; row i of the matrix is row order[i] of it, int32. `data` may be empty, with any
-    `kind`, for a format that the kernels do not support. `values` returns float32 [rows, columns]; `forget` releases
-    the memory of `data` if the file stays open.
+    `data` uint8 [rows, bytes per row]; row i of the matrix is row order[i] of it, int32, or zeros if order[i] is -1.
+    `data` may be empty, with any `kind`, for a format that the kernels do not support. `values` returns float32 [rows,
+    columns]; `forget` releases the memory of `data` if the file stays open.
     """
 
     path: Path
@@ -53,11 +49,6 @@ class StoredMatrix:
     columns: int
     values: Callable[[], np.ndarray]
     forget: Callable[[], None]
-
-    def zeros(self) -> StoredMatrix:
-        """Return a matrix of the same size whose blocks, and so their scales, are all zero bytes."""
-        shape = len(self.order), self.columns
-        return replace(self, data=np.zeros_like(self.data), values=lambda: np.zeros(shape, np.float32))
 
 
 def split_fused(config: LlamaConfig, fetch: WeightSource) -> WeightSource:
@@ -98,43 +89,21 @@ def split_fused(config: LlamaConfig, fetch: WeightSource) -> WeightSource:
     return part_of
 
 
-def inflated(config: LlamaConfig, fetch: WeightSource, factor: int) -> tuple[LlamaConfig, WeightSource]:
-    """Return the config and weights of a model that costs `factor` times as much and writes the same text.
-
-    It replaces a large model in measurements. The added layers, to the nearest number, are copies of the model's
-    own layers with zero output projections, so they add nothing to the residual, but a pass reads, computes and stores
-    as much as that many real layers would. The model's own layers come first; the output layer counts and stays one.
-    UserError for a factor outside 1 to 256.
-    """
-    check_whole("inflate", factor, 1, MOST_INFLATED)
-    own = config.num_layers
-    sources = [*range(own), *(number % own for number in range(added_layers(config, factor)))]
-
-    def fetch_inflated(name: str) -> Any:
-        source = source_of(name, own)
-        weight = fetch(source)
-        if source == name:
-            return weight
-        is_silenced = name.removeprefix(PREFIX).partition(".")[2].startswith(SILENCED)
-        if isinstance(weight, StoredMatrix):
-            return weight.zeros() if is_silenced else weight
-        if isinstance(weight, np.ndarray):
-            return np.zeros_like(weight) if is_silenced else weight.copy()
-        # a copy: a weight that two layers shared would be read from memory once
-        return torch.zeros_like(weight) if is_silenced else weight.clone()
-
-    return config.of_layers(sources), fetch_inflated
-
-
-def source_of(name: str, own: int) -> str:
-    """Return the weight, of a model with `own` layers, that a weight of the inflated model is made from."""
+def source_of(name: str, layers: Sequence[int]) -> str:
+    """Return the name, in the whole model, of a weight of a model of these layers."""
     number, _, part = name.removeprefix(PREFIX).partition(".")
-    return f"{PREFIX}{int(number) % own}.{part}" if name.startswith(PREFIX) else name
+    return f"{PREFIX}{layers[int(number)]}.{part}" if name.startswith(PREFIX) else name
 
 
-def added_layers(config: LlamaConfig, factor: int) -> int:
-    """Return how many more layers make a pass read `factor` times as many weights."""
-    sizes = {name: prod(shape) for name, shape in tensor_shapes(config).items()}
-    layers = sum(size for name, size in sizes.items() if name.startswith(PREFIX))
-    total = layers + config.vocab_size * config.hidden_size  # of the embedding, a pass reads only some rows
-    return round((factor - 1) * total * config.num_layers / layers)
+def parse_layers(text: str, total: int) -> list[int]:
+    """Parse numbers and ranges of layers, as in 0-24,26-29; UserError unless they rise and are less than `total`."""
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    except ValueError:
+        ends = []
+    is_valid = all(len(pair) < 3 and pair[0] <= pair[-1] < total for pair in ends)
+    numbers = [layer for pair in ends if is_valid for layer in range(pair[0], pair[-1] + 1)]
+    if not numbers or numbers != sorted(set(numbers)):
+        allowed = f"numbers from 0 to {total - 1} in rising order, as in 0,{total - 1} or 0-{total - 1}"
+        raise UserError(f"layers is {text!r:.100}, it must be {allowed}")
+    return numbers

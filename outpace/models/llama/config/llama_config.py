@@ -81,6 +81,7 @@ class LlamaConfig:
     norm_offset: float = 0.0  # added to the stored weights of all norms
     embedding_scale: float = 1.0  # factor of the input embeddings
     rotary_dim: int = 0  # number of leading entries of a head that are rotated; 0: all
+    head_norm_eps: float = 0.0  # of the heads' norms; 0: rms_norm_eps
     fused: bool = False  # whether a checkpoint fuses queries, keys and values, and gates and ups
 
     @property

@@ -88,11 +88,6 @@ class GraphLlama(Llama):
     def num_captures(self) -> int:
         return self.captures.count
 
-    def select_layers(self, layers: Sequence[int]) -> Self:
-        model = super().select_layers(layers)
-        model.attention, model.captures = self.attention, Captures(self.captures.is_eager)
-        return model
-
     def open(self, capacity: int, max_pending: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
         self._rope.reach(min(next_power_of_two(capacity + max_pending), self.max_positions))

@@ -161,8 +161,9 @@ class NativeLlama(Model):
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         scale = {"scale": config.query_scale} if config.query_scale else {}
+        head_eps = config.head_norm_eps or config.rms_norm_eps
         self.heads = self.kernels.Heads(
-            config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
+            config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, head_eps, **scale
         )
         self._mlp_width = padded_mlp_width(self.kernels, config)
         self._threads = options.threads or num_cores()
@@ -258,12 +259,6 @@ class NativeLlama(Model):
                 raise
         model.precision, model.notice = fetch.precision, fetch.notice
         return model
-
-    def select_layers(self, layers: Sequence[int]) -> NativeLlama:
-        chosen = [self._layers[number] for number in layers]
-        selected = NativeLlama(self.config.of_layers(layers), chosen, self._ends, self.options)
-        selected.precision = self.precision
-        return selected
 
     def open(self, capacity: int, max_pending: int) -> NativeSession:
         capacity = min(capacity, self.max_positions)

@@ -1,0 +1,102 @@
+"""Plot what CARD gains by the width of a draft step (the paper's K), where wider steps cost more.
+
+Run: python bench/card_widths.py --trace pair.trace --draft-times 1:1.48,16:1.60,64:1.75 --out widths.png
+     [--ratio 7] [--methods card,planned] [--widths 4,8,16,32,64,128,256] [--answers 12] [--nodes 32] [--rows FILE]
+The trace is one of `outpace bench --trace`. `--draft-times` are measured times of a draft step by rows; a target pass
+takes `--ratio` times one of one row, for any number of rows. Several `--draft-times NAME=TIMES` are lines of one plot.
+Every point is printed, and appended to `--rows`, whose points are not simulated again. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from outpace.bench.plot import COLORS, INK, PALE
+from outpace.simulate import trace
+from outpace.simulate.costs import PassCosts, parse_curve
+from outpace.simulate.indexed_trace import limit_trace
+from outpace.simulate.run import simulate
+from outpace.simulate.setups import SetupSizes, select_setups
+
+PANELS = {"speedup": "speedup over plain decoding", "length": "tokens per pass", "hits": "hit rate"}
+Row = dict[str, Any]
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Simulate every method at every width and cost; return one row for each."""
+    found: list[Row] = []
+    if args.rows is not None and args.rows.exists():
+        found = [json.loads(line) for line in args.rows.read_text(encoding="utf-8").splitlines()]
+    recorded = limit_trace(trace.load(args.trace), args.answers)
+    for given in args.draft_times:
+        label, _, times = given.rpartition("=")
+        draft = parse_curve("draft-times", times)
+        costs = PassCosts(label, lambda rows, draft=draft: args.ratio * draft(1), draft)
+        for width in args.widths:
+            plain, *setups = select_setups(SetupSizes(args.nodes, width, tree_nodes=16384), args.methods)
+            for setup in setups:
+                key = {"draft": label, "method": setup.name, "width": width}
+                if setup.name in args.methods and not any(key.items() <= row.items() for row in found):
+                    *_, outcome = simulate(recorded, [plain, setup], [costs])
+                    figures = outcome.figures
+                    row = key | {"speedup": outcome.speedup, "length": figures.mean_accepted_length}
+                    found.append(row | {"hits": figures.hit_rate, "step": draft(width) / draft(1)})
+                    print(json.dumps(found[-1]), flush=True)
+                    if args.rows is not None:
+                        with args.rows.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps(found[-1]) + "\n")
+    return found
+
+
+def plot(rows: Sequence[Row], args: argparse.Namespace) -> None:
+    """Draw a panel for each figure, with a line for each method and cost; the best width is marked."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    lines = list(dict.fromkeys((row["method"], row["draft"]) for row in rows))
+    for axes, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for (method, draft), color in zip(lines, COLORS, strict=False):
+            points = sorted((r["width"], r[name]) for r in rows if (r["method"], r["draft"]) == (method, draft))
+            label = f"{method}, draft steps {draft}" if draft else method
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=label)
+            if name == "speedup":
+                best = max(points, key=lambda point: point[1])
+                axes.plot(*best, color=color, marker="o", markersize=9, fillstyle="none")
+                axes.annotate(f"{best[1]:.2f}", best, (0, 7), textcoords="offset points", ha="center", color=INK)
+        axes.set_xscale("log", base=2)
+        widths = sorted({row["width"] for row in rows})
+        axes.set_xticks(widths, list(map(str, widths)))
+        axes.set_title(title, fontsize=10, color=INK)
+        axes.set_xlabel("width of a draft step (K)", fontsize=9, color=INK)
+        axes.grid(color=PALE, linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(y=0.15)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    figure.savefig(args.out, dpi=150)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--draft-times", action="append", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ratio", type=float, default=7.0)
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["card", "planned"])
+    parser.add_argument(
+        "--widths", type=lambda text: list(map(int, text.split(","))), default=[4, 8, 16, 32, 64, 128, 256]
+    )
+    parser.add_argument("--answers", type=int)
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--rows", type=Path)
+    args = parser.parse_args()
+    plot(measure(args), args)
+
+
+if __name__ == "__main__":
+    main()
