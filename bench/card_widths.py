@@ -22,8 +22,9 @@ from outpace.simulate import trace
 from outpace.simulate.costs import PassCosts, parse_curve
 from outpace.simulate.indexed_trace import limit_trace
 from outpace.simulate.run import simulate
-from outpace.simulate.setups import SetupSizes, select_setups
+from outpace.simulate.setups import PLAIN, SetupSizes, setups
 
+MOST_NODES = 16384  # of a tree: large, so that wide steps have room
 PANELS = {"speedup": "speedup over plain decoding", "length": "tokens per pass", "hits": "hit rate"}
 Row = dict[str, Any]
 
@@ -39,18 +40,20 @@ def measure(args: argparse.Namespace) -> list[Row]:
         draft = parse_curve("draft-times", times)
         costs = PassCosts(label, lambda rows, draft=draft: args.ratio * draft(1), draft)
         for width in args.widths:
-            plain, *setups = select_setups(SetupSizes(args.nodes, width, tree_nodes=16384), args.methods)
-            for setup in setups:
-                key = {"draft": label, "method": setup.name, "width": width}
-                if setup.name in args.methods and not any(key.items() <= row.items() for row in found):
-                    *_, outcome = simulate(recorded, [plain, setup], [costs])
-                    figures = outcome.figures
-                    row = key | {"speedup": outcome.speedup, "length": figures.mean_accepted_length}
-                    found.append(row | {"hits": figures.hit_rate, "step": draft(width) / draft(1)})
-                    print(json.dumps(found[-1]), flush=True)
-                    if args.rows is not None:
-                        with args.rows.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(found[-1]) + "\n")
+            named = {setup.name: setup for setup in setups(SetupSizes(args.nodes, width, MOST_NODES))}
+            for method in args.methods:
+                key = {"draft": label, "method": method, "width": width}
+                if any(key.items() <= row.items() for row in found):
+                    continue
+                setup = named.get(f"{method}-k{width}", named[method])
+                *_, outcome = simulate(recorded, [named[PLAIN], setup], [costs])
+                figures = outcome.figures
+                row = key | {"speedup": outcome.speedup, "length": figures.mean_accepted_length}
+                found.append(row | {"hits": figures.hit_rate, "step": draft(width) / draft(1)})
+                print(json.dumps(found[-1]), flush=True)
+                if args.rows is not None:
+                    with args.rows.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(found[-1]) + "\n")
     return found
 
 

@@ -28,7 +28,7 @@ from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
-from outpace.models.llama.inflation import SHAPES, Shape
+from outpace.models.options import SHAPES, Shape
 from outpace.simulate import trace
 
 Run = Callable[..., tuple[int, str, str]]

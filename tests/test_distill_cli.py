@@ -20,9 +20,8 @@ from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.distill.start import DraftShape
 from outpace.models.files.cache_folder import exclusive_lock
-from outpace.models.llama.inflation import SHAPES, Shape
 from outpace.models.load import load_draft, load_model
-from outpace.models.options import silent
+from outpace.models.options import SHAPES, Shape, silent
 
 
 def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,11 @@ from test_runtimes import PROMPT
 import outpace
 from outpace.models.files.find import open_source
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.inflation import SHAPES, Shape
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_model
+from outpace.models.options import SHAPES, Shape
 
 ROUNDED = "rounded to int8, for the kernels do not take them so: "
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_rounded_with_a_notice(
 
 
 def test_inflation_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "8B", Shape(512, 512, 4, 512, 128))
+    monkeypatch.setitem(SHAPES, "8B", Shape(1024, 1024, 4, 1024, 512))
     one, four = (load_model(folders(tmp_path / str(size), "awq", 64)[0], dtype="file", inflate=size).model
                  for size in (None, "8B"))  # fmt: skip
     assert four.num_layers > one.num_layers

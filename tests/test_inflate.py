@@ -17,8 +17,9 @@ from outpace.core.errors import UserError
 from outpace.models import devices
 from outpace.models.llama import inflation
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.llama.inflation import SHAPES, Shape, inflated_config
+from outpace.models.llama.inflation import inflated_config
 from outpace.models.load import load_draft, load_model
+from outpace.models.options import SHAPES, Shape
 
 RUNTIMES: dict[str, dict[str, Any]] = {
     "torch": {"runtime": "llama"},
@@ -39,7 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the shapes small. The real ones need gigabytes."""
-    monkeypatch.setattr(inflation, "SHAPES", SHAPES)  # undone by item
     for size, shape in {"1B": EXACT, "3B": ODD, "8B": Shape(512, 512, 12, 512, 256)}.items():
         monkeypatch.setitem(SHAPES, size, shape)
 

@@ -22,6 +22,7 @@ from outpace.cli.output_files import check_file, check_folder, check_plot, raise
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.cli.sampling_options import BasicSamplingFlags
 from outpace.core.errors import UserError
+from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -121,6 +122,7 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
 
     if model.method != "auto":
         raise UserError(f"--method is {model.method!r}, a bench takes several: write --methods {model.method}")
+    LoadOptions(inflate=measured.inflate)  # checks it
     if measured.run_tests and not sandbox.is_available():
         raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
     params = SamplingParams(**asdict(sampling))

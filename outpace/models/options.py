@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outpace.core.arrays import to_python
 from outpace.core.errors import UserError, unknown
-from outpace.models.llama.inflation import SHAPES
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +19,25 @@ CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
 KV_DTYPES = (AUTO, "float32", "float16", INT8)
 NATIVE_KV = "float16"  # the native kernels' default for keys and values, as in most engines
+
+
+class Shape(NamedTuple):
+    """The sizes of a model that `inflate` widens to; `queries` and `keys` are the widths of all heads' together."""
+
+    hidden: int
+    middle: int
+    layers: int
+    queries: int
+    keys: int
+
+
+SHAPES = {
+    "1B": Shape(1280, 3584, 54, 1280, 320),  # MobileLLM 1B
+    "3B": Shape(2048, 11008, 36, 2048, 512),  # SmolLM3 3B
+    "8B": Shape(4096, 14336, 32, 4096, 1024),  # Llama 3.1 8B
+    "32B": Shape(5120, 27648, 64, 5120, 1024),  # Qwen2.5 32B
+    "70B": Shape(8192, 28672, 80, 8192, 1024),  # Llama 3.1 70B
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,25 +21,7 @@ from outpace.core.lazy import torch
 from outpace.models.llama.config.footprint import FLOATS
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import PREFIX, StoredMatrix, WeightSource
-
-
-class Shape(NamedTuple):
-    """The sizes of a model; `queries` and `keys` are the widths of all heads' queries and keys together."""
-
-    hidden: int
-    middle: int
-    layers: int
-    queries: int
-    keys: int
-
-
-SHAPES = {
-    "1B": Shape(1280, 3584, 54, 1280, 320),  # MobileLLM 1B
-    "3B": Shape(2048, 11008, 36, 2048, 512),  # SmolLM3 3B
-    "8B": Shape(4096, 14336, 32, 4096, 1024),  # Llama 3.1 8B
-    "32B": Shape(5120, 27648, 64, 5120, 1024),  # Qwen2.5 32B
-    "70B": Shape(8192, 28672, 80, 8192, 1024),  # Llama 3.1 70B
-}
+from outpace.models.options import SHAPES, Shape
 
 
 def inflated_config(config: LlamaConfig, size: str) -> LlamaConfig:
@@ -80,10 +62,11 @@ def inflated_source(own: LlamaConfig, wide: LlamaConfig, fetch: WeightSource, de
 
     def fetch_inflated(name: str) -> Any:
         weight, (*parts, matrix, kind) = fetch(name), name.split(".")
-        rows: np.ndarray | None
         if not isinstance(weight, StoredMatrix | np.ndarray):
             weight = weight.to(device)
         is_added = name.startswith(PREFIX) and int(parts[2]) >= own.num_layers
+        if matrix in ("embed_tokens", "lm_head"):
+            return _placed(weight, None, widths.padded_hidden)
         if matrix in widths.outputs:
             rows, columns = widths.outputs[matrix], widths.hidden
         elif matrix in widths.inputs:
@@ -92,8 +75,6 @@ def inflated_source(own: LlamaConfig, wide: LlamaConfig, fetch: WeightSource, de
                 rows, columns = widths.hidden, np.full_like(columns, -1)
             elif is_added:
                 rows = np.full_like(rows, -1)
-        elif matrix in ("embed_tokens", "lm_head"):
-            rows, columns = None, widths.padded_hidden
         elif matrix in ("q_norm", "k_norm"):
             return weight
         else:  # a norm of the residual stream, whose mean square is over more entries now
@@ -113,8 +94,8 @@ class _Widths:
         group, wide_group = own.num_heads // own.num_kv_heads, wide.num_heads // wide.num_kv_heads
         copies, heads = _copies(own, wide_group), np.full(wide.num_heads, -1)
         for head in range(own.num_heads):  # next to the other heads of its keys
-            keys, place = divmod(head % group, wide_group)
-            heads[(head // group * copies + keys) * wide_group + place] = head
+            copy, place = divmod(head % group, wide_group)
+            heads[(head // group * copies + copy) * wide_group + place] = head
 
         def entries(heads: np.ndarray) -> np.ndarray:
             return (heads[:, None] * own.head_dim + np.arange(own.head_dim)).reshape(-1)
@@ -155,8 +136,8 @@ def _placed(weight: Any, rows: np.ndarray | None, columns: np.ndarray | None = N
             weight = weight.take(found, axis)
             weight[(slice(None),) * axis + (zeros,)] = 0
         else:
-            found, zeros = (torch.from_numpy(part).to(weight.device) for part in (found, zeros))
-            weight = weight.index_select(axis, found).index_fill_(axis, zeros, 0)
+            chosen, filled = (torch.from_numpy(part).to(weight.device) for part in (found, zeros))
+            weight = weight.index_select(axis, chosen).index_fill_(axis, filled, 0)
     return weight
 
 
