@@ -1,6 +1,6 @@
 """Compare `auto` with every fixed setting for 1, 8 and 32 requests at once, on a clock with an H100's pass times.
 
-Run: python bench/stated_batches.py --trace GOOD.trace,SHIPPED.trace [--requests 1,8,32] [--answers 4]
+Run: python bench/stated_batches.py --trace GOOD.trace,SHIPPED.trace [--requests 1,8,32] [--targets 8B] [--answers 4]
 `outpace bench --trace` records traces; exchanging the rows of the first makes a third pair, whose draft is useless. The
 engine and the planner are real, the models are replayed, prompts and host work take no time. A queue keeps the batch
 full; the rate is that of all tokens until the queue is empty. The planner starts without a profile. The fixed settings
@@ -81,14 +81,18 @@ def measure(indexed: IndexedTrace, costs: PassCosts, requests: int, answers: int
 def compare(indexed: IndexedTrace, costs: PassCosts, requests: int, answers: int) -> dict[str, Any]:
     """Return the best fixed setting and the speedups of it and of `auto` over plain decoding."""
     plain = measure(indexed, costs, requests, answers, "autoregressive")
-    speedups = {"plain": 1.0}
+    best, fixed = "plain", 1.0
     for width, lengths in LENGTHS.items():
+        last = 0.0
         for length in lengths:
             rate = measure(indexed, costs, requests, answers, "speculative", width=width, draft_length=length)
-            speedups[f"{'tree' if width > 1 else 'chain'} of {length}"] = rate / plain
-    best = max(speedups, key=speedups.__getitem__)
+            if rate / plain > fixed:
+                best, fixed = f"{'tree' if width > 1 else 'chain'} of {length}", rate / plain
+            if rate < 0.97 * last:
+                break  # longer drafts only get worse
+            last = rate
     auto = measure(indexed, costs, requests, answers, "auto", width=max(LENGTHS)) / plain
-    return {"best": best, "fixed": round(speedups[best], 3), "auto": round(auto, 3)}
+    return {"best": best, "fixed": round(fixed, 3), "auto": round(auto, 3)}
 
 
 def main() -> None:
@@ -96,13 +100,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, help="traces, joined by commas")
     parser.add_argument("--requests", default="1,8,32")
+    parser.add_argument("--targets", default="8B,32B", help="of which pass times are stated")
     parser.add_argument("--answers", type=int, default=4, help="in the queue, for each request at once")
     args = parser.parse_args()
+    counts, targets = [int(count) for count in args.requests.split(",")], args.targets.split(",")
+    if args.answers < 1:
+        parser.error(f"--answers is {args.answers}, it must be at least 1")
+    if min(counts) < 1:
+        parser.error(f"--requests is {args.requests!r}, its numbers must be at least 1")
+    if not TARGETS.keys() >= {*targets}:
+        parser.error(f"--targets is {args.targets!r}, it must name some of {', '.join(TARGETS)}")
     traces = {Path(file).stem: load(Path(file)) for file in args.trace.split(",")}
     traces["useless"] = useless(next(iter(traces.values())))
-    counts = [int(count) for count in args.requests.split(",")]
     table, rows = Table("draft", "target", "draft on", "at once", "best fixed", "speedup", "auto", "auto / best"), []
-    for cell in track([*product(traces, TARGETS, DRAFTS, counts)], console=Console(stderr=True)):
+    for cell in track([*product(traces, targets, DRAFTS, counts)], console=Console(stderr=True)):
         name, target, device, requests = cell
         costs = measured(TARGETS[target], DRAFTS[device])
         row = compare(index_trace(traces[name]), costs, requests, args.answers)

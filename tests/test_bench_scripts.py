@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from files import write_gguf
 
+from outpace.simulate.costs import measured as costs_by_rows
+from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.trace import synthetic_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-import never_a_loss
 import ready
+import stated_batches
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,21 +25,30 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tokens", "256"], "--turn is 256, it must be between 1 and 255"),
-        (["--tokens", "8", "--turn", "9"], "--turn is 9, it must be between 1 and 7"),
-        (["--turn", "0"], "--turn is 0, it must be between 1 and 511"),
-        (["--count", "0"], "--count is 0, it must be at least 1"),
+        (["--answers", "0"], "--answers is 0, it must be at least 1"),
+        (["--requests", "8,0"], "--requests is '8,0', its numbers must be at least 1"),
+        (["--targets", "9B"], "--targets is '9B', it must name some of 8B, 32B"),
     ],
 )
 def test_options_that_leave_nothing_to_measure_are_refused(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["never_a_loss.py", *arguments])
-    monkeypatch.delattr(never_a_loss, "load")
+    monkeypatch.setattr(sys, "argv", ["stated_batches.py", "--trace", "no.trace", *arguments])
     with pytest.raises(SystemExit) as left:
-        never_a_loss.main()
+        stated_batches.main()
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_auto_is_compared_with_the_best_fixed_setting() -> None:
+    """A draft that is always right gains, one that is never right costs next to nothing."""
+    trace = synthetic_trace(1.0, 2, 60)
+    costs = costs_by_rows("1:6,64:7", "1:0.5")
+    row = stated_batches.compare(index_trace(trace), costs, 2, 2)
+    assert row["best"] != "plain"
+    assert row["fixed"] > 2.0
+    assert row["auto"] > 1.5
+    assert stated_batches.compare(index_trace(stated_batches.useless(trace)), costs, 2, 2)["best"] == "plain"
 
 
 def test_the_installed_package_is_started_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

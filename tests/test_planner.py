@@ -337,6 +337,31 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
     assert asked > 150 if is_asked else 4 < asked < 20, asked
 
 
+def test_a_layer_that_few_requests_usually_grow_costs_each_of_them_more() -> None:
+    costs = costs_of((4, 6.0), (8, 6.0), samples=3, requests=4)
+    planner = planner_of(costs, DRAFT, requests=4)
+    model = planner.models[0]
+    for width in (1, 2, 4):
+        costs.record_draft(DRAFT, 0.5, width, 4)
+        costs.record_draft(DRAFT, 0.5, width, 4)
+    planner.begin()
+    model.layers, planner._context.batch.layers = 1, [4]
+    shared = planner._step_price(model)
+    for _ in range(40):
+        costs.sharing(4, 1).learn(1, 4)
+    assert planner._step_price(model) > 3.0 * shared > 0.0
+
+
+def test_a_batch_tries_its_draft_at_once() -> None:
+    """What further rows cost is not known yet, so that a draft does not pay as far as is known."""
+    costs = costs_of((32, 7.8), samples=3, requests=32)
+    planner = planner_of(costs, DRAFT, requests=32)
+    planner._context.tokens_left = 128
+    planner.begin()
+    assert planner.next_width(tree_of(DRAFT), planner.models[0]) == 1
+    assert planner.models[0].is_trial
+
+
 def steps_of_a_bad_model(requests: int, answers: int) -> int:
     """How many steps one of several requests, that write short answers one after the other, takes of a draft model
     whose tokens are never accepted."""

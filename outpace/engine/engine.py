@@ -367,5 +367,7 @@ class Engine(AbstractContextManager["Engine"]):
         if is_first and self.costs.is_timed(rows, 1):
             return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)
-        if self._planned.layers:
-            self.costs.drafting_requests(len(batch.trees)).learn(self._planned.layers[0])
+        requests = before = len(batch.trees)
+        for layer, growing in enumerate(self._planned.layers):
+            self.costs.sharing(requests, layer).learn(growing, before)
+            before = growing

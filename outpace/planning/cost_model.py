@@ -21,6 +21,7 @@ _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of mod
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
+_LAYERS = 8  # draft layers that are told apart
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
@@ -47,7 +48,7 @@ class CostModel:
         self._steps: dict[str, LatencyCurve] = {}  # by source: a draft step by nodes expanded; a lookup by request
         self._catching_up: set[str] = set()  # see `note_catch_up`
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
-        self._drafting_requests: dict[int, DecayedMean] = {}  # by running requests
+        self._sharing = defaultdict[tuple[int, int], DecayedMean](partial(DecayedMean, 1.0, 4.0))  # see `sharing`
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
@@ -149,11 +150,10 @@ class CostModel:
             return self._step_curve(source).seconds(1)
         return self._step_curve(source).seconds(round(width * requests)) / requests
 
-    def drafting_requests(self, requests: int) -> DecayedMean:
-        """Return how many of the running requests draft where any does: they share the first layer's forward."""
-        if requests not in self._drafting_requests:
-            self._drafting_requests[requests] = DecayedMean(float(requests), 4.0)
-        return self._drafting_requests[requests]
+    def sharing(self, requests: int, layer: int) -> DecayedMean:
+        """Return the share of the requests with the layer above (all for the first) that grow this layer where any
+        does: they share its forward."""
+        return self._sharing[requests, min(layer, _LAYERS)]
 
     def expect_draft_steps(self, target: Model, drafters: Iterable[Drafter]) -> None:
         """Set priors for draft steps from the sizes of the weights: passes over few rows are bound by memory."""

@@ -137,6 +137,10 @@ class ExplorationBudget:
         failures, failed_at = self._failures(option)
         return cost < (share * (self._seconds - failed_at) + credit) / 2**failures
 
+    def was_used(self, option: Hashable) -> bool:
+        """Return whether the option was used in an earlier round."""
+        return option in self._last and self._last[option].at < self._seconds
+
     def record_use(self, option: Hashable, gain: float) -> None:
         """Note that the option was used in this round, as a trial or because it pays, and gained this much above its
         price. Uses by several requests in one round add up: a trial has failed if their sum is not above 0."""

@@ -131,9 +131,8 @@ class LatencyCurve:
         kernels' tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and
         everything that was drafted would be verified.
         """
-        medians, minima = self._times.medians, self._times.minima
-        least = min(medians, default=inf)
-        known = {**{rows: seconds for rows, seconds in minima.items() if rows < least}, **medians}
+        medians, least = self._times.medians, min(self._times.medians, default=inf)
+        known = {rows: time for rows, time in self._times.minima.items() if rows < least} | medians
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]

@@ -161,11 +161,11 @@ class Planner:
         return price * self._costs.draft_seconds(model.source, self._sharing(model), width)
 
     def _sharing(self, model: ModelSource) -> float:
-        """Return how many requests are expected to share the forward of the model's next layer: those that share the
-        one before, which the others' choices for this layer can only lower."""
-        if model.layers:
-            return self._context.batch.num_growing(model.layers - 1)
-        return max(1.0, self._costs.drafting_requests(self._context.requests).value)
+        """Return how many requests are expected to share the forward of the model's next layer: the usual share of
+        those that share the one before."""
+        requests, layer = self._context.requests, model.layers
+        before = self._context.batch.num_growing(layer - 1) if layer else requests
+        return max(1.0, before * self._costs.sharing(requests, layer).value)
 
     def _reach(self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None) -> list[float]:
         """Return the chance that the walk reaches the likeliest 1, 2, ... parents of the model's next layer: the leaves
@@ -213,8 +213,10 @@ class Planner:
         """Return whether a layer that does not pay is tried again. All requests wait for it."""
         if model.layers and self._lookup_chance > MAX_LOOKUP_CHANCE:
             return False
-        cost = self._trial_seconds(model)
-        return self._costs.exploration.is_due(model.layer_option(model.layers), cost, self._options.trials)
+        cost, requests, option = self._trial_seconds(model), self._context.requests, model.layer_option(model.layers)
+        is_unknown = requests > 1 and not model.layers and not self._costs.exploration.was_used(option)
+        credit = requests * model.may_save() if is_unknown else 0.0
+        return self._costs.exploration.is_due(option, cost, self._options.trials, credit)
 
     def _trial_seconds(self, model: ModelSource) -> float:
         """Return the cost of one more layer with one row, if all requests grow it."""
