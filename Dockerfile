@@ -11,8 +11,6 @@ RUN python -m venv /opt/outpace
 ENV PATH=/opt/outpace/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /source
 COPY constraints.txt ./
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --constraint constraints.txt --extra-index-url "$TORCH_INDEX" torch
 COPY kernels kernels
 # hadolint ignore=DL3013
 RUN pip install --constraint constraints.txt scikit-build-core nanobind cmake ninja \

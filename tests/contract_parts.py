@@ -70,9 +70,9 @@ class Head(Drafter):
         assert seen.seen is not None
         assert seen.seen.hidden is not None
         if seen.tokens:
-            state.last = seen.seen.hidden[0, list(seen.seen.ids).index(seen.node_ids[-1])]
+            state.last = torch.as_tensor(seen.seen.hidden[0, list(seen.seen.ids).index(seen.node_ids[-1])])
             return
-        for place, feature in zip(seen.seen.ids, seen.seen.hidden[0], strict=True):  # of the prompt
+        for place, feature in zip(seen.seen.ids, torch.as_tensor(seen.seen.hidden[0]), strict=True):  # of the prompt
             state.last = feature
             if place + 2 < len(state.tokens):
                 self._inputs.append(self._input(feature, state.tokens[place + 1]))
@@ -103,7 +103,7 @@ class Forgiving(Greedy):
         self._probe, self._threshold = torch.tensor(probe, dtype=torch.float64), threshold
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, bool]]:
-        hidden = torch.stack([row.hidden[0] for row in rows if row.hidden is not None])
+        hidden = torch.stack([torch.as_tensor(row.hidden[0]) for row in rows if row.hidden is not None])
         forgives = torch.sigmoid(hidden.double() @ self._probe) < self._threshold
         return list(zip(super().reduce(logits, rows), forgives.tolist(), strict=True))
 
@@ -205,4 +205,4 @@ class Witness(Drafter):
 
     def _keep(self, state: WitnessState, seen: TargetFeedback, number: int, text: list[int]) -> None:
         top = None if seen.top is None else seen.top[number].tolist()
-        state.told.append((text, top, None if seen.hidden is None else seen.hidden[:, number]))
+        state.told.append((text, top, None if seen.hidden is None else torch.as_tensor(seen.hidden[:, number])))

@@ -42,7 +42,7 @@ def fresh_hidden(model: Model, tokens: Sequence[int], layers: Sequence[int]) -> 
         [chain(model.open(len(tokens) + 1, 300), tokens, last)._replace(hidden_rows=last)], layers
     )
     assert scored.hidden is not None
-    return torch.as_tensor(scored.logits)[0], scored.hidden[:, 0]
+    return torch.as_tensor(scored.logits)[0], torch.as_tensor(scored.hidden[:, 0])
 
 
 def last_row(model: Model, tokens: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ from outpace.core.noise import key_words, row_key, row_words
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions, Request, Row
 from outpace.rules import base, greedy, gumbel, match
-from outpace.rules.base import clear_winner, top_k_rows
+from outpace.rules.base import top_k_rows
 
 GREEDY, GUMBEL, MATCH = greedy.Greedy(), gumbel.Gumbel(), match.Match()
 SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 2048, 10007)
@@ -95,13 +95,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_a_row_without_an_order_is_left_to_the_definition(odd: float) -> None:
+def test_a_row_without_an_order_gives_its_first_maximum(odd: float) -> None:
     scores = np.random.default_rng(2).standard_normal((4, 100)).astype(np.float32)
     scores[1, 99], scores[3] = odd, -np.inf
     assert [bool(tokens) for tokens, _ in rank(scores, 3, 1.0, [], None, True)] == [True, False, True, False]
-    rows = [Row(Request((1,), GUMBEL, sampling=Sampling(0.7)), [1]) for _ in scores]
-    picks = GUMBEL.reduce(torch.from_numpy(scores), rows)
-    assert picks == GUMBEL.run(torch.from_numpy(scores), rows)
+    for rule, pick in ((GUMBEL, None), (MATCH, MATCH.pick)):
+        rows = [Row(Request((1,), rule, sampling=Sampling(0.7)), [1]) for _ in scores]
+        picks = [pick(node) if pick else node for node in rule.reduce(scores, rows)]
+        assert [picks[1], picks[3]] == [99, 0]
 
 
 def test_requests_of_many_kinds_share_a_call(way: str) -> None:
@@ -130,25 +131,19 @@ FILTERS += ((0, 0.001, 0.0), (0, 1.0, 0.05), (0, 0.9, 0.1), (50, 0.95, 0.02), (0
 
 @pytest.mark.parametrize("held", [1, 2, 17, 64, 130, 2048, 10007])
 def test_filters_leave_what_their_definition_leaves(held: int) -> None:
-    """Where the kernels name a pick it is that of the definition, which is asked for all others; few are too close."""
+    """The pick is the race's winner among the tokens that remain; float32 and float64 may keep others at a border."""
     chance, scores = np.random.default_rng(held), shapes(held, held).numpy()
-    asked = called = 0
+    asked = same = 0
     for temperature in (0.05, 0.7, 1.0, 2.0, 30.0):
         for top_k, top_p, min_p in FILTERS:
             sampling = Sampling(temperature, top_k, top_p, min_p)
             seeds = chance.integers(1 << 40, size=len(scores)).tolist()
             rows = [Row(Request((1,), GUMBEL, sampling=sampling, seed=seed), [1] * 9) for seed in seeds]
-            keys = [row_key(seed, 0, 9) for seed in seeds]
-            two = base.ranked(scores, [sampling] * len(rows), 2, keys=keys, whole=False)
-            assert two is not None
-            winners = [clear_winner(*best) for best in two]
-            picks = GUMBEL.run(torch.from_numpy(scores), rows)
-            for kind, (winner, pick) in enumerate(zip(winners, picks, strict=True)):
-                assert winner in (None, pick), (sampling, kind)
+            exact = GUMBEL.run(torch.from_numpy(scores).double(), rows)
+            for kind, (pick, expected) in enumerate(zip(GUMBEL.reduce(scores, rows), exact, strict=True)):
                 if kind != 3:  # where float32 is coarse
-                    asked, called = asked + 1, called + (winner is not None)
-            assert GUMBEL.reduce(scores, rows) == picks
-    assert called > 0.98 * asked
+                    asked, same = asked + 1, same + (pick == expected)
+    assert same > 0.995 * asked
 
 
 def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,15 +161,6 @@ def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPa
             for (tokens, values), (others, exact) in zip(fast, slow, strict=True):
                 same += tokens == others and values == pytest.approx(exact, abs=0.01)
     assert same > 0.99 * 60 * 2 * len(FILTERS)
-
-
-def test_a_winner_is_called_where_it_is_clear() -> None:
-    assert clear_winner([5, 9], [3.0, 2.9]) == 5
-    assert clear_winner([5, 9], [3.0, 2.99999]) is None
-    assert clear_winner([5], [3.0]) == 5
-    assert clear_winner([], []) is None
-    assert clear_winner([5, 9], [1e6, 9e5]) is None  # float32 has no place for noise there
-    assert clear_winner([5], [math.inf]) is None
 
 
 def test_the_keys_of_many_positions_are_those_of_each() -> None:
@@ -240,7 +226,7 @@ def test_a_token_that_the_noise_lifts_wins_from_any_depth(seed: int) -> None:
             logits[0, lucky] = noise[top] - noise[lucky] + gap
             rows = [Row(Request((1,), GUMBEL, sampling=Sampling(1.0), seed=seed), [1] * position)]
             picks = GUMBEL.reduce(logits, rows)
-            assert picks == GUMBEL.run(logits, rows)
+            assert abs(gap) < 1e-5 or picks == GUMBEL.run(logits, rows)
             assert abs(gap) < 0.01 or noise[top] < -2.4 or picks == [lucky if gap > 0 else top]
 
 
@@ -266,6 +252,9 @@ def test_the_best_tokens_are_the_top_of_the_rank(vocab: int, sampling: Sampling,
                 wide = held.wide()
                 ranked = rule.rank(wide, rows)
                 for (tokens, values), rank, row in zip(top_k_rows(held, rows, 8), ranked, wide, strict=True):
+                    if way == "native" and sampling.filters and abs(float(row.max())) / sampling.temperature > 1e30:
+                        assert tokens == []  # so far from 0 the kernels apply no filters
+                        continue
                     # The kernels divide x - top, the definition x, in float32: it is the rougher of the two.
                     # Far from 0 its logarithms are so coarse that it may leave another token at a filter's border.
                     near = (2.0**-20 if sampling.filters else 2.0**-22) if way == "native" else 0.0
@@ -291,7 +280,7 @@ def test_log_probabilities_are_those_of_the_whole_softmax() -> None:
     whole = torch.log_softmax(logits, dim=-1)
     records = token_logprobs(logits, [], tokens, LogprobsOptions(5))
     for row, record in zip(whole, records, strict=True):
-        best = row.topk(5)
-        assert record.logprob == row[record.token].item()
-        assert [value for _, value in record.top] == [value for value in best.values.tolist() if value > -math.inf]
-        assert all(row[token].item() == value for token, value in record.top)
+        best = [value for value in row.topk(5).values.tolist() if value > -math.inf]
+        assert record.logprob == pytest.approx(row[record.token].item(), abs=2e-6, rel=1e-6)
+        assert [value for _, value in record.top] == pytest.approx(best, abs=2e-6, rel=1e-6)
+        assert [row[token].item() for token, _ in record.top] == pytest.approx(best, abs=2e-6, rel=1e-6)

@@ -248,26 +248,6 @@ def test_a_silent_stream_reports_prefill_progress(llm: outpace.LLM, brake: Brake
         assert found.events
 
 
-@pytest.mark.parametrize(
-    ("fields", "loads"),
-    [
-        ({"top_p": 0.9, "stop": ["12"]}, False),
-        ({"logprobs": True}, True),
-        ({"bad_words": ["hello"]}, True),
-        ({"structured_outputs": {"regex": "[0-9]+"}}, True),
-    ],
-)
-def test_torch_is_not_loaded_while_other_answers_wait(
-    llm: outpace.LLM, fields: dict[str, Any], loads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[str] = []
-    load = lambda: threads.append(threading.current_thread().name.partition("_")[0])  # noqa: E731
-    monkeypatch.setattr("outpace.server.service.load_torch", load)
-    with served(llm) as site:
-        assert site.chat(max_tokens=4, **fields).status == 200
-    assert threads == ["prepare"] * loads
-
-
 def test_an_error_of_one_request_ends_only_that(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = llm.prepare
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outpace.bench.contenders import PLAIN, is_lossy
 from outpace.bench.figures import TableRow
@@ -15,6 +14,7 @@ from outpace.bench.run import Bench
 from outpace.bench.scoring import PROGRAM, is_right
 from outpace.bench.store import Record, RecordKey
 from outpace.bench.tasks import TaskPrompt
+from outpace.core.logits import host_array, log_softmax, token_scores
 from outpace.models.base import chain
 
 CHUNK = 256  # tokens per forward
@@ -55,9 +55,8 @@ def surprise(model: Any, prompt: Sequence[int], text: Sequence[int]) -> float:
     """Return -log p(text | prompt) in nats, at temperature 1 and without filters."""
     whole, total = [*prompt, *text], 0.0
     for start, logits in _forwards(model, whole[:-1], len(prompt) - 1):
-        following = torch.tensor(whole[start + 1 : start + 1 + len(logits)])
-        log_p = torch.log_softmax(logits.double().cpu(), dim=-1)
-        total -= float(log_p.gather(1, following[:, None]).sum())
+        following = whole[start + 1 : start + 1 + len(logits)]
+        total -= sum(token_scores(log_softmax(logits.astype(np.float64)), following))
     return total
 
 
@@ -68,14 +67,14 @@ def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float
     return first - second
 
 
-def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
+def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int, np.ndarray]]:
     """Yield, per forward, the first position and the logits [positions, vocab] of the positions from `first` on."""
     session = model.open(len(text), CHUNK)
     keep: Sequence[int] = ()
     for start in range(0, len(text), CHUNK):
         part = text[start : start + CHUNK]
         wanted = [place for place in range(len(part)) if start + place >= first]
-        logits = model.score([chain(session, part, wanted, keep)])
+        logits = host_array(model.score_held([chain(session, part, wanted, keep)]).wide())
         keep = range(len(part))
         if wanted:
             yield start + wanted[0], logits

@@ -8,8 +8,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
-
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import PLAIN, Contender
@@ -21,6 +19,7 @@ from outpace.bench.peer import Peer, PeerProcess, PeerSettings
 from outpace.bench.store import Record, RecordKey, Store
 from outpace.bench.tasks import BUILT_IN, TaskPrompt, check_turns, collect, prompt_of
 from outpace.core.errors import UserError, check_whole
+from outpace.core.lazy import num_threads
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ class BenchOptions:
         """Return the settings that must agree for a bench to continue in an existing folder."""
         params = {name: asdict(self.sampling_params)[name] for name in ("max_tokens", "temperature", "seed")}
         draft = llm.draft.name if llm.draft else None
-        setup = {"precision": llm.target.precision, "inflate": self.inflate, "threads": torch.get_num_threads()}
+        setup = {"precision": llm.target.precision, "inflate": self.inflate, "threads": num_threads()}
         return {"target": llm.target.name, "draft": draft, **setup, **params}
 
 
@@ -218,7 +217,7 @@ class Bench:
             target=self.options.target,
             draft=files or (draft.name if draft is not None else None),
             stop_ids=frozenset(self.models.tokenizer.stop_ids),
-            threads=torch.get_num_threads(),
+            threads=num_threads(),
             max_context=longest + max_tokens + 1,
         )
 

@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
 from outpace.bench.table_files import texts_of
-from outpace.core.errors import UserError, check_whole, install_command
+from outpace.core.errors import UserError, check_whole, require
 from outpace.core.types import Request
 from outpace.drafters.layer_skip import Sublayers, check_target, evenly_spaced, find_agreements, searchable_layers
 from outpace.models.base import Model, chain
@@ -101,8 +100,7 @@ def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progres
             "an inflated target has layers that change nothing, so a search for sublayers to skip is meaningless"
         )
     searchable_layers(model.num_layers)
-    if find_spec("optuna") is None:
-        raise UserError(f"the search for sublayers needs optuna: `{install_command('search')}`")
+    require("the search for sublayers", "search", "optuna")
     prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts[: options.prompts]]
     answers = _answers(target, prompts, options, progress)
     times = _time_sublayers(model, answers[0].session)
@@ -153,7 +151,7 @@ def _answers(
             text = [*prompt, *result.tokens]
             if len(result.tokens) > 1:
                 session = target.model.open(len(text), WINDOW)
-                target.model.score([chain(session, text[:-1])])
+                target.model.score_held([chain(session, text[:-1])])
                 session.keep(range(len(text) - 1))
                 found.append(_Answer(session, Request(tuple(prompt), rule), text))
             progress("answers", (place + 1) / len(prompts))

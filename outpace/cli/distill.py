@@ -14,7 +14,7 @@ from outpace.cli.flags import common_fields, flag, flags, numbers
 from outpace.cli.options import JSON, TARGET
 from outpace.cli.process import sigterm_as_interrupt
 from outpace.cli.sampling_options import SEED, TEXT
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError, check_whole, require
 
 if TYPE_CHECKING:
     from outpace.distill.options import DistillOptions
@@ -132,6 +132,8 @@ def distill(
         raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
         text = replace(text, stage="judge")  # evaluate only
+    if packing.unpack is None:
+        require("outpace distill", "torch")
     options = _options(text, shape, training, evaluation, target, out, device, seed)
     if packing.unpack is not None:
         from outpace.models.files.find import resolve

@@ -18,7 +18,7 @@ from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, install_command
-from outpace.core.lazy import num_cores
+from outpace.core.lazy import num_cores, num_threads
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 SHOWN_ENTRIES = 12  # the largest entries of the cache folder, one a line
 NUM_PASSES = 24  # timed
-EXTRAS = {  # of pyproject.toml: purpose and modules; `native` has its own line
+EXTRAS = {  # of pyproject.toml: purpose and modules
+    "torch": ("GPUs, float weights, architectures that the own runtimes do not support", ("torch", "transformers")),
     "hub": ("models by hub id", ("huggingface_hub",)),
     "grammar": ("answers by a JSON schema, a regex or a grammar", ("llguidance",)),
     "server": (
         "outpace serve",
         ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     ),
-    "transformers": ("architectures that the own runtimes do not support", ("transformers",)),
-    "distill": ("plots of outpace distill", ("matplotlib",)),
+    "distill": ("outpace distill, with plots", ("matplotlib", "torch", "transformers")),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
-    "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "transformers")),
+    "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
 }
 
@@ -65,29 +65,34 @@ def doctor(
 
 def collect(quiet: bool = True) -> dict[str, Any]:
     """Return all findings, as `--json` prints them."""
-    import torch
-
     from outpace import __version__
     from outpace.core import machine
 
-    devices = ["cpu"] + [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
     bandwidth = machine.memory_bandwidth()
     return {
         "outpace": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "cores": num_cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "devices": devices,
+        "torch": _torch(),
         "kernels": _kernels(),
-        "packed_product": torch.backends.mkldnn.is_available(),
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
         "cache": _cache_contents(),
         "extras": {name: all(map(_is_installed, modules)) for name, (_, modules) in EXTRAS.items()},
     }
+
+
+def _torch() -> dict[str, Any] | None:
+    """Describe torch, if it is installed: its version, its GPUs, and whether it has oneDNN's packed products."""
+    if not _is_installed("torch"):
+        return None
+    import torch
+
+    gpus = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(torch.cuda.device_count())]
+    return {"version": torch.__version__, "gpus": gpus, "packed_product": torch.backends.mkldnn.is_available()}
 
 
 def _kernels() -> dict[str, Any]:
@@ -134,7 +139,7 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
 
 
 def _is_installed(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
+    return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
 
 
 def _table(found: dict[str, Any]) -> Table:
@@ -151,19 +156,24 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
-    one_dnn = "available in torch" if found["packed_product"] else "missing in this torch: its passes take longer"
     rows = [
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
-        ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
-        ("devices", ", ".join(found["devices"])),
+        ("devices", ", ".join(["cpu", *(found["torch"]["gpus"] if found["torch"] else ())])),
         ("native kernels", _kernels_line(found["kernels"])),
-        ("oneDNN", one_dnn),
+        ("threads", f"{found['threads']} on {found['cores']} cores"),
+        ("torch", _torch_line(found["torch"])),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
     ]
     if (found["load"] or 0) >= 0.5 * found["cores"]:
         busy = f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than measured here"
         rows.append(("busy", busy))
     return rows
+
+
+def _torch_line(torch: dict[str, Any] | None) -> str:
+    if torch is None:
+        return "not installed: models run on the CPU, by the native kernels"
+    return torch["version"] + ("" if torch["packed_product"] else ", without oneDNN: its passes take longer")
 
 
 def _kernels_line(kernels: dict[str, Any]) -> str:

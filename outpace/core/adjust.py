@@ -73,17 +73,21 @@ def adjust_sparse(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row
     return scores
 
 
-def apply_constraint(logits: Tensor | np.ndarray, row: Row) -> None:
-    """Forbid, in place, what the row's constraint refuses. A complete or invalid text is left as it is. [vocab]"""
+def apply_constraint(logits: Tensor | np.ndarray, row: Row, ids: np.ndarray | None = None) -> None:
+    """Forbid, in place, what the row's constraint refuses of the tokens `ids` (None: all). [held]
+
+    A complete or invalid text is left as it is.
+    """
     constraint = row.request.constraint
     if constraint is None or row.skips_mask:
         return
     mask = constraint.mask(row.committed, row.path)
     if mask is None:
         return
-    count = min(len(mask), len(logits))
+    tokens = np.arange(len(logits)) if ids is None else ids
     refused = np.ones(len(logits), bool)
-    refused[:count] = ~mask[:count]
+    known = tokens < len(mask)
+    refused[known] = ~mask[tokens[known]]
     _forbid(logits, refused)
 
 

@@ -6,14 +6,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-from outpace.core.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Constraint:
@@ -59,7 +54,7 @@ class BannedText:
     """
 
     strings: tuple[str, ...]
-    always: Tensor  # tokens that contain a whole string, ascending: int64 [tokens]
+    always: np.ndarray  # tokens that contain a whole string, ascending: int64 [tokens]
     completing: tuple[tuple[bytes, tuple[int, ...]], ...]  # text end: tokens that complete a string after it
     texts: Mapping[int, bytes]  # of the tokens that can be part of a string
     reach: int  # number of bytes before a token that matter
@@ -99,7 +94,7 @@ class TokenTexts:
         tokens = list(enumerate(self._texts))
         return BannedText(
             strings=strings,
-            always=torch.tensor([token for token, text in tokens if any(word in text for word in words)]).long(),
+            always=np.array([token for token, text in tokens if any(word in text for word in words)], np.int64),
             completing=tuple((start, tuple(sorted(found))) for start, found in completing if found),
             texts={
                 t: text for t, text in tokens if text.endswith(tuple(starts)) or any(text in word for word in words)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outpace.core.logits import log_softmax
 from outpace.core.noise import PURPOSES, uniform
 from outpace.core.sampling import Sampling
 
@@ -155,6 +156,17 @@ def distribution_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | No
     row = _shifted(scores, top, temperature)
     places = np.flatnonzero(row >= _floor(row, sampling))
     return TokenDistribution(np.exp(row[places]), places if ids is None else ids[places])
+
+
+def log_probs_of(scores: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Return log p of a row of adjusted scores, -inf for tokens that filters exclude. [vocab]
+
+    Temperature 0 counts as 1.
+    """
+    row = _shifted(scores, scores.max(), sampling.temperature or 1.0)
+    if sampling.filters:
+        row[row < _floor(row, sampling)] = -np.inf
+    return log_softmax(row)
 
 
 def _exponentials(scores: np.ndarray, top: np.floating, temperature: float) -> np.ndarray:

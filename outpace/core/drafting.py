@@ -53,7 +53,7 @@ class TargetFeedback(NamedTuple):
     ids: Sequence[int]  # node ids; positions for tokens of the prompt
     tokens: Sequence[int]
     top: np.ndarray | None = None  # int64 [nodes, top], best first
-    hidden: Tensor | None = None  # [layers, nodes, width]
+    hidden: Tensor | np.ndarray | None = None  # [layers, nodes, width]
 
     def only(self, needs: Needs, layers: Sequence[int]) -> TargetFeedback:
         """Return the part that `needs` request; `hidden` now holds the states after `layers`."""
@@ -67,7 +67,7 @@ class TargetFeedback(NamedTuple):
         return TargetFeedback(self.ids[nodes], self.tokens[nodes], top, hidden)
 
 
-def pick_layers(hidden: Tensor | None, layers: Sequence[int], wanted: Sequence[int]) -> Tensor | None:
+def pick_layers(hidden: Any, layers: Sequence[int], wanted: Sequence[int]) -> Any:
     """Select the states after the layers `wanted` from those after `layers`: [wanted, nodes, width]."""
     if hidden is None or not wanted:
         return None

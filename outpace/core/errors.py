@@ -6,6 +6,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
@@ -55,6 +56,15 @@ def _shown(value: object) -> str:
 
 
 _CHECKOUT = Path(__file__).parents[2]
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise UserError, with the command that installs an extra, unless `what` finds these packages of it.
+
+    Without `packages`, the one that has the extra's name.
+    """
+    if any(find_spec(package) is None for package in packages or (extra,)):
+        raise UserError(f"{what} needs the extra {extra}: `{install_command(extra)}`")
 
 
 def install_command(extra: str, checkout: Path = _CHECKOUT) -> str:

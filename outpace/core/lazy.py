@@ -1,4 +1,4 @@
-"""torch and hashlib, imported on first use: text generation by the native runtime needs neither."""
+"""torch, which is an extra, and hashlib, imported on first use: text generation by the native runtime needs neither."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from outpace.core.errors import require
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -24,6 +26,7 @@ class _Torch:
     """Replaces the module and caches its attributes, so that later uses are as fast as the module itself."""
 
     def __getattr__(self, name: str) -> Any:
+        require("a computation by torch", "torch")
         module = import_module("torch")
         for count in _thread_counts:
             module.set_num_threads(count)
@@ -39,12 +42,7 @@ if not TYPE_CHECKING:
 
 def is_torch_loaded() -> bool:
     """Return whether torch has been imported."""
-    return "torch" in sys.modules
-
-
-def load_torch() -> None:
-    """Import torch now, which takes a second or more, so that its first use does not."""
-    torch.inf  # noqa: B018
+    return sys.modules.get("torch") is not None
 
 
 def num_threads() -> int:

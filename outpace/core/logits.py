@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class TargetOutput(NamedTuple):
     """
 
     logits: Scores  # [logit rows, vocab]
-    hidden: Tensor | None = None  # [layers, hidden rows, width]
+    hidden: Tensor | np.ndarray | None = None  # [layers, hidden rows, width]
     best: Sequence[TopK] = ()
 
 
@@ -52,11 +52,15 @@ class SparseLogits(NamedTuple):
         """Return some of the rows."""
         return SparseLogits(self.values[rows], self.ids, self.vocab)
 
-    def wide(self, rows: slice = slice(None)) -> Tensor:
-        """Return the logits of all tokens. [rows, vocab]"""
-        values = tensor_of(self.values[rows])
+    def wide(self, rows: slice = slice(None)) -> Any:
+        """Return the logits of all tokens, of the kind of `values`. [rows, vocab]"""
+        values: Any = self.values[rows]
         if self.ids is None:
             return values
+        if isinstance(values, np.ndarray):
+            wide_rows = np.full((len(values), self.vocab), -np.inf, values.dtype)
+            wide_rows[:, self.ids] = values
+            return wide_rows
         wide = values.new_full((len(values), self.vocab), -torch.inf)
         return wide.index_copy_(1, to_device(self.ids, np.int64, values.device), values)
 
@@ -100,17 +104,15 @@ def select_rows(scores: Scores, places: Sequence[int]) -> Scores:
     return scores[to_device(places, np.int64, scores.device)]
 
 
-def token_scores(scores: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Return the score of one token of each row in one copy; -inf if the row has no such token. [rows, vocab]"""
-    last = scores.shape[-1] - 1
-    places = to_device([[min(token, last)] for token in tokens], np.int64, scores.device)
-    found = scores.gather(-1, places)[:, 0].tolist()
-    return [score if token <= last else -math.inf for token, score in zip(tokens, found, strict=True)]
+def token_scores(scores: np.ndarray, tokens: Sequence[int]) -> list[float]:
+    """Return the score of one token of each row; -inf if the row has no such token. [rows, vocab]"""
+    return [float(row[token]) if token < len(row) else -math.inf for row, token in zip(scores, tokens, strict=True)]
 
 
-def log_softmax(row: np.ndarray) -> np.ndarray:
-    """Return the log-softmax, bit-equal to what torch returns for a row in a batch. float32 [vocab]"""
-    result: np.ndarray = torch.log_softmax(torch.from_numpy(row)[None], dim=-1)[0].numpy()
+def log_softmax(values: np.ndarray) -> np.ndarray:
+    """Return the log-softmax of each row, in the type of the values. [..., vocab]"""
+    shifted = values - values.max(axis=-1, keepdims=True)
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
 
 

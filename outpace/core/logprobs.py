@@ -9,8 +9,9 @@ import numpy as np
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.arrays import to_device
+from outpace.core.distribution import UNFILTERED, log_probs_of
 from outpace.core.lazy import torch
-from outpace.core.logits import largest_indices, log_softmax, stable_top_k, tensor_of
+from outpace.core.logits import host_rows, largest_indices, stable_top_k, tensor_of
 from outpace.core.sampling import filter_logits
 from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
 
@@ -27,23 +28,17 @@ def token_logprobs(
 
     Tokens that adjustments or filters exclude are omitted from the best tokens; the written token never is.
     """
-    scores = tensor_of(logits)
-    if options.processed:
-        scores = filter_logits(adjust_logits(scores, rows), [row.request.sampling for row in rows])
-    if not is_on_host(scores):
-        return _on_device(scores, tokens, options.top)
-    host = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).numpy()
+    scores = adjust_logits(logits, rows) if options.processed else logits
+    samplings = [row.request.sampling for row in rows] if options.processed else [UNFILTERED] * len(tokens)
+    host = host_rows(scores)
+    if host is None:
+        return _on_device(filter_logits(tensor_of(scores), samplings), tokens, options.top)
     records = []
-    for token, row in zip(tokens, host, strict=True):
-        log_p = log_softmax(row)
+    for token, row, sampling in zip(tokens, host, samplings, strict=True):
+        log_p = log_probs_of(row, sampling)
         places = largest_indices(log_p, min(options.top, len(log_p)))
         records.append(_record(token, float(log_p[token]), places.tolist(), log_p[places].tolist()))
     return records
-
-
-def is_on_host(scores: Tensor) -> bool:
-    """Return whether the scores are in host memory."""
-    return scores.device.type == "cpu"
 
 
 def _on_device(scores: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from outpace.core.lazy import num_cores, num_threads, torch
 
@@ -22,14 +25,12 @@ PACKAGES = ("outpace", "outpace-kernels", "torch", "transformers", "llama-cpp-py
 
 
 def memory_bandwidth() -> float:
-    """Measure the bytes per second that all threads together read from memory: the best of a few sums and products."""
-    buffer = torch.ones(BUFFER)
-    rows, vector = buffer.view(-1, 8192), torch.ones(8192)
-    best = float("inf")
-    for _ in range(READS):
-        for read in (buffer.sum, lambda: rows @ vector):
+    """Measure the bytes per second that all threads together read from memory: the best of a few searches."""
+    buffer, threads, best = np.ones(BUFFER, np.float32), num_threads(), float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(READS):
             start = time.perf_counter()
-            read()
+            list(pool.map(np.max, np.array_split(buffer, threads)))
             best = min(best, time.perf_counter() - start)
     return buffer.nbytes / best
 

@@ -193,7 +193,7 @@ class Row(NamedTuple):
     path: tuple[int, ...] = ()
     node_id: int = 0
     skips_mask: bool = False  # do not mask this row by the request's constraint
-    hidden: Tensor | None = None  # [traits.hidden_layers, width]
+    hidden: Tensor | np.ndarray | None = None  # [traits.hidden_layers, width]
 
     @property
     def position(self) -> int:

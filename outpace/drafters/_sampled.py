@@ -11,7 +11,6 @@ import numpy as np
 from outpace.core.adjust import adjust_logits
 from outpace.core.distribution import UNFILTERED, DecisionKey, TokenDistribution, distribution_of
 from outpace.core.errors import UserError, check_whole
-from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits, host_array
 from outpace.core.noise import DRAW
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
@@ -80,7 +79,7 @@ def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
         wide = adjust_logits(scores.wide(), [row])
     except UserError:  # a failed constraint ends its request in the target pass
         wide = adjust_logits(scores.wide(), [row._replace(skips_mask=True)])
-    return host_array(wide if scores.ids is None else wide[:, torch.from_numpy(scores.ids)])
+    return host_array(wide if scores.ids is None else wide[:, scores.ids])
 
 
 def draw_children(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any, NamedTuple
 
+import numpy as np
 from outpace_kernels import Frontier, SlotMap
 
-from outpace.core.logits import SparseLogits, token_scores
+from outpace.core.logits import SparseLogits, host_array, log_softmax, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Capabilities, DraftState, Observation, Request, Row, SavedState
 from outpace.models.base import Model, Part, Session, chain
@@ -232,7 +233,7 @@ class TreeExpander:
         text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
         parents = [PREFIX, *range(pending, pending + len(text) - 1)]
         part = Part(session, self.clamp_ids(text), parents, range(missing, len(text)))
-        log_q = self.model.score_held([part]).wide().double().log_softmax(-1)  # [tokens, vocab]
+        log_q = log_softmax(host_array(self.model.score_held([part]).wide()).astype(np.float64))  # [tokens, vocab]
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 

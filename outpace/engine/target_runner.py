@@ -102,7 +102,7 @@ class TargetRunner:
         if inputs.num_hidden_rows:
             return self._target.score_hidden(inputs.parts, self._layers)
         sparse = self._target.score_held(inputs.parts)
-        return TargetOutput(sparse.values if sparse.ids is None else sparse.wide(), None, sparse.best)
+        return TargetOutput(sparse.wide(), None, sparse.best)
 
     def _reduce(
         self,

@@ -12,12 +12,12 @@ from outpace_kernels import PendingNodes
 
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
-from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
+from outpace.core.logits import SparseLogits, TargetOutput
 from outpace.core.multi_step import SupportsMultiStep
 from outpace.core.tree import PREFIX
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 class Capability(Enum):
@@ -171,8 +171,8 @@ class Part(NamedTuple):
     keep: Sequence[int] | None = None
     hidden_rows: Sequence[int] = ()
     length: int | None = None
-    mlp_bias: Tensor | None = None
-    inputs: Tensor | None = None
+    mlp_bias: Any = None  # array or tensor
+    inputs: Any = None
     best: int = 0
 
 
@@ -258,7 +258,7 @@ class Model(SupportsMultiStep):
         """Create a session for at most `capacity` committed tokens and `max_pending` pending nodes."""
         raise NotImplementedError
 
-    def score(self, forest: Sequence[Part]) -> Tensor:
+    def score(self, forest: Sequence[Part]) -> Any:
         """Apply each part's `keep`, run one forward pass, and return the nodes' logits: [logit rows, vocab]"""
         check_forest(self, forest)
         return self._score(apply_keep(forest))
@@ -276,8 +276,8 @@ class Model(SupportsMultiStep):
         """Run a pass as `score` does, but return logits only for the tokens that the output layer has rows for."""
         return SparseLogits(scores := self.score(forest), None, scores.shape[-1])
 
-    def _score(self, forest: Sequence[Part]) -> Tensor:
-        return tensor_of(self._score_hidden(forest, ()).logits)
+    def _score(self, forest: Sequence[Part]) -> Any:
+        return self._score_hidden(forest, ()).logits
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         raise NotImplementedError
@@ -286,7 +286,7 @@ class Model(SupportsMultiStep):
         """Return a model with the same weights and sessions that skips these layers' attention and MLP."""
         raise unsupported(self, Capability.SKIP_SUBLAYERS)
 
-    def project(self, hidden: Tensor) -> SparseLogits:
+    def project(self, hidden: Any) -> SparseLogits:
         """Return the logits of hidden states taken before the final norm: [rows, width] to [rows, output rows]"""
         raise unsupported(self, Capability.PROJECT)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, require
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, torch
 from outpace.core.machine import available_bytes
@@ -28,6 +28,7 @@ def check_device(device: str) -> None:
     """Raise UserError for a device that does not exist."""
     if device == "cpu":
         return
+    require(f"device {device}", "torch")
     try:
         torch.zeros(1, device=device).item()  # the device meta creates tensors, but they have no values
     except Exception as error:

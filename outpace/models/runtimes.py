@@ -6,7 +6,6 @@ do not support the model, torch computes it in float32, and the model's `notice`
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from outpace.core.errors import UserError, install_command, unknown
+from outpace.core.errors import UserError, require, unknown
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel
@@ -26,7 +25,8 @@ from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
-INSTALL = f"`{install_command('transformers')}`"
+TORCH = "torch"  # the extra
+TRANSFORMERS = (TORCH, "torch", "transformers")  # the same, and what the runtime needs of it
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress
 
 def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
     """Wrap a loaded transformers model and its tokenizer."""
-    _need_transformers("a loaded model")
+    require("a loaded model", *TRANSFORMERS)
     from outpace.models.hf import load as transformers_load
 
     model, wrapped = transformers_load.wrap_pair(module, tokenizer)
@@ -82,8 +82,7 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
     try:  # our runtimes run no code from the model's files, even if it is allowed
         return _own(spec, replace(options, trust_remote_code=False), progress)
     except UnsupportedModel as unavailable_reason:
-        if importlib.util.find_spec("transformers") is None:
-            raise UserError(f"{unavailable_reason}; it needs {INSTALL}") from None
+        require(f"{unavailable_reason}; the runtime transformers, which may run it,", *TRANSFORMERS)
     return _transformers(spec, options, progress)
 
 
@@ -98,11 +97,13 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
     try:
         return _native(spec, options, progress)
     except UnsupportedShape as error:
+        require(f"{error}; the runtime llama, which runs it,", TORCH)
         return _llama(spec, options, progress, f"computed in float32 by torch: {error}")
 
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
     """Load by torch. `reason`: why not by the native runtime, if that was expected."""
+    require("the runtime llama" if options.dtype == AUTO else f"dtype {options.dtype}", TORCH)
     from outpace.models.llama.torch.runtime import Llama
 
     if options.trust_remote_code or options.is_spread:
@@ -230,7 +231,7 @@ def _check_fit(
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    _need_transformers("the runtime transformers")
+    require("the runtime transformers", *TRANSFORMERS)
     if options.exact:
         raise UserError("exact mode is not available with the runtime transformers, leave out exact")
     if options.graphs != AUTO:
@@ -271,11 +272,6 @@ def _name(spec: str | Path | None) -> str:
     from outpace.models.files.find import shipped_model
 
     return shipped_model().stem if spec is None else str(spec)
-
-
-def _need_transformers(what: str) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError(f"{what} needs {INSTALL}")
 
 
 RUNTIMES = {"auto": _auto, "llama": _llama, "native": _native, "transformers": _transformers}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from outpace.core.adjust import adjust_logits, adjust_sparse
+from outpace.core.adjust import adjust_logits, adjust_sparse, apply_constraint
 from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
 from outpace.core.kernels import kernels
@@ -130,30 +130,14 @@ def ranked(
 ) -> list[TopK]:
     """Return the `count` best of each row [rows, held] by log q, plus the noise of the row's key if there are `keys`.
 
-    If not `whole`, by x / T, which is log q up to a constant and needs no sum. The result is empty for a row with a nan
-    or without a finite maximum and, if not `whole`, where rounding may decide what a filter leaves out. `ids` int64
-    [held] are the tokens of the columns; None: 0, 1, ...
+    If not `whole`, which rows with filters need, by x / T: that is log q up to a constant and needs no sum. The result
+    is empty for a row with a nan or without a finite maximum. `ids` int64 [held] are the tokens of the columns; None:
+    0, 1, ...
     """
     temperatures = [sampling.temperature or 1.0 for sampling in samplings]
     filters = [[sampling.kernel_filters for sampling in samplings]] if any(s.filters for s in samplings) else []
     best: list[TopK] = kernels.rank(scores, count, temperatures, keys, ids, whole, *filters)
     return best
-
-
-def clear_winner(tokens: Sequence[int], values: Sequence[float]) -> int | None:
-    """Return the better of a row's two best tokens by x / T + g, or None if rounding may decide between them.
-
-    The exact race computes l = x / T - m + g in float32, where m is the largest x / T; the winner's l is at least that
-    of the likeliest token, whose E is at most 16, so |m| <= |l + m| + 22.2. With u = 2^-24: x / T, minus m and the log
-    of the sum (at most 12 for 2^17 tokens), minus the largest of that, errs by 9 u (|m| + d) + 44 u, d = m - x / T; exp
-    errs by 2^-22, E by 1e-6, the quotient by u. Tokens with d > 40 lose, because g <= 22.2. So two tokens that differ
-    by more than 1e-4 + 2e-6 |m| are in the same order in float32.
-    """
-    if not tokens:
-        return None
-    margin = 1e-4 + 2e-6 * (abs(values[0]) + 22.2)
-    is_clear = margin < 1.0 and (len(tokens) == 1 or values[0] > values[1] + margin)
-    return tokens[0] if is_clear else None
 
 
 def top_k_rows(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
@@ -167,18 +151,14 @@ def top_k_rows(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK
 
 def _top_k(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
     """Rank rows of one rule, on the host by the kernels where they can, else by its `rank`."""
-    host = host_rows(held.values)
-    if host is None and (together := _top_k_on_device(held, rows, count)) is not None:
-        return together
-    rule = rows[0].request.rule
-    if host is None or rule.traits.ranks is None:
-        return [_top_k_by_rank(held, number, row, count) for number, row in enumerate(rows)]
-    best = _top_k_on_host(adjust_sparse(host, held.ids, rows), held.ids, rows, count, rule.traits.ranks)
+    host, ranks = host_rows(held.values), rows[0].request.rule.traits.ranks
+    if host is None or ranks is None:
+        return _top_k_by_rank(held, rows, count)
+    scores = adjust_sparse(host, held.ids, rows)
+    best = _top_k_on_host(scores, held.ids, rows, count, ranks)
     for number, row in enumerate(rows):
-        if row.request.constraint:
-            best[number] = _without_refused(best[number], row)
-        if not best[number][0]:
-            best[number] = _top_k_by_rank(held, number, row, count)
+        if row.request.constraint and best[number][0]:
+            best[number] = _allowed(best[number], scores[number], held.ids, row, ranks)
     return best
 
 
@@ -192,25 +172,16 @@ def _top_k_on_host(
     return ranked(scores, [row.request.sampling for row in rows], count, ids=ids, keys=keys)
 
 
-def _top_k_on_device(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
-    """Rank all rows at once, so that the host waits for the device once; None if a row's constraint failed."""
+def _top_k_by_rank(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
+    """Rank all rows at once, so that the host waits for a device once."""
+    rank, logits = rows[0].request.rule.rank, tensor_of(held.wide())
     try:
-        ranks = rows[0].request.rule.rank(held.wide(), rows)
-    except UserError:
-        return None
+        ranks = rank(logits, rows)
+    except UserError:  # a constraint failed; its request ends when the target's rows are masked
+        ranks = rank(logits, [row._replace(skips_mask=True) for row in rows])
     ids, best = stable_top_k(ranks, min(count, ranks.shape[-1]))
     values, tokens = torch.stack([best.double(), ids.double()]).tolist()  # one copy; float64 holds both exactly
     return [without_excluded([int(token) for token in some], own) for some, own in zip(tokens, values, strict=True)]
-
-
-def _top_k_by_rank(held: SparseLogits, number: int, row: Row, count: int) -> TopK:
-    logits, rule = held.wide(slice(number, number + 1)), row.request.rule
-    try:
-        ranks = rule.rank(logits, [row])[0]
-    except UserError:  # the constraint failed; the request ends when the target's rows are masked
-        ranks = rule.rank(logits, [row._replace(skips_mask=True)])[0]
-    ids, best = stable_top_k(ranks, min(count, len(ranks)))
-    return without_excluded(ids.tolist(), best.tolist())
 
 
 def without_excluded(tokens: list[int], values: list[float]) -> TopK:
@@ -219,11 +190,18 @@ def without_excluded(tokens: list[int], values: list[float]) -> TopK:
     return tokens[:possible], values[:possible]
 
 
-def _without_refused(best: TopK, row: Row) -> TopK:
-    """Drop the tokens that the request's constraint refuses; if it fails, drop none."""
+def _allowed(best: TopK, scores: np.ndarray, ids: np.ndarray | None, row: Row, ranks: Ranks) -> TopK:
+    """Drop the best tokens of a row [held] that the request's constraint refuses.
+
+    If it refuses all of them, rank those that it allows; if it fails, drop none.
+    """
     constraint, (tokens, values) = _constraint(row), best
     try:
         kept = [constraint.allowed(row.committed, (*row.path, token)) > len(row.path) for token in tokens]
+        if not any(kept):
+            masked = scores[None].copy()
+            apply_constraint(masked[0], row, ids)
+            return _top_k_on_host(masked, ids, [row], len(tokens), ranks)[0]
     except UserError:
         return best
     pairs = [pair for pair, keep in zip(zip(tokens, values, strict=True), kept, strict=True) if keep]

@@ -17,7 +17,7 @@ from outpace.core.noise import exponential
 from outpace.core.sampling import log_probs
 from outpace.core.tree import Siblings
 from outpace.core.types import Pick, Ranks, Row, RuleTraits
-from outpace.rules.base import LogProbRule, clear_winner, ranked
+from outpace.rules.base import LogProbRule, ranked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,14 +42,11 @@ class Gumbel(LogProbRule):
         if host is None:
             return self.run(tensor_of(logits), rows)
         samplings, keys = [row.request.sampling for row in rows], [row.noise_key for row in rows]
-        best = ranked(host, samplings, 2, keys=keys, whole=False)
-        return [
-            self.run(tensor_of(logits[number : number + 1]), [rows[number]])[0] if winner is None else winner
-            for number, winner in enumerate(clear_winner(*two) for two in best)
-        ]
+        best = ranked(host, samplings, 1, keys=keys, whole=any(sampling.filters for sampling in samplings))
+        return [tokens[0] if tokens else int(row.argmax()) for (tokens, _), row in zip(best, host, strict=True)]
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """Run the race of all tokens on adjusted logits [rows, vocab]: the definition of `reduce`."""
+        """Run the race of all tokens on a device, on adjusted logits [rows, vocab]."""
         log_p = log_probs(logits, [row.request.sampling for row in rows])
         weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
         race = exponential([row.noise_key for row in rows], logits.shape[-1], logits.device)

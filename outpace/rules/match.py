@@ -14,11 +14,10 @@ import numpy as np
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.arrays import to_device
-from outpace.core.distribution import UNFILTERED, distribution_of
 from outpace.core.lazy import torch
-from outpace.core.logits import host_array, host_rows, tensor_of
+from outpace.core.logits import host_rows, tensor_of
 from outpace.core.noise import uniform
-from outpace.core.sampling import filter_logits, log_probs
+from outpace.core.sampling import log_probs
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules._ratio import NodeScores
@@ -26,9 +25,6 @@ from outpace.rules.base import LogProbRule
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_DOUBT = 1e-5  # bound on the error of a cumulative sum, relative to the total
-_BELOW_ONE = 1.0 - 2.0**-53
 
 
 class Match(LogProbRule):
@@ -44,7 +40,7 @@ class Match(LogProbRule):
         return [NodeScores(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """Draw over all tokens of adjusted logits [rows, vocab]: the definition of `pick`."""
+        """Draw on a device, over all tokens of adjusted logits [rows, vocab]."""
         log_p = log_probs(logits, [row.request.sampling for row in rows])
         cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
         u = to_device([self.draw(row) for row in rows], np.float64, logits.device)
@@ -60,19 +56,8 @@ class Match(LogProbRule):
         return Verdict(*tree.follow([*picks], self.pick))
 
     def pick(self, node: NodeScores | int) -> int:
-        """Return a row's token: draw it in float32, if rounding cannot change it, else by `run`."""
+        """Return a row's token."""
         if not isinstance(node, NodeScores):
             return node
-        logits, sampling = adjust_logits(node.logits[None], [node.row]), node.row.request.sampling
-        if sampling.filters:
-            scores = filter_logits(tensor_of(logits), [sampling]).cpu().numpy()[0]
-        else:
-            scores = host_array(logits)[0]
-            if sampling.temperature not in (0.0, 1.0):
-                scores = scores / np.float32(sampling.temperature)  # rounded as `run` rounds it
-        p, u = distribution_of(scores, UNFILTERED), self.draw(node.row)
-        if p.total > 0:
-            token = p.at(max(u - _DOUBT, 0.0))
-            if token == p.at(min(u + _DOUBT, _BELOW_ONE)):
-                return token
-        return self.run(tensor_of(logits), [node.row])[0]
+        p = node.p
+        return p.at(self.draw(node.row)) if p.total > 0 else int(node.scores.argmax())

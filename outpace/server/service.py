@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
-from outpace.core.lazy import load_torch
 from outpace.server import logs
 from outpace.server.admission import Admission, Reservation
 from outpace.server.choices import ChoiceGroup
@@ -114,9 +113,6 @@ class Service:
     ) -> tuple[GenerationRequest, ChoiceGroup]:
         request = to_request(body, self)
         choices = list(choices_of(request, self.llm, key))
-        own = choices[0].prepared.request
-        if any(asked is not None for asked in (own.logprobs, own.constraint, own.adjustments)):
-            load_torch()  # in this thread: all answers would wait for the engine's
         return request, ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
 
     def leave(self, group: ChoiceGroup) -> None:

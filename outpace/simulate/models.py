@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.core.types import Ranks
 from outpace.models.base import PREFIX, Model, Part, Session
@@ -64,16 +62,16 @@ class Replay(Model):
         self._indexed = indexed
         self.vocab_size = indexed.vocab_size
         self.max_positions = 1 << 30
-        self.device = torch.device("cpu")
+        self.device = "cpu"
 
     def open(self, capacity: int, room: int) -> ReplaySession:
         return ReplaySession(capacity, room)
 
-    def _score(self, forest: Sequence[Part]) -> Tensor:
+    def _score(self, forest: Sequence[Part]) -> np.ndarray:
         """Return the logits, float32 [logit rows, vocab]."""
         return self._rows([node for part in forest for node in self._scored_nodes(part)])
 
-    def _rows(self, nodes: Sequence[_ScoredNode]) -> Tensor:
+    def _rows(self, nodes: Sequence[_ScoredNode]) -> np.ndarray:
         raise NotImplementedError
 
     def _scored_nodes(self, part: Part) -> Iterator[_ScoredNode]:
@@ -108,8 +106,8 @@ def _mark(answer: IndexedAnswer, position: int, above: int, token: int) -> int:
 class ReplayTarget(Replay):
     """Predicts the recorded token on the path, and token 0 elsewhere."""
 
-    def _rows(self, nodes: Sequence[_ScoredNode]) -> Tensor:
-        rows = torch.zeros(len(nodes), self.vocab_size)
+    def _rows(self, nodes: Sequence[_ScoredNode]) -> np.ndarray:
+        rows = np.zeros((len(nodes), self.vocab_size), np.float32)
         for row, (answer, position, mark) in enumerate(nodes):
             if mark == ON_PATH and 0 <= position < len(answer.tokens):
                 rows[row, answer.text[answer.start + position]] = 1.0
@@ -129,12 +127,12 @@ class ReplayDraft(Replay):
         spent, self._spent = self._spent, 0.0
         return spent
 
-    def _rows(self, nodes: Sequence[_ScoredNode]) -> Tensor:
-        rows = np.full((len(nodes), self.vocab_size), -np.inf, dtype=np.float32)
+    def _rows(self, nodes: Sequence[_ScoredNode]) -> np.ndarray:
+        rows = np.full((len(nodes), self.vocab_size), -np.inf, np.float32)
         for row, (answer, position, mark) in enumerate(nodes):
             known = len(answer.draft_tokens)
             if mark != ON_PATH or not 0 <= position < known:  # also beyond the end of the recorded text
                 position = (mark >> 17) % known
             rows[row, answer.draft_tokens[position]] = answer.draft_logprobs[position]
         self._spent += self._cost(len(nodes)) if nodes else 0.0
-        return torch.from_numpy(rows)
+        return rows

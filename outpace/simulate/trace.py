@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
@@ -27,6 +26,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded
+from outpace.rules.base import top_k_rows
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
@@ -181,17 +181,18 @@ def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: i
         raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
     known = [min(token, model.vocab_size - 1) for token in text[:-1]]
     session = model.open(len(text), _CHUNK)
-    tokens, values, keep = [], [], range(0)
+    tokens, values = np.zeros((len(written), ranks), np.int32), np.full((len(written), ranks), -np.inf, np.float32)
+    place, keep = 0, range(0)
     for at in range(0, len(known), _CHUNK):
         piece = known[at : at + _CHUNK]
-        wanted = [place for place in range(len(piece)) if at + place >= start - 1]
-        scores = model.score([chain(session, piece, wanted, keep)])[:, : model.vocab_size]
-        rows = [Row(request, text[: at + place + 1]) for place in wanted]
-        best = torch.topk(request.rule.rank(scores, rows), min(ranks, scores.shape[1]))
-        tokens.append(best.indices.cpu().numpy())
-        values.append(best.values.cpu().numpy())
+        wanted = [node for node in range(len(piece)) if at + node >= start - 1]
+        held = model.score_held([chain(session, piece, wanted, keep)])
+        rows = [Row(request, text[: at + node + 1]) for node in wanted]
+        for best, ranked in top_k_rows(held, rows, ranks):
+            tokens[place, : len(best)], values[place, : len(best)] = best, ranked
+            place += 1
         keep = range(len(piece))
-    return np.concatenate(tokens).astype(np.int32), np.concatenate(values).astype(np.float32)
+    return tokens, values
 
 
 def load(path: Path | str) -> Trace:

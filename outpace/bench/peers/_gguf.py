@@ -114,7 +114,7 @@ def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> N
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, quantisation in kinds.items():
-        values = checkpoint.tensor(name).float().numpy()
+        values = checkpoint.array(name)
         if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             # the rows i and i + d/2 of a head rotate together and become neighbours: [heads, 2, head_dim / 2, ...]
             halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])

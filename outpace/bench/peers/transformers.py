@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outpace.bench.peer import Peer, PeerSettings, TimedAnswer
 from outpace.bench.peers._rounds import RoundRecorder, check_length, require
 from outpace.core.errors import UserError, install_command
+from outpace.core.lazy import torch
 from outpace.models.files.find import resolve
 
 INSTALL = f"`{install_command('bench')}`"

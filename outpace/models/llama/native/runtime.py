@@ -17,8 +17,8 @@ import numpy as np
 
 from outpace.core.errors import unknown
 from outpace.core.kernels import kernels
-from outpace.core.lazy import num_cores, torch
-from outpace.core.logits import SparseLogits, TargetOutput, TopK
+from outpace.core.lazy import num_cores
+from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
 from outpace.models.base import Capability, Model, Part, Session, apply_keep, check_forest, hidden_row_numbers
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import token_bytes
@@ -270,14 +270,14 @@ class NativeLlama(Model):
         return self._forward(self._forest(apply_keep(forest)))
 
     def _score(self, forest: Sequence[Part]) -> Tensor:
-        return self._forward(self._forest(forest)).wide()
+        return tensor_of(self._forward(self._forest(forest)).wide())
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
         rows = self._forest(forest)
         hidden = rows.show(hidden_row_numbers(forest), layers, self.config.hidden_size)
         logits = self._forward(rows)
-        return TargetOutput(logits.values if logits.ids is None else logits.wide(), torch.from_numpy(hidden))
+        return TargetOutput(logits.wide(), hidden)
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:
         other = copy(self)
