@@ -21,7 +21,17 @@ from outpace.core.logits import SparseLogits
 from outpace.core.logprobs import token_logprobs
 from outpace.core.sampling import Sampling, filter_logits
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, DraftState, LogprobsOptions, Observation, Request, Row, Verify
+from outpace.core.types import (
+    Commit,
+    Draft,
+    DraftState,
+    LogprobsOptions,
+    Observation,
+    Request,
+    Row,
+    TokenLogprobs,
+    Verify,
+)
 from outpace.decoders import Auto
 from outpace.decoders.base import DecoderGenerator, RequestContext
 from outpace.drafters._composite import SharedTree
@@ -225,7 +235,7 @@ def test_the_host_waits_once_for_a_likelihood() -> None:
     state = drafter.open(make_request((1, 2, 3)))
     with Waits() as waits:
         assert len(drafter.likelihood(state, [7, 2, 9, 9, 4]) or ()) == 5
-    assert waits.count == 1, waits.seen
+    assert waits.seen["cpu"] == 1, waits.seen  # what follows is on the host
 
 
 REPORTED = [
@@ -249,9 +259,20 @@ def reports(requests: Sequence[Request], most: int | None = None) -> list[TokenS
 def test_the_host_waits_once_for_all_log_probabilities_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for the picks, once for each of the two kinds; and they are those of each request alone, on the host."""
     here = [run.history.logprobs for request in REPORTED for run in reports([request])]
-    monkeypatch.setattr("outpace.core.logprobs.is_on_host", lambda scores: False)
-    assert [run.history.logprobs for run in reports(REPORTED, most=3)] == here
+    monkeypatch.setattr("outpace.core.logprobs.host_rows", lambda scores: None)
+    for run, records in zip(reports(REPORTED, most=3), here, strict=True):
+        assert_equal_records(run.history.logprobs, records)
     assert all(len(records) == 6 for records in here)
+
+
+def assert_equal_records(records: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> None:
+    """Compare records of log-probabilities; values to float32's precision."""
+    assert [(one.token, [token for token, _ in one.top]) for one in records] == [
+        (one.token, [token for token, _ in one.top]) for one in others
+    ]
+    for one, other in zip(records, others, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=2e-6)
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -264,10 +285,11 @@ def test_log_probabilities_on_a_device_equal_those_of_the_host(
     given[:, ::7] = -torch.inf
     tokens = [n * 19 % given.shape[1] for n in range(count)]
     here = token_logprobs(given, [], tokens, LogprobsOptions(min(top, 1024)))
-    monkeypatch.setattr("outpace.core.logprobs.is_on_host", lambda scores: False)
+    monkeypatch.setattr("outpace.core.logprobs.host_rows", lambda scores: None)
     with Waits() as waits:
-        assert token_logprobs(given, [], tokens, LogprobsOptions(min(top, 1024))) == here
+        there = token_logprobs(given, [], tokens, LogprobsOptions(min(top, 1024)))
     assert waits.count == 1, waits.seen
+    assert_equal_records(there, here)
 
 
 def test_a_fault_in_one_requests_log_probabilities_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,7 @@ def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: i
     text, start = (*request.prompt, *written), len(request.prompt)
     if len(text) > model.max_positions:
         raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
+    ranks = min(ranks, model.vocab_size)
     known = [min(token, model.vocab_size - 1) for token in text[:-1]]
     session = model.open(len(text), _CHUNK)
     tokens, values = np.zeros((len(written), ranks), np.int32), np.full((len(written), ranks), -np.inf, np.float32)
