@@ -56,7 +56,7 @@ def everything(model: NativeLlama) -> list[Tensor]:
         scored = one.score_hidden(parts, LAYERS)
         assert scored.hidden is not None
         assert scored.hidden.shape == (3, 6, config.hidden_size)
-        found += [torch.as_tensor(scored.logits), scored.hidden, torch.as_tensor(one.project(scored.hidden[2]).values)]
+        found += map(torch.as_tensor, (scored.logits, scored.hidden, one.project(scored.hidden[2]).values))
     return found
 
 
