@@ -26,6 +26,7 @@ from outpace.core.stats import RoundPlan
 from outpace.core.tree import Siblings, TokenTree
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
