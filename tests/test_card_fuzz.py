@@ -326,7 +326,7 @@ def test_while_the_drafter_rests_the_target_has_all_cores(shared: bool) -> None:
     target = Leaves(16, 3, 5)
     worker = InlineWorker(make_drafter("model", target, width=2), SimulatedClock(lambda: 1.0, lambda rows: 5.0))
     worker.cores, worker.clock.shared = 1, shared
-    request = make_request((1, 2, 3), max_tokens=120)
+    request = make_request((1, 2, 3), max_tokens=400)
     run = decode([request], "planned", worker=worker, target=target, seconds=lambda: worker.clock.now)
     assert run.texts == [write(target, request)]
     assert (target.passes[0] > 3 * target.passes[1]) == shared
