@@ -34,7 +34,6 @@ from outpace.core.types import (
 )
 from outpace.decoders import Auto
 from outpace.decoders.base import DecoderGenerator, RequestContext
-from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
@@ -136,12 +135,11 @@ def seldom(place: RequestContext, options: None) -> DecoderGenerator:
 
 
 def test_rounds_without_drafts_are_observed_together() -> None:
-    """Of 30 tokens a drafter of a shared tree drafts and observes in every fourth round; at the end it knows the whole
-    text."""
+    """Of 30 tokens the drafter drafts and observes in every fourth round; at the end it knows the whole text."""
     decoder = decoder_of(seldom, "sequential")
     target, empty, texts = Counted(), CountedEmpty(), []
     empty.close = lambda state: texts.append(state.tokens)  # type: ignore[method-assign]
-    with Engine(target, SharedTree([empty]), options=WHOLE) as engine:
+    with Engine(target, empty, options=WHOLE) as engine:
         request = requests_of(1, 30)[0]
         run = engine.submit(request, decoder, None)
         finish(engine, run)

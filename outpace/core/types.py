@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, final
 
 from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource
@@ -302,6 +302,30 @@ class Observation(NamedTuple):
     seen: TargetFeedback | None = None
 
 
+class PendingObservations:
+    """Collects the rounds that a drafter has not observed yet; it observes them together before it drafts again, which
+    may be many rounds later under a planner."""
+
+    def __init__(self) -> None:
+        self._node_ids: list[int] = []
+        self._tokens: list[int] = []
+        self._last: Observation | None = None
+
+    def add(self, seen: Observation) -> None:
+        """Append one round."""
+        self._node_ids += seen.node_ids
+        self._tokens += seen.tokens
+        self._last = seen
+
+    def take(self) -> Observation | None:
+        """Return all collected rounds as one observation and forget them; None if there are none."""
+        if self._last is None:
+            return None
+        joined = self._last._replace(node_ids=self._node_ids, tokens=self._tokens)
+        self._node_ids, self._tokens, self._last = [], [], None
+        return joined
+
+
 class SavedState(Protocol):
     """What a profile keeps of a drafter between runs."""
 
@@ -359,8 +383,8 @@ class DraftState:
     target's session, for drafters with `needs.session`: it holds all tokens but the root, and the drafter may add
     pending nodes to it.
 
-    Set by a growth: `num_steps`, the draft steps that it took: several if some were taken in advance, 0 if it used
-    such.
+    `pending`: the rounds that the drafter has not observed yet. Set by a growth: `num_steps`, the draft steps that it
+    took: several if some were taken in advance, 0 if it used such.
     """
 
     request: Request
@@ -371,6 +395,7 @@ class DraftState:
     has_other_requests: bool = field(default=False, init=False)
     base: Any = field(default=None, init=False)
     num_steps: int = field(default=1, init=False)
+    pending: PendingObservations = field(default_factory=PendingObservations, init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -386,9 +411,16 @@ class Drafter:
     capabilities: Capabilities  # of the class; an instance may have its own, with the same names
 
     @property
+    @final
     def name(self) -> str:
         """The names of its sources."""
         return "+".join(source.name for source in self.capabilities.sources)
+
+    @final
+    def catch_up(self, state: Any) -> None:
+        """Observe everything pending."""
+        if (seen := state.pending.take()) is not None:
+            self.observe(state, seen)
 
     def open(self, request: Request) -> Any:
         """Return a new DraftState for a request."""

@@ -23,37 +23,11 @@ from outpace.core.types import (
 )
 
 
-class PendingObservations:
-    """Collects the rounds that a drafter has not observed yet; it observes them together before it drafts again, which
-    may be many rounds later under a planner."""
-
-    def __init__(self) -> None:
-        self._node_ids: list[int] = []
-        self._tokens: list[int] = []
-        self._last: Observation | None = None
-
-    def add(self, seen: Observation) -> None:
-        """Append one round."""
-        self._node_ids += seen.node_ids
-        self._tokens += seen.tokens
-        self._last = seen
-
-    def take(self) -> Observation | None:
-        """Return all collected rounds as one observation and forget them; None if there are none."""
-        if self._last is None:
-            return None
-        joined = self._last._replace(node_ids=self._node_ids, tokens=self._tokens)
-        self._node_ids, self._tokens, self._last = [], [], None
-        return joined
-
-
 @dataclass
 class CompositeState(DraftState):
-    """The parts' own states, in the parts' order; `pending`: what each part has not observed yet, if it observes
-    late."""
+    """The parts' own states, in the parts' order."""
 
     parts: list[Any] = field(default_factory=list)
-    pending: list[PendingObservations] = field(default_factory=list)
 
     def part(self, number: int) -> Any:
         """Return a part's own state, with what was set for the next growth."""
@@ -108,10 +82,12 @@ class CompositeDrafter(Drafter):
     def pause(self, state: CompositeState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
             inner.base = None
+            part.catch_up(inner)
             part.pause(inner)
 
     def close(self, state: CompositeState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
+            part.catch_up(inner)
             part.close(inner)
 
 
@@ -123,8 +99,7 @@ class SharedTree(CompositeDrafter):
         parts = [part.open(request) for part in self.parts]
         pairs = zip(self.parts, parts, strict=True)
         sources = [part.capabilities.sources if own.sources is None else own.sources for part, own in pairs]
-        pending = [PendingObservations() for _ in parts]
-        return CompositeState(request, parts=parts, pending=pending, sources=tuple(chain.from_iterable(sources)))
+        return CompositeState(request, parts=parts, sources=tuple(chain.from_iterable(sources)))
 
     def grow(self, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> None:
         """Grow by the part that has the states' source, or by all."""
@@ -133,7 +108,7 @@ class SharedTree(CompositeDrafter):
             if source is None or source in part.capabilities.sources:
                 inner = []
                 for state, tree in zip(states, trees, strict=True):
-                    self._observe(state, number)
+                    part.catch_up(state.parts[number])
                     inner.append(state.part(number))
                     tree.current_source = part.name
                 part.grow(inner, trees)
@@ -148,24 +123,9 @@ class SharedTree(CompositeDrafter):
             needs = part.capabilities.needs
             if seen.tokens or needs.prompt:
                 own = seen.seen and seen.seen.only(needs, layers)
-                state.pending[number].add(seen._replace(seen=own))
+                state.parts[number].pending.add(seen._replace(seen=own))
             if seen.seen is not None:
-                self._observe(state, number)
-
-    def _observe(self, state: CompositeState, number: int) -> None:
-        """Let a part observe everything pending."""
-        if (seen := state.pending[number].take()) is not None:
-            self.parts[number].observe(state.parts[number], seen)
-
-    def pause(self, state: CompositeState) -> None:
-        for number in range(len(self.parts)):
-            self._observe(state, number)
-        super().pause(state)
-
-    def close(self, state: CompositeState) -> None:
-        for number in range(len(self.parts)):
-            self._observe(state, number)
-        super().close(state)
+                part.catch_up(state.parts[number])
 
 
 _FIRST, _EVERY = 6, 16  # drafts are compared in the first 6 rounds of an answer, then in every 16th

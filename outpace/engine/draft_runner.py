@@ -91,6 +91,7 @@ class DraftRunner:
         """Release the keys and values of a sequence's draft."""
         if sequence.draft.state is not None:
             sequence.draft.state.base = None
+            self._call(sequence, "catch_up")
             self._call(sequence, "pause")
         if worker := self._worker_of(sequence):
             worker.pause(sequence.key)
@@ -102,6 +103,7 @@ class DraftRunner:
 
     def close(self, sequence: TokenSequence) -> None:
         """Stop drafting for a sequence."""
+        self._call(sequence, "catch_up")
         self._call(sequence, "close")
         sequence.draft.state = None
         if worker := self._worker_of(sequence):
@@ -181,12 +183,15 @@ class DraftRunner:
         tokens: Sequence[int],
         feedback: TargetFeedback | None = None,
     ) -> TokenTree:
-        """Return the next round's root after the committed `tokens`, and let the drafter observe the verdict."""
+        """Return the next round's root after the committed `tokens`, and note the verdict for the drafter. The drafter
+        observes it when it drafts next, or at once if it needs the target's output."""
         root = TokenTree(sequence.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
-        if sequence.draft.state is not None:
+        if (state := sequence.draft.state) is not None:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
             ids = [*map(tree.ids.__getitem__, path)]
-            self._call(sequence, "observe", Observation(ids, tokens, root, feedback))
+            state.pending.add(Observation(ids, tokens, root, feedback))
+            if feedback is not None:
+                self._call(sequence, "catch_up")
         return root
 
     def _call(self, sequence: TokenSequence, verb: str, *arguments: Any) -> None:
@@ -208,6 +213,8 @@ class DraftRunner:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
         decoders. The time for planning the next growth is recorded as part of the draft step."""
         began, states, trees = self._clock(), [], []
+        for sequence in sequences:
+            self._call(sequence, "catch_up")
         drafter = self._of(sequences[0])
         if drafter is None:
             for sequence in sequences:
