@@ -132,7 +132,8 @@ class LatencyCurve:
         everything that was drafted would be verified.
         """
         medians, least = self._times.medians, min(self._times.medians, default=inf)
-        known = {rows: time for rows, time in self._times.minima.items() if rows < least} | medians
+        known = {rows: time for rows, time in self._times.minima.items() if rows < least}
+        known.update(medians)
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]
