@@ -197,11 +197,11 @@ def reroot_at_grandchild(move: Original) -> Original:
     return mutated
 
 
-def skip_an_ancestor(best_nodes: Original) -> Original:
-    def mutated(tree: TokenTree, count: int) -> list[int]:
-        nodes = best_nodes(tree, count)
+def skip_an_ancestor(best_copy: Original) -> Original:
+    def mutated(tree: TokenTree, count: int) -> TokenTree:
+        nodes = tree.best(count)
         inner = [node for node in nodes[1:] if any(child in nodes for child in tree.children(node))]
-        return [node for node in nodes if node not in inner[:1]]
+        return tree.copy([node for node in nodes if node not in inner[:1]])
 
     return mutated
 
@@ -239,7 +239,7 @@ MUTATIONS = [
     Mutation("text after max_tokens", [running.TokenSequence], "commit", ignore_end("length")),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
     Mutation("correct() re-roots at a grandchild", [cache.CandidateCache], "_move", reroot_at_grandchild),
-    Mutation("query not closed under ancestors", [cache], "best_nodes", skip_an_ancestor),
+    Mutation("query not closed under ancestors", [TokenTree], "best_copy", skip_an_ancestor),
     Mutation("gumbel: p unfiltered in reduce", [gumbel], "log_probs", unfiltered),
     Mutation("match: p unfiltered in reduce", [match], "log_probs", unfiltered),
     Mutation("gumbel: p without temperature in reduce", [gumbel], "log_probs", without_temperature),
