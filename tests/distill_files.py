@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 import outpace
 from outpace.cli.main import main
+from outpace.distill.draft import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
-from outpace.distill.start import DraftShape
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.bench import compare, contenders, figures, report, tasks
+from outpace.bench import contenders, figures, report, tasks
 from outpace.bench.contenders import Contender
 from outpace.bench.store import ANSWERS, SETTINGS, Record, RecordKey, Store, read_records
 from outpace.core import registry, theory
@@ -280,7 +280,7 @@ def test_a_folder_of_another_bench_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="was made with max_tokens 8, now it is 9; name another folder"):
         Store(tmp_path, SETTINGS_MADE | {"max_tokens": 9})
     (tmp_path / SETTINGS).write_text("{")
-    with pytest.raises(UserError, match="is no JSON object"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         Store(tmp_path, SETTINGS_MADE)
 
 
@@ -291,9 +291,9 @@ def made_rows(rate: float, **facts: Any) -> list[dict[str, Any]]:
 
 def test_two_results_side_by_side(tmp_path: Path) -> None:
     one, other = made_rows(20.0), made_rows(30.0, commit="d")
-    found = compare.side_by_side(one[1:], [other[1] | {"task": "more"}, *other])
+    found = report.side_by_side(one[1:], [other[1] | {"task": "more"}, *other])
     assert [row["task"] for row in found] == ["one", "one", "more"], "a task's rows follow one another"
-    found = compare.side_by_side(one, [*other, other[1] | {"task": "more"}])
+    found = report.side_by_side(one, [*other, other[1] | {"task": "more"}])
     cells = [("one", "autoregressive"), ("one", "card"), ("more", "card")]
     assert [(row["task"], row["method"]) for row in found] == cells
     assert found[1]["tokens_per_second"] == pytest.approx([20.0, 30.0])
@@ -301,14 +301,14 @@ def test_two_results_side_by_side(tmp_path: Path) -> None:
     assert found[1]["equal_text"] == [True, True]
     assert found[2]["tokens_per_second"] == [None, pytest.approx(30.0)]
     assert found[2]["ratio"] is None
-    assert compare.differences(one, other) == ["commit: A c; B d"]
-    assert compare.differences(one, [other[0] | {"prompts": 9}, other[1]])[1:] == ["prompts: A 1; B 9"]
+    assert report.differences(one, other) == ["commit: A c; B d"]
+    assert report.differences(one, [other[0] | {"prompts": 9}, other[1]])[1:] == ["prompts: A 1; B 9"]
     report.write_json(tmp_path / "a.json", one)
-    assert compare.read(tmp_path / "a.json") == one
+    assert report.read_rows(tmp_path / "a.json") == one
     store = Store(tmp_path / "out", SETTINGS_MADE)  # of a bench that was killed
     for one in (record("autoregressive"), record("card", rate=20.0)):
         store.add(one)
-    assert [row["speedup"] for row in compare.read(tmp_path / "out")] == [1.0, pytest.approx(2.0)]
+    assert [row["speedup"] for row in report.read_rows(tmp_path / "out")] == [1.0, pytest.approx(2.0)]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_two_results_side_by_side(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ('[{"task": "x"}]', "holds no rows"),
         ('[{"task": "x", "method": "card", "tokens_per_second": "1"}]', "holds no rows"),
-        (None, "cannot be read"),
+        (None, "does not exist"),
         ("folder", "holds no bench"),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str | None, m
     elif text is not None:
         file.write_text(text)
     with pytest.raises(UserError, match=message):
-        compare.read(file)
+        report.read_rows(file)
 
 
 def labels(methods: str, rules: str, sampling: Sampling = WARM) -> list[str]:

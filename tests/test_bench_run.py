@@ -24,8 +24,7 @@ from outpace.bench import run as bench_run
 from outpace.bench import tasks
 from outpace.bench.contenders import PLAIN, parse_methods
 from outpace.bench.judging import surprise
-from outpace.bench.method_runner import MethodRunner
-from outpace.bench.run import Bench, BenchOptions
+from outpace.bench.run import Bench, BenchOptions, MethodRunner
 from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
 from outpace.models.options import SHAPES, Shape
@@ -213,7 +212,7 @@ def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
         (("--methods", "speculative:breadth=2"), "unknown option 'breadth' of method speculative"),
         (("--max-tokens", "0"), "max_tokens is 0"),
         (("--trace", "t.trace", "--draft", "none"), "--trace records a pair"),
-        (("--compare", "/nowhere/a", "/nowhere/b"), "/nowhere/a cannot be read"),
+        (("--compare", "/nowhere/a", "/nowhere/b"), "/nowhere/a does not exist"),
     ],
 )
 def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], message: str) -> None:
@@ -291,7 +290,7 @@ def test_a_prompt_that_is_too_long_fails_alone_and_all_of_them_are_refused(run: 
     long = [{"turns": ["x" * size]} for size in (500, 300)]
     code, out, err = run("--tasks", write_prompts(tmp_path / "t.jsonl", *long), "--methods", "speculative")
     assert (code, out) == (2, "")
-    assert "every prompt is too long: the shortest has 30" in err
+    assert "every prompt is too long: 30" in err
     assert "the target's context holds 128" in err
     file = write_prompts(tmp_path / "t.jsonl", {"turns": ["12", "x" * 500]}, long[0], {"turns": ["12 12", "12"]})
     code, out, _ = run("--tasks", file, "--methods", "speculative:drafter=ngram", "--turns", "2")

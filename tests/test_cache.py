@@ -25,12 +25,10 @@ OURS = {
     f"gguf/model-{HASH}-Q4_1.gguf": cache.LLAMA_CPP,
     f"profiles/{HASH}{HASH[:8]}.json": cache.PROFILE,
     f"tables/retrieval-{HASH}.tables": cache.TABLES,
-    f"tables/.retrieval-{HASH}.tables.x_8abcde.part": LEFTOVER,
     f".Model.Q4_1-{HASH}-v2.lock": LEFTOVER,
     f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFTOVER,
     f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFTOVER,
     f"gguf/.model-{HASH}-Q4_1.gguf.part-abcdefgh": LEFTOVER,
-    "profiles/tmpabcdefgh.part": LEFTOVER,
 }
 NOT_OURS = (
     "notes.txt",

@@ -156,7 +156,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
 
     from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.run import distill
-    from outpace.distill.training_state import read_curve
+    from outpace.distill.train import read_curve
 
     options = settings(target_folder(tmp_path / "target"), tmp_path / "out", device="cuda", tokens=2000)
     distill(replace(options, stage="text"), silent)

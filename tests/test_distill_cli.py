@@ -17,9 +17,9 @@ import outpace
 from outpace.cli.distill import seconds
 from outpace.core.errors import UserError
 from outpace.distill.options import DistillOptions
+from outpace.distill.draft import DraftShape
 from outpace.distill.run import distill
-from outpace.distill.start import DraftShape
-from outpace.models.files.cache_folder import exclusive_lock
+from outpace.models.files.cache import exclusive_lock
 from outpace.models.load import load_draft, load_model
 from outpace.models.options import SHAPES, Shape, silent
 

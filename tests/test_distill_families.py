@@ -15,8 +15,7 @@ from test_architectures import pairs as pairs
 from test_four_bits import folders
 from torch import Tensor
 
-from outpace.distill.export import write_draft
-from outpace.distill.start import DraftShape, draft_config, new_student
+from outpace.distill.draft import DraftShape, draft_config, new_student, write_draft
 from outpace.distill.student import PackedRows, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint

@@ -9,8 +9,15 @@ import torch
 from distill_files import target as target
 
 from outpace.core.errors import UserError
-from outpace.distill.export import save_vocab_ids, write_draft
-from outpace.distill.start import DraftShape, draft_config, new_student, pick_layers, shape_from_options
+from outpace.distill.draft import (
+    DraftShape,
+    draft_config,
+    new_student,
+    pick_layers,
+    save_vocab_ids,
+    shape_from_options,
+    write_draft,
+)
 from outpace.distill.student import EMBEDDING
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.packed import pack

@@ -21,8 +21,8 @@ from doubles import QuickToy
 from test_work import Waits
 
 from outpace.core.errors import UserError
-from outpace.distill import training_state
-from outpace.distill.batches import Packer, read_samples
+from outpace.distill.batches import Labels, Packer, read_samples
+from outpace.distill.draft import VOCAB_FILE, DraftShape, new_student, read_vocab_ids
 from outpace.distill.evaluate import (
     MIN_ROUNDS,
     POSITIONS,
@@ -34,13 +34,9 @@ from outpace.distill.evaluate import (
     predicted_speedups,
     reliable_rates,
 )
-from outpace.distill.export import VOCAB_FILE, read_vocab_ids
-from outpace.distill.losses import Labels, LossOptions, loss
 from outpace.distill.run import distill, save_evaluation, write_plot
-from outpace.distill.start import DraftShape, new_student
 from outpace.distill.student import Student
-from outpace.distill.train import Trainer, TrainOptions
-from outpace.distill.training_state import read_curve
+from outpace.distill.train import MOMENTS, LossOptions, Trainer, TrainOptions, load_state, loss, read_curve, save_state
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.load import load_draft, load_model
@@ -196,11 +192,11 @@ def test_a_drafts_own_tokens_may_lie_on_a_gpu(made: Path) -> None:
 def test_a_loaded_state_is_on_the_device_of_its_weights(tmp_path: Path) -> None:
     """The steps too, which the optimizer's fused kernel reads on the device; the meta device plays its part."""
     saved: Any = SimpleNamespace(state=defaultdict(dict))
-    training_state.save(tmp_path, {"w": torch.ones(3, 2)}, saved, {"step": 5})
+    save_state(tmp_path, {"w": torch.ones(3, 2)}, saved, {"step": 5})
     weight, loaded = torch.ones(3, 2, device="meta"), SimpleNamespace(state=defaultdict(dict))
-    assert training_state.load(tmp_path, {"w": weight}, loaded) == {"step": 5}  # type: ignore[arg-type]
+    assert load_state(tmp_path, {"w": weight}, loaded) == {"step": 5}  # type: ignore[arg-type]
     assert {name: value.device.type for name, value in loaded.state[weight].items()} == dict.fromkeys(
-        ("step", *training_state.MOMENTS), "meta"
+        ("step", *MOMENTS), "meta"
     )
 
 

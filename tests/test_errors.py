@@ -15,10 +15,10 @@ from commands import run as run
 from commands import tiny as tiny
 from files import write_gguf
 
+from outpace.cli.options import StructureFlags
 from outpace.cli.process import standard_input
-from outpace.cli.sampling_options import StructureFlags
 from outpace.core.errors import UserError, check_range, check_whole, install_command
-from outpace.models.files.cache_folder import new_folder, write_error
+from outpace.models.files.cache import new_folder, write_error
 from outpace.server.chat_completions import ChatMessage, template_messages
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions, read_api_keys
@@ -71,10 +71,10 @@ def test_an_unknown_method_for_requests() -> None:
 
 
 def test_unreadable_api_keys(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"API key file .*none cannot be read \(No such file or directory\)$"):
+    with pytest.raises(UserError, match=r"--api-key-file is .*none, which cannot be read \(No such file"):
         read_api_keys(tmp_path / "none")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match=r"API key file .*latin is not UTF-8 text \(byte 3\)"):
+    with pytest.raises(UserError, match=r"--api-key-file is .*latin, which is not UTF-8 text \(byte 3\)"):
         read_api_keys(tmp_path / "latin")
 
 
@@ -99,7 +99,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
 
 
 def test_json_schema_takes_a_file() -> None:
-    with pytest.raises(UserError, match=r"--json-schema names a file: \{\} does not exist"):
+    with pytest.raises(UserError, match=r"--json-schema is \{\}, which cannot be read \(No such file"):
         StructureFlags(json_schema="{}").structured_outputs()
 
 

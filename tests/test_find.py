@@ -11,7 +11,7 @@ import pytest
 from files import smollm2_file, write_gguf
 
 from outpace.core.errors import UserError, install_command
-from outpace.models.files import cache_folder, find
+from outpace.models.files import cache, find
 
 FORMS = r"folder.*\.gguf.*hub id"
 
@@ -88,16 +88,16 @@ def test_the_shipped_model_for_real() -> None:
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "a"))
-    assert cache_folder.cache_folder() == tmp_path / "a"
+    assert cache.cache_folder() == tmp_path / "a"
     monkeypatch.delenv("OUTPACE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder.cache_folder() == tmp_path / "outpace"
+    assert cache.cache_folder() == tmp_path / "outpace"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("relative", "~no_such_user/x", ""):  # as the specification of XDG_CACHE_HOME demands
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
+        assert cache.cache_folder() == tmp_path / ".cache" / "outpace"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
+    assert cache.cache_folder() == tmp_path / ".cache" / "outpace"
 
 
 def test_an_unknown_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,9 @@ def test_an_unknown_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("OUTPACE_CACHE", "~no_such_user/x")
     with pytest.raises(UserError, match=r"OUTPACE_CACHE is .~no_such_user/x., whose home folder is not known: name"):
-        cache_folder.cache_folder()
+        cache.cache_folder()
     for name in ("OUTPACE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)
     with pytest.raises(UserError, match=r"the user.s home, but this home folder is not known: name a folder by"):
-        cache_folder.cache_folder()
+        cache.cache_folder()

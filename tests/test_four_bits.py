@@ -167,7 +167,7 @@ NAME = "model.layers.0.mlp.up_proj."
 @pytest.mark.parametrize(
     ("part", "change", "error", "says"),
     [
-        ("g_idx", lambda held: held + 1, UserError, "g_idx holds 1 to 2, expected are groups from 0 to 1"),
+        ("g_idx", lambda held: held + 1, UserError, "g_idx holds 1 to 2, expected are groups 0 to 1"),
         ("g_idx", lambda held: held - 1, UserError, "g_idx holds -1 to 0"),
         ("g_idx", lambda held: held[1:].copy(), UserError, r"g_idx has shape \[255\], expected \[256\]"),
         ("qzeros", lambda held: held | 15, UnsupportedModel, "qzeros holds 15"),

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from outpace.core.errors import UserError
-from outpace.models.files import cache_folder
-from outpace.models.files.cache_folder import exclusive_lock, lock_path
+from outpace.models.files import cache
+from outpace.models.files.cache import exclusive_lock, lock_path
 
 ROOT = Path(__file__).parents[1]
 HOLD = """
 import sys
 from pathlib import Path
-from outpace.models.files.cache_folder import exclusive_lock
+from outpace.models.files.cache import exclusive_lock
 with exclusive_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -26,7 +26,7 @@ with exclusive_lock(Path(sys.argv[1])):
 TAKE_TURNS = """
 import os, sys
 from pathlib import Path
-from outpace.models.files.cache_folder import exclusive_lock
+from outpace.models.files.cache import exclusive_lock
 log = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for _ in range(25):
     with exclusive_lock(Path(sys.argv[1])) as is_held:
@@ -112,5 +112,5 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file" / "below", "Not a directory")
-    monkeypatch.setattr(cache_folder.Path, "open", read_only)
+    monkeypatch.setattr(cache.Path, "open", read_only)
     refused(tmp_path, "Read-only file system")

@@ -13,10 +13,10 @@ from distill_files import target as target
 from files import set_fields
 
 from outpace.core.errors import UserError
-from outpace.distill import magpie
+from outpace.distill import text as writing
 from outpace.distill.prompts import read_prompts
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer
-from outpace.models.files.cache_folder import exclusive_lock
+from outpace.models.files.cache import exclusive_lock
 from outpace.models.files.find import resolve
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ SMALL = WriterOptions(rows=8, max_tokens=12, top=4)
 
 def write(target: Path, number: int, folder: Path) -> list[str]:
     said: list[float] = []
-    file = magpie.write_prompts(
+    file = writing.write_prompts(
         target, number, folder, SMALL, "cpu", lambda stage, figures: said.append(figures["prompts"])
     )
     assert said == sorted(said)
@@ -54,14 +54,14 @@ class ScriptedWriter:
 def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["hello world hello", "hello", "CUT hello world or well", "hello world hello", "well well or all he"]
     writer = ScriptedWriter(told, target)
-    monkeypatch.setattr(magpie, "make_writer", writer)
+    monkeypatch.setattr(writing, "make_writer", writer)
     kept = [told[0], told[4]]
     assert write(target, 2, tmp_path) == kept
-    assert {job.temperature for job in writer.jobs} == {magpie.TEMPERATURE}
+    assert {job.temperature for job in writer.jobs} == {writing.TEMPERATURE}
 
     assert write(target, 2, tmp_path) == kept, "it has enough"
     more = ScriptedWriter([told[0], "12 worlds or 12 hells"], target)
-    monkeypatch.setattr(magpie, "make_writer", more)
+    monkeypatch.setattr(writing, "make_writer", more)
     assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "old prompts are not written again"
     assert not {job.number for job in more.jobs} & {job.number for job in writer.jobs}
 
@@ -74,15 +74,15 @@ def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
         pytest.skip("the shipped model is not installed")
     found = [write(model, 3, tmp_path / name) for name in ("one", "two")]
     assert found[0] == found[1]
-    assert all(len(text) >= magpie.MIN_CHARACTERS for text in found[0])
+    assert all(len(text) >= writing.MIN_CHARACTERS for text in found[0])
     assert len(set(found[0])) == 3
 
 
 def test_a_target_without_messages_or_a_template_is_an_error(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(magpie, "_MAX_TRIES", 5)
-    monkeypatch.setattr(magpie, "make_writer", ScriptedWriter(["CUT hello world or well"] * 20, target))
+    monkeypatch.setattr(writing, "_MAX_TRIES", 5)
+    monkeypatch.setattr(writing, "make_writer", ScriptedWriter(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
     bare = target_folder(tmp_path / "bare")
@@ -95,9 +95,9 @@ def test_prompts_begin_with_each_begin_in_rotation(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = ScriptedWriter([" world or well he", " well or all or he"] * 2, target)
-    monkeypatch.setattr(magpie, "make_writer", writer)
+    monkeypatch.setattr(writing, "make_writer", writer)
     given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
-    found = read_prompts(magpie.write_prompts(target, 2, tmp_path, *given))
+    found = read_prompts(writing.write_prompts(target, 2, tmp_path, *given))
     assert found == ["hello world or well he", "lo well or all or he"]
     tokenizer = Tokenizer.from_folder(target)
     heads = [tokenizer.decode(job.prompt) for job in writer.jobs[:2]]
@@ -109,7 +109,7 @@ def test_two_processes_at_the_same_prompts(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
-    monkeypatch.setattr(magpie, "make_writer", ScriptedWriter(["hello world or well"] * 3, target))
+    monkeypatch.setattr(writing, "make_writer", ScriptedWriter(["hello world or well"] * 3, target))
     command = ["--target", target, "--out", tmp_path, "--write-prompts", 1]
     with exclusive_lock(tmp_path / "prompts.jsonl"):
         assert run_command(*command) == 2

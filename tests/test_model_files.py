@@ -14,7 +14,7 @@ from files import CONFIG, split_weights, weights, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import new_folder
+from outpace.models.files.cache import new_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint
 from outpace.models.files.reading import read_json
 from outpace.models.llama.config import llama_config as llama

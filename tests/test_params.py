@@ -138,7 +138,7 @@ def test_parameters_are_copies_of_the_given_lists() -> None:
     ids=repr,
 )
 def test_an_invalid_prompt_is_refused(llm: LLM, prompt: Any) -> None:
-    says = r"^the prompt is .*, it must be text, a list of chat messages or a list"
+    says = r"^the prompt is .*, it must be text or a list of chat messages or"
     with pytest.raises(outpace.UserError, match=says):
         llm.stream(prompt, max_tokens=2)
     assert not llm.engine.waiting

@@ -12,7 +12,7 @@ from files import model_folder, write_gguf
 
 from outpace.bench.peers import _gguf
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import cache_folder
+from outpace.models.files.cache import cache_folder
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.source import GgufSource

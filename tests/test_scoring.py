@@ -162,7 +162,7 @@ def test_references_select_the_kind_of_scoring(entry: dict[str, Any], expected: 
         ({"reference": "C", "choices": ["A", "B"]}, "the reference 'C' must be one of at least two"),
         ({"reference": "A", "choices": ["A", "A"]}, "at least two different choices"),
         ({"reference": "A", "choices": "AB"}, "choices must be a list of strings, it is 'AB'"),
-        ({"test": TEST}, r"entry_point \(None\) the name of the function that it tests"),
+        ({"test": TEST}, r"entry_point \(None\) the function's name"),
         ({"test": TEST, "entry_point": "x; y"}, "entry_point"),
         ({"test": 3, "entry_point": "x"}, "test must be a program"),
     ],

@@ -175,7 +175,7 @@ def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, file: Pat
         (b" \n", ["--drafter", "retrieval"], "is empty"),
         (b"\xff\xfe", ["--drafter", "retrieval"], "not UTF-8"),
         (b"h", ["--drafter", "cacheback"], "no text of more than 3 tokens"),
-        (None, ["--drafter", "retrieval"], "cannot be read"),
+        (None, ["--drafter", "retrieval"], "does not exist"),
         (b"hello world", ["--drafter", "retrieval", "--to", "/no/such/folder/x"], "there is no folder"),
     ],
 )

@@ -14,8 +14,8 @@ from files import TEMPLATE, folder_of, set_fields, write_gguf
 from safetensors.torch import load_file, save_file
 
 from outpace.core.errors import UserError
+from outpace.distill.draft import DraftShape, draft_config
 from outpace.distill.report import provenance
-from outpace.distill.start import DraftShape, draft_config
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict

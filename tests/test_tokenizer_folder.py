@@ -149,12 +149,12 @@ def test_tokenizer_json_decides_the_tokens_around_a_text(tmp_path: Path, adds: d
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": {"5": {"content": "new"}}},
-            "give 'new' the id 5, but in tokenizer.json that is",
+            "give 'new' the id 5, in tokenizer.json that is",
         ),
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": {"999": {"content": "new"}}},
-            "the id 999, but in tokenizer.json there is no",
+            "the id 999, in tokenizer.json there is no",
         ),
         (
             "tokenizer_config.json",
@@ -169,7 +169,7 @@ def test_tokenizer_json_decides_the_tokens_around_a_text(tmp_path: Path, adds: d
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "whole numbers"),
         ("tokenizer_config.json", {"extra_special_tokens": [{"content": "x", "lstrip": 1}]}, "is no token"),
         ("added_tokens.json", {"new": "last"}, r"added_tokens.json: the ids of added tokens are \['last'\]"),
-        ("added_tokens.json", {"new": 5}, "give 'new' the id 5, but in tokenizer.json that is"),
+        ("added_tokens.json", {"new": 5}, "give 'new' the id 5, in tokenizer.json that is"),
     ],
 )
 def test_contradictory_and_damaged_files_are_refused(

@@ -74,7 +74,7 @@ def test_a_file_returns_what_was_saved(trace: Trace, tmp_path: Path) -> None:
             assert np.array_equal(getattr(mine, name), getattr(other, name))
     assert [file.name for file in tmp_path.iterdir()] == ["a.trace"]
     with pytest.raises(UserError, match="cannot be written"):
-        trace.save(tmp_path / "missing" / "a.trace")
+        trace.save(tmp_path / "a.trace" / "b.trace")
     with pytest.raises(UserError, match="there is no file"):
         load(tmp_path / "b.trace")
 

@@ -185,7 +185,7 @@ def test_trees_go_with_either_attention_and_in_half_precision(name: str, dtype: 
         ("mamba", {}, "layer 0 keeps a LinearAttentionLayer, a state from which drafted tokens cannot be taken back"),
         ("recurrent_gemma", {}, "cannot be taken back: models with recurrent or compressed memory"),
         ("jamba", {}, "layer 0 keeps a LinearAttentionLayer"),
-        ("rwkv", {}, "RwkvForCausalLM stores nothing in the KV cache that it is given"),
+        ("rwkv", {}, "RwkvForCausalLM stores nothing in the given KV cache"),
         ("bart", BART, "BartForCausalLM does not work with a KV cache \\(IndexError: list index out of range\\)"),
         ("bert", {}, "BertLMHeadModel is not causal"),
         ("roberta", {"pad_token_id": 0}, "RobertaForCausalLM is not causal"),

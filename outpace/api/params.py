@@ -188,10 +188,6 @@ def read_params_each(given: Any, options: Mapping[str, Any], count: int) -> list
     return [read_params(params, options) for params in given]
 
 
-def _top_k(name: str, value: Any) -> Any:
-    return 0 if to_python(value) == -1 else to_python(value)
-
-
 def _switch(name: str, value: Any) -> bool:
     if to_python(value) not in (True, False):
         raise UserError(f"{name} is {value!r}, it must be True or False")
@@ -208,10 +204,6 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     if any("\ud800" <= sign <= "\udfff" for text in value for sign in text):
         raise UserError(f"{name} is {value!r}, it has half a character (a lone surrogate)")
     return tuple(value)
-
-
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    return _strings(name, [value] if isinstance(value, str) else value)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -256,8 +248,8 @@ def _token(name: str, given: Any) -> int:
 
 
 _READ: dict[str, Callable[[str, Any], Any]] = {
-    "top_k": _top_k,
-    "stop": _stops,
+    "top_k": lambda name, value: 0 if to_python(value) == -1 else to_python(value),
+    "stop": lambda name, value: _strings(name, [value] if isinstance(value, str) else value),
     "bad_words": _strings,
     "stop_token_ids": _token_ids,
     "allowed_token_ids": lambda name, value: None if value is None else _token_ids(name, value),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
 
+TURN_FIELDS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")  # of data sets
+USER = ("user", "human")  # names of the user's role in data sets
 FORM = 'a JSON object with "turns", a list of strings'
 
 
@@ -35,6 +38,19 @@ def _parse_line(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where} must be {FORM}, none of them empty")
     return dict(entry)
+
+
+def user_turns(where: str, row: Mapping[str, Any]) -> list[str]:
+    """Return the user's messages in a row of a hub data set; UserError if no known field holds a text."""
+    for name in TURN_FIELDS:
+        value: Any = row.get(name)
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        if isinstance(entries[0] if entries else None, dict):
+            entries = [entry for entry in entries if entry.get("role", entry.get("from", USER[0])) in USER]
+            entries = [entry.get("content", entry.get("value")) for entry in entries]
+        if entries and all(isinstance(text, str) and text.strip() for text in entries):
+            return entries
+    raise UserError(f"{where}: none of the fields {', '.join(TURN_FIELDS)} holds a text")
 
 
 def load_data_set(label: str, name: str, configuration: str | None = None, split: str | None = None) -> Any:

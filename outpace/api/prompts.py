@@ -25,9 +25,7 @@ def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
         return items
     if items is not None and _are_messages(items):
         return chat_tokens(items, tokenizer)
-    raise UserError(
-        f"the prompt is {reprlib.repr(prompt)}, it must be text, a list of chat messages or a list of token ids"
-    )
+    raise UserError(f"the prompt is {reprlib.repr(prompt)}, it must be text or a list of chat messages or token ids")
 
 
 def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **rendering: bool) -> list[int]:

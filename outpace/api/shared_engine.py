@@ -35,7 +35,6 @@ class FairLock:
         self._queue: deque[_Ticket] = deque()  # every operation on it is atomic
 
     def __len__(self) -> int:
-        """Return the number of threads that hold the lock or wait for it."""
         return len(self._queue)
 
     @property
@@ -112,7 +111,6 @@ class SharedEngine:
             return self.engine.create(request, decoder, options, watch, drafter)
 
     def enqueue(self, run: TokenSequence) -> None:
-        """Queue a sequence from `create`."""
         with self.lock.hold():
             self.engine.enqueue(run)
 

@@ -35,7 +35,6 @@ class StopStrings:
 
     @property
     def may_end(self) -> bool:
-        """Whether there are any stop strings."""
         return bool(self._stops)
 
     def push(self, text: str, may_end: bool = True) -> str:

@@ -18,9 +18,7 @@ from outpace.engine.build import check_rule, default_drafter, default_rule, find
 PLAIN = "autoregressive"
 AUTO = "auto"
 ALL = "all"
-SYNTAX = (
-    "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, several joined by commas, as in card:drafter=model+ngram,nodes=8"
-)
+SYNTAX = "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, joined by commas, as in card:drafter=model+ngram,nodes=8"
 GUESS = "guess"  # option: every n-th token of the predicted answer is replaced by a wrong one
 INTEGER_OPTIONS = ("nodes", "draft_threads", GUESS)  # of the engine or the bench, not of a method
 BOOLEAN_OPTIONS = ("profile",)

@@ -163,7 +163,6 @@ def _joules_per_token(done: Sequence[Record]) -> float | None:
 
 
 def _pooled_speed(records: Sequence[Record]) -> float | None:
-    """Return all tokens divided by all decoding time."""
     timed = [record for record in records if record.speed is not None]
     return sum(r.decoded for r in timed) / sum(r.decode_seconds for r in timed) if timed else None
 

@@ -96,12 +96,10 @@ class PeerProcess:
             raise
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        """Continue the prompt until a stop token, which is included, or `max_tokens`."""
         answer: TimedAnswer = self._call((list(prompt), max_tokens))
         return answer
 
     def close(self) -> None:
-        """End the process."""
         child_process.stop(self._process, GRACE_SECONDS)
 
     def _call(self, arguments: Any) -> Any:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from outpace.bench.contenders import PLAIN, is_lossy_label
 from outpace.bench.figures import TableRow
 from outpace.core.errors import UserError
@@ -21,12 +19,10 @@ MIN_ROUNDS = 20  # rounds that an acceptance rate needs to be drawn
 MAX_LABEL = 48  # characters of a name in the legend
 INK = "#333333"
 PALE = "#c4c8ce"
-PANEL_POINTS = np.array((340.0, 270.0))  # size of a quality panel in typographic points
 QUALITY_TITLES = {
     "perplexity": "speed and perplexity of the text (hollow: lossy; line: plain decoding)",
     "accuracy": "speed and right answers (hollow: lossy; line: plain decoding)",
 }
-Box = tuple[tuple[float, float], tuple[float, float]]
 
 
 def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
@@ -155,40 +151,12 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
         if row.label == PLAIN:
             axes.axhline(y, color=INK, linewidth=0.8, linestyle=":")
     axes.margins(0.2, 0.12)
-    box = (axes.get_xlim(), axes.get_ylim())
-    names = [row.label.partition("rule=")[2] or row.label for row in rows]
-    for name, point, (dx, dy) in zip(names, points, place_labels(points, names, box), strict=True):
-        side = "center" if dx == 0 else "left" if dx > 0 else "right"
-        style = {"fontsize": 7, "color": INK, "ha": side, "va": "center"}
-        axes.annotate(name, point, (dx, dy), textcoords="offset points", **style)
+    for row, point in zip(rows, points, strict=True):
+        name = row.label.partition("rule=")[2] or row.label
+        axes.annotate(name, point, (7, 0), textcoords="offset points", fontsize=7, color=INK, va="center")
     axes.set_xlabel("speedup over plain decoding", color=INK)
     axes.set_ylabel("perplexity" if measure == "perplexity" else "share of right answers", color=INK)
     _style(axes, QUALITY_TITLES[measure])
-
-
-def place_labels(points: Sequence[tuple[float, float]], names: Sequence[str], box: Box) -> list[tuple[float, float]]:
-    """Choose each label's offset from its point, in typographic points, so that it overlaps least with the rest."""
-    from matplotlib.transforms import Bbox
-
-    def label_box(x: float, y: float, offset: tuple[float, float], name: str) -> Bbox:
-        width = 3.7 * len(name)
-        left = {-1: width, 0: width / 2, 1: 0.0}[int(np.sign(offset[0]))]
-        return Bbox.from_bounds(x + offset[0] - left, y + offset[1] - 4.0, width, 8.0)
-
-    def overlap(one: Bbox, others: Sequence[Bbox]) -> float:
-        shared = (Bbox.intersection(one, other) for other in others)
-        return sum(part.width * part.height for part in shared if part is not None)
-
-    (left, right), (bottom, top) = box
-    scale = PANEL_POINTS / np.array([right - left or 1.0, top - bottom or 1.0])
-    at = ((np.array(points).reshape(-1, 2) - (left, bottom)) * scale).tolist()
-    taken = [Bbox.from_bounds(x - 4.0, y - 4.0, 8.0, 8.0) for x, y in at]
-    offsets = [(dx, dy) for dy in (0.0, 9.0, -9.0, 18.0, -18.0) for dx in (7.0, -7.0, 0.0) if dx or dy]
-    found = []
-    for (x, y), name in zip(at, names, strict=True):
-        found.append(min(offsets, key=lambda offset: overlap(label_box(x, y, offset, name), taken)))
-        taken.append(label_box(x, y, found[-1], name))
-    return found
 
 
 def _is_lossy(row: TableRow) -> bool:

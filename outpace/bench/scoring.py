@@ -59,9 +59,7 @@ def read(entry: Mapping[str, Any], prompt: str, where: str) -> Reference | None:
 def _program_reference(entry: Mapping[str, Any], prompt: str, where: str) -> Reference:
     test, name = entry["test"], entry.get("entry_point")
     if not isinstance(test, str) or not isinstance(name, str) or not name.isidentifier():
-        raise UserError(
-            f"{where}: test must be a program and entry_point ({name!r}) the name of the function that it tests"
-        )
+        raise UserError(f"{where}: test must be a program and entry_point ({name!r}) the function's name")
     return Reference(PROGRAM, test, entry_point=name, head=prompt)
 
 

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
 from outpace.bench.table_files import texts_of
-from outpace.core.errors import UserError, check_whole, require
+from outpace.core.errors import UserError, require
+from outpace.core.options import CheckedOptions, whole
+from outpace.core.theory import count_rounds
 from outpace.core.types import Request
 from outpace.drafters.layer_skip import Sublayers, check_target, evenly_spaced, find_agreements, searchable_layers
 from outpace.models.base import Model, chain
@@ -33,19 +35,13 @@ STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of layers skipped in the first tr
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(CheckedOptions):
     """The first `prompts` texts are answered with `max_tokens` each; `trials` sets are tried."""
 
-    prompts: int = 8
-    max_tokens: int = 96
-    trials: int = 200
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("prompts", self.prompts, 1)
-        check_whole("max_tokens", self.max_tokens, 8)
-        check_whole("trials", self.trials, 1)
-        check_whole("seed", self.seed, 0, 2**32 - 1)
+    prompts: int = whole(8, 1)
+    max_tokens: int = whole(96, 8)
+    trials: int = whole(200, 1)
+    seed: int = whole(0, 0, 2**32 - 1)
 
 
 class SublayerTimes(NamedTuple):
@@ -56,7 +52,6 @@ class SublayerTimes(NamedTuple):
     mlp: float
 
     def draft(self, sublayers: Sublayers) -> float:
-        """Return the seconds of a draft step."""
         saved = self.attention * len(sublayers.attention) + self.mlp * len(sublayers.mlp)
         return max(self.rows[0] - saved, 1e-9)
 
@@ -124,20 +119,10 @@ def predict_speedup(runs: Sequence[Sequence[bool]], sublayers: Sublayers, times:
     """
     tokens, best = sum(map(len, runs)), (0.0, 1)
     for length in range(1, MAX_DRAFT_LENGTH + 1):
-        rounds = sum(_rounds(run, length) for run in runs)
+        rounds = sum(count_rounds(run, length) for run in runs)
         seconds = rounds * (times.rows[length] + length * times.draft(sublayers))
         best = max(best, (tokens * times.rows[0] / seconds, length))
     return best
-
-
-def _rounds(agreed: Sequence[bool], length: int) -> int:
-    """Count the rounds of an answer: each emits the correctly drafted tokens and one token of the target."""
-    rounds = place = 0
-    while place < len(agreed):
-        drafted = agreed[place : place + length]
-        place += 1 + (drafted.index(False) if False in drafted else len(drafted))
-        rounds += 1
-    return rounds
 
 
 def _answers(

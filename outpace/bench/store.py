@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from outpace.bench.peer import TimedAnswer
 from outpace.core.errors import UserError
+from outpace.models.files.reading import read_optional_json, write_json
 
 ANSWERS = "answers.jsonl"
 SETTINGS = "settings.json"
@@ -95,7 +96,7 @@ class Store:
         except OSError as error:
             raise UserError(f"{folder} cannot be made ({error.strerror})") from error
         if not (folder / SETTINGS).exists():
-            (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            write_json(folder / SETTINGS, settings)
         found = read_settings(folder)
         for name, value in settings.items():
             if found.get(name) != value:
@@ -117,16 +118,7 @@ class Store:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the bench in a folder; {} if there are none."""
-    file = folder / SETTINGS
-    if not file.exists():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no JSON object ({error})") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is no JSON object")
-    return found
+    return read_optional_json(folder / SETTINGS)
 
 
 def read_records(folder: Path) -> Iterator[Record]:

@@ -12,6 +12,7 @@ from outpace.core import registry
 from outpace.core.errors import UserError, unknown
 from outpace.models.files import token_tables
 from outpace.models.files.find import resolve
+from outpace.models.files.reading import read_text
 from outpace.models.load import Progress
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -44,10 +45,6 @@ def make_table(
         progress("corpus", (place + 1) / len(texts))
     path = to or token_tables.place_of(name, tokenizer.fingerprint)
     arrays = module.make(tokens, tokenizer.size, module.Options())
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder {path.parent} cannot be made ({error.strerror})") from error
     token_tables.write(path, name, tokenizer.fingerprint, arrays)
     return TableFile(name, path, len(texts), sum(map(len, tokens)), path.stat().st_size)
 
@@ -73,19 +70,12 @@ def texts_of(corpus: Sequence[Path]) -> list[str]:
     """
     texts = []
     for file in corpus:
-        try:
-            content = file.expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror})") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8 text ({error.reason})") from error
+        content = read_text(file.expanduser(), largest=None)
         if not content.strip():
             raise UserError(f"{file} is empty, a corpus needs text")
         if file.suffix == ".jsonl":
             lines = content.removesuffix("\n").split("\n")  # a text may hold other line breaks
-            texts += [
-                text for place, line in enumerate(lines, 1) for text in _line_texts(line, f"{file}, line {place}")
-            ]
+            texts += [text for n, line in enumerate(lines, 1) for text in _line_texts(line, f"{file}, line {n}")]
         else:
             texts.append(content)
     return texts

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outpace.api.prompt_file import load_data_set, read_prompt_file
+from outpace.api.prompt_file import load_data_set, read_prompt_file, user_turns
 from outpace.bench import scoring
 from outpace.bench.scoring import Reference
 from outpace.core.errors import UserError, unknown
@@ -16,7 +16,6 @@ from outpace.core.errors import UserError, unknown
 HUB = "hub:"
 BUILT_IN = "builtin"
 SHIPPED = (BUILT_IN, "repetition", "summaries", "answers")  # files of the folder `prompts`
-TEXT_FIELDS = ("turns", "prompt", "question", "instruction", "text")
 REFERENCE_FIELDS = ("reference", "answer_number", "answer")
 KNOWN = {  # name: hub data set, configuration, split
     "gsm8k": ("openai/gsm8k", "main", "test"),
@@ -115,12 +114,7 @@ def _hub_entry(where: str, row: Any) -> dict[str, Any]:
     entry = {field: row.get(field) for field in ("test", "entry_point") if row.get("entry_point")}
     references = (row.get(field) for field in REFERENCE_FIELDS)
     usable = (value for value in references if isinstance(value, str | int | float) and str(value).strip())
-    for field in TEXT_FIELDS:
-        value = row.get(field)
-        texts = value if isinstance(value, list) else [value]
-        if texts and all(isinstance(text, str) and text.strip() for text in texts):
-            return {"turns": texts, "reference": next(usable, None), **entry}
-    raise UserError(f"{where}: none of the fields {', '.join(TEXT_FIELDS)} holds a text")
+    return {"turns": user_turns(where, row), "reference": next(usable, None), **entry}
 
 
 def check_turns(prompts: Sequence[TaskPrompt], tokenizer: Any) -> None:

@@ -13,6 +13,7 @@ from outpace.api.llm import LLM, Result
 from outpace.bench.contenders import PLAIN
 from outpace.bench.run import rotated
 from outpace.core.errors import UserError, check_whole
+from outpace.core.options import CheckedOptions, whole
 from outpace.core.types import Drafter
 from outpace.engine.build import AUTO, PLANNED, default_drafter
 from outpace.models.load import Loaded, Progress
@@ -32,17 +33,16 @@ PARALLEL_GAIN = 1.03  # speedup that drafting in parallel must reach over sequen
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(CheckedOptions):
     """Each method answers every prompt `rounds` times with `max_tokens`; `rows` are the sizes of the timed passes."""
 
     prompts: Sequence[str] = PROMPTS
-    max_tokens: int = 96
-    rounds: int = 2
+    max_tokens: int = whole(96, 8)
+    rounds: int = whole(2, 1)
     rows: Sequence[int] = (1, 2, 4, 8, 16, 32)
 
     def __post_init__(self) -> None:
-        check_whole("max_tokens", self.max_tokens, 8)
-        check_whole("rounds", self.rounds, 1)
+        super().__post_init__()
         if not self.prompts:
             raise UserError("there is no prompt to tune by, at least one is needed")
         for rows in self.rows:
@@ -119,6 +119,5 @@ def _race(
 
 
 def _rate(results: Sequence[Result]) -> float:
-    """Return all answers' tokens divided by their decoding seconds."""
     timed = [(len(result.tokens), result.tokens_per_second) for result in results if result.tokens_per_second]
     return sum(tokens for tokens, _ in timed) / sum(tokens / rate for tokens, rate in timed) if timed else 0.0

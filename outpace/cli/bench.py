@@ -17,11 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
-from outpace.cli.options import ModelFlags
+from outpace.cli.options import BasicSamplingFlags, ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
-from outpace.cli.sampling_options import BasicSamplingFlags
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, check_whole
 from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -72,13 +71,11 @@ class ResultFlags:
     """The files of the results."""
 
     panel: ClassVar[str] = "What is kept"
-    out: Path | None = flag(
-        None, "Folder to which each result is written at once; run again to continue a bench that stopped."
-    )
+    out: Path | None = flag(None, "Folder to which each result is written at once; run again to continue.")
     json: Path | None = flag(None, "File for the rows of the table.")
     plot: Path | None = flag(None, "File for a plot: .png, .svg or .pdf.")
     trace: Path | None = flag(
-        None, "File for a trace of what the draft proposes, for outpace simulate; nothing is measured."
+        None, "File for a trace of the draft's proposals, for outpace simulate; nothing is measured."
     )
 
 
@@ -222,13 +219,13 @@ def _console() -> Console:
 
 
 def _compare(one: Path, other: Path) -> None:
-    from outpace.bench import compare
+    from outpace.bench import report
 
-    first, second = compare.read(one), compare.read(other)
-    found = compare.side_by_side(first, second)
+    first, second = report.read_rows(one), report.read_rows(other)
+    found = report.side_by_side(first, second)
     console = _console()
-    console.print(compare.table(found))
-    for line in (f"A: {one}", f"B: {other}", *compare.differences(first, second)):
+    console.print(report.comparison_table(found))
+    for line in (f"A: {one}", f"B: {other}", *report.differences(first, second)):
         console.print(line, style=display.GREY)
     display.print_for_machines({"a": str(one), "b": str(other), "rows": found})
 

@@ -10,8 +10,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import SYSTEM, ModelFlags
-from outpace.cli.sampling_options import MAX_TOKENS, SamplingFlags
+from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def chat(
     system: str | None = SYSTEM,
     color: bool = flag(False, "Show accepted draft tokens in colour."),
     url: str | None = flag(
-        None, "Talk to a server with the OpenAI API, such as outpace serve; --target names its model."
+        None, "Talk to a server with the OpenAI API, as of outpace serve; --target names its model."
     ),
     api_key: str | None = flag(None, "API key for --url.", envvar="OUTPACE_API_KEY"),
 ) -> None:
@@ -219,6 +218,4 @@ class LocalChat(ChatSession):
         if dropped := (before - len(messages)) // 2:
             oldest = "the oldest question and its answer"
             what = oldest if dropped == 1 else f"the {dropped} oldest questions and answers"
-            display.say(
-                f"the model's context of {context} tokens is full: {what} were left out; /reset forgets all", "yellow"
-            )
+            display.say(f"the context of {context} tokens is full: {what} were left out; /reset forgets all", "yellow")

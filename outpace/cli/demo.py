@@ -16,8 +16,7 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, ModelFlags
-from outpace.cli.sampling_options import BasicSamplingFlags
+from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, BasicSamplingFlags, ModelFlags
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:
@@ -36,9 +35,7 @@ CAPTION = (
     " where the answer repeats what was said before, and seldom where it is new, as in the story ('{story}')."
 )
 GREEN = " Accepted tokens are green above."
-DISTURBED = (
-    "Other work on this machine disturbed these times; they cannot be trusted. Run the demo again when it is idle."
-)
+DISTURBED = "Other work on this machine disturbed these times: run the demo again when it is idle."
 METHODS = ("auto", "card", "speculative")  # the first one's answer is streamed
 TITLE = "the default method: {drafter}, as much as pays"
 MAX_VARIATION = 1.5  # plain decoding's rounds that differ by a larger factor were disturbed

@@ -94,11 +94,9 @@ class TextPrinter:
         self._console, self._color, self._last = stdout(), color, "\n"
 
     def show(self, piece: Piece) -> None:
-        """Write one piece."""
         self.write(piece.text, DRAFTED if self._color and piece.is_draft else None)
 
     def write(self, text: str, style: str | None = None) -> None:
-        """Write text."""
         if text:
             shown = printable(text) if self._console.is_terminal else text
             self._console.out(shown, style=style, end="")

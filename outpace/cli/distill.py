@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags, numbers
-from outpace.cli.options import JSON, TARGET
+from outpace.cli.options import JSON, SEED, TARGET, TEXT
 from outpace.cli.process import sigterm_as_interrupt
-from outpace.cli.sampling_options import SEED, TEXT
 from outpace.core.errors import UserError, check_whole, require
 
 if TYPE_CHECKING:
@@ -37,22 +36,16 @@ class TextFlags:
     panel: ClassVar[str] = "Amount"
     prompts: list[str] | None = flag(None, "Prompts: a .jsonl file, hub:NAME or builtin; may be repeated.")
     write_prompts: int | None = flag(
-        None, "Let the target write this many prompts to prompts.jsonl in --out, and do nothing else."
+        None, "Let the target write this many prompts to prompts.jsonl, and do nothing else."
     )
-    begin: list[str] | None = flag(
-        None, "With --write-prompts, how they begin: 'Write a Python function'; several are used alternately."
-    )
+    begin: list[str] | None = flag(None, "With --write-prompts, how they begin; several are used alternately.")
     budget: str | None = flag(None, "Time for text and training together: 90s, 30m, 2h.")
-    tokens: int | None = flag(
-        None, "Instead of a budget: tokens of text that the target writes; started answers are finished."
-    )
+    tokens: int | None = flag(None, "Instead of a budget: tokens that the target writes; started answers are finished.")
     epochs: float = flag(3.0, "How often training goes through the text.")
     answer_tokens: int = flag(256, "The longest answer, in tokens.")
-    rows: int | None = flag(
-        None, "Answers that the target writes at once; the default is 128 on a CPU and at most 1,024 on a GPU."
-    )
+    rows: int | None = flag(None, "Answers written at once; the default is 128 on a CPU and at most 1,024 on a GPU.")
     temperatures: str = flag(
-        "0,0.8,1", "Temperatures of the answers, used alternately; one that is named twice gets twice the share."
+        "0,0.8,1", "Temperatures of the answers, alternately; one named twice gets twice the share."
     )
     stage: str = flag(
         "all",
@@ -102,7 +95,7 @@ class PackingFlags:
 
     panel: ClassVar[str] = "Packing"
     pack: str | None = flag(
-        None, "Store this run's draft without its target's embeddings; with --tasks it is evaluated first."
+        None, "Store this run's draft without its target's embeddings; with --tasks, evaluate it first."
     )
     unpack: str | None = flag(None, "Give this packed draft its embeddings back, for transformers and other engines.")
 
@@ -153,13 +146,13 @@ def distill(
 
 
 def _write_prompts(count: int, options: DistillOptions, begins: tuple[str, ...]) -> None:
-    from outpace.distill import magpie
     from outpace.distill.progress_display import ProgressDisplay
+    from outpace.distill.text import write_prompts
     from outpace.models.files.find import resolve
 
     target = resolve(options.target)
     with ProgressDisplay() as progress:
-        file = magpie.write_prompts(target, count, options.out, options.writer, options.device, progress.show, begins)
+        file = write_prompts(target, count, options.out, options.writer, options.device, progress.show, begins)
     display.say(f"written: {file}; read some of them, then train with --prompts {file}")
 
 
@@ -206,13 +199,11 @@ def _options(
     device: str,
     seed: int,
 ) -> DistillOptions:
-    """Convert the flags to DistillOptions."""
+    from outpace.distill.draft import resolve_draft, shape_from_options
     from outpace.distill.evaluate import EvaluationOptions
-    from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.start import resolve_draft, shape_from_options
-    from outpace.distill.train import TrainOptions
+    from outpace.distill.train import LossOptions, TrainOptions
     from outpace.distill.writer import WriterOptions
 
     for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):

@@ -202,7 +202,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _cache_contents() -> dict[str, Any]:
     """Return the cache folder, its entries and its size; or why there is none."""
     from outpace.models.files import cache
-    from outpace.models.files.cache_folder import cache_folder
+    from outpace.models.files.cache import cache_folder
 
     try:
         folder = cache_folder()
@@ -228,7 +228,7 @@ def _cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _clean_cache() -> dict[str, Any]:
     """Remove what outpace has made in its cache folder; return what was removed, kept and why, and others' files."""
     from outpace.models.files import cache
-    from outpace.models.files.cache_folder import cache_folder
+    from outpace.models.files.cache import cache_folder
 
     folder = cache_folder()
     removed, kept = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -244,7 +244,6 @@ def _clean_cache() -> dict[str, Any]:
 
 
 def _clean_report(found: dict[str, Any]) -> list[str]:
-    """Describe what `_clean_cache` did."""
     from outpace.models.files.cache import TABLES
 
     lines = []

@@ -56,9 +56,7 @@ def flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _options(
-    group: Any, texts: Mapping[str, str] | None = None, panel: str | None = None
-) -> Iterator[inspect.Parameter]:
+def _options(group: Any, texts: dict[str, str] | None = None, panel: str | None = None) -> Iterator[inspect.Parameter]:
     """Yield the options of a dataclass; `texts` are the help texts of one that declares no flags."""
     hints, panel = get_type_hints(group), getattr(group, "panel", panel)
     for one in fields(group):

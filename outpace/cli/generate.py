@@ -10,9 +10,9 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import JSON, SYSTEM, ModelFlags
-from outpace.cli.sampling_options import TEXT, SamplingFlags
+from outpace.cli.options import JSON, SYSTEM, TEXT, ModelFlags, SamplingFlags
 from outpace.core.errors import UserError
+from outpace.models.files.reading import read_named_text
 
 if TYPE_CHECKING:
     from outpace.api.llm import Prompt, Result, Stream
@@ -26,9 +26,7 @@ class AnswerFlags:
     n: int = flag(1, "Answers to write, each sampled independently.")
     echo: bool = flag(False, "Write the prompt before the answer.")
     logprobs: int | None = flag(None, "With --json: log-probabilities of this many best tokens at each position.")
-    logprobs_mode: str = flag(
-        "raw", "Log-probabilities before (raw) or after (processed) penalties, temperature and filters."
-    )
+    logprobs_mode: str = flag("raw", "Log-probabilities before (raw) or after (processed) penalties and filters.")
     prediction: Path | None = flag(
         None, "File with a guess of the answer: where it is right, the answer is written faster.", metavar="FILE"
     )
@@ -108,13 +106,7 @@ def _conversation(prompt: str, system: str | None, prefill: str | None, raw: boo
 def _read_prediction(file: Path | None) -> str:
     if file is None:
         return ""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--prediction is {file}, which cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prediction is {file}, which is not UTF-8 text ({error.reason})") from error
-    if not text:
+    if not (text := read_named_text("--prediction", file)):
         raise UserError(f"--prediction is {file}, which is empty")
     return text
 

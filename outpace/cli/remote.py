@@ -135,7 +135,6 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _error_message(event: Mapping[str, Any]) -> str:
-    """Return the message of an error object."""
     error = event.get("error")
     message = error.get("message") if isinstance(error, Mapping) else error
     return str(message)[:500]

@@ -75,9 +75,7 @@ def simulate(
         " all: also variants without one of their parts.",
     ),
     nodes: int = flag(32, "Tree nodes verified in a pass, with the root."),
-    width: str = flag(
-        "16", "Nodes that the drafter expands in one forward (K). Further widths, as in 16,5,25, add rows for CARD."
-    ),
+    width: str = flag("16", "Nodes that the drafter expands in a forward (K). More, as in 16,5,25, add rows for CARD."),
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--json", output.rows)
@@ -115,7 +113,6 @@ def simulate(
 
 
 def _costs(times: TimeFlags) -> list[Any]:
-    """Convert the flags to PassTimes."""
     from outpace.simulate import costs
 
     if times.target_times is None and times.draft_times is None:

@@ -61,7 +61,6 @@ def tune(
 
 
 def _make(model: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool) -> None:
-    """Make the file of a drafter, and describe it."""
     if not corpus:
         raise UserError(f"--to is {to}, it needs a --corpus to make that file from")
     check_file("--to", to)

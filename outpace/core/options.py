@@ -1,4 +1,4 @@
-"""Options of methods: dataclasses whose fields state their defaults and bounds together."""
+"""Options: dataclasses whose fields state their defaults and bounds together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def number(default: float, low: float, high: float = math.inf) -> Any:
 
 
 @dataclass(frozen=True)
-class MethodOptions:
-    """The options of a method; a field declared by `whole` or `number` is checked. Without fields: no options."""
+class CheckedOptions:
+    """Options of which each field that is declared by `whole` or `number` is checked."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a value out of bounds."""
@@ -29,3 +29,8 @@ class MethodOptions:
             value = getattr(self, one.name)
             if "check" in one.metadata and not (value is None and one.default is None):
                 one.metadata["check"](one.name, value, *one.metadata["bounds"])
+
+
+@dataclass(frozen=True)
+class MethodOptions(CheckedOptions):
+    """The options of a method; without fields: no options."""

@@ -31,6 +31,19 @@ def speedup(tokens: float, gamma: int, c: float, v: float = 1.0, overhead: float
     return tokens / (gamma * c + v + overhead)
 
 
+def count_rounds(agreed: Sequence[bool], length: int) -> int:
+    """Count the rounds of an answer drafted in chains of this length; `agreed`: whether the draft has each token right.
+
+    Each round emits the correctly drafted tokens and one token of the target.
+    """
+    rounds = place = 0
+    while place < len(agreed):
+        drafted = agreed[place : place + length]
+        place += 1 + (drafted.index(False) if False in drafted else len(drafted))
+        rounds += 1
+    return rounds
+
+
 def best_length(alpha: float, c: float, most: int = 64) -> int:
     """Return the gamma of the greatest sequential speedup if verifying costs no more than a plain pass.
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.losses import Labels
 from outpace.distill.shards import read_shards
 from outpace.distill.student import PackedRows
 
@@ -25,6 +24,15 @@ class Sample:
     top_ids: np.ndarray  # int32 [answer tokens, k]
     top_log_p: np.ndarray  # float16 [answer tokens, k]
     temperature: float
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The target's tokens at the scored positions, as indices of the draft's vocabulary; -1 if a token is not in it."""
+
+    tokens: Tensor  # int64 [scored]: the tokens that it wrote
+    top: Tensor  # int64 [scored, k]: its most likely tokens, in descending order
+    top_p: Tensor  # float32 [scored, k], at temperature 1
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from outpace.api.llm import LLM
-from outpace.core.errors import check_whole
+from outpace.core import theory
+from outpace.core.options import CheckedOptions, whole
 from outpace.core.stats import Positions, RunStats, merge_stats, rates
 from outpace.distill.progress_display import Progress
 from outpace.models.base import chain
@@ -28,17 +30,12 @@ CONTEXT = 200  # tokens before a timed pass
 
 
 @dataclass(frozen=True)
-class EvaluationOptions:
+class EvaluationOptions(CheckedOptions):
     """The first `prompts` of each task are answered with at most `max_tokens` each."""
 
-    prompts: int = 20
-    max_tokens: int = 128
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("prompts", self.prompts, 1)
-        check_whole("max_tokens", self.max_tokens, 2)
-        check_whole("seed", self.seed, 0, 2**63 - 1)
+    prompts: int = whole(20, 1)
+    max_tokens: int = whole(128, 2)
+    seed: int = whole(0, 0, 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,6 @@ class Evaluation:
     where: str = ""  # runtime and threads
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
         return {**asdict(self), "cost": self.speed.cost}
 
 
@@ -113,16 +109,19 @@ def predicted_speedups(rows: Sequence[Acceptance], speed: ModelTimes) -> dict[in
 
     E is 1 plus the sum of the products of the greedy acceptance by position, and v = t_p(gamma + 1) / t_p(1).
     """
-    greedy = [row for row in rows if row.temperature == 0]
-    if not greedy:
-        return {}
-    predicted, expected, reach = {}, 1.0, 1.0
-    for length in range(1, POSITIONS + 1):
-        rates = [row.by_position[length - 1] for row in greedy if len(row.by_position) >= length]
-        reach *= statistics.fmean(rates) if rates else 0.0
-        expected += reach
-        predicted[length] = expected / (length * speed.cost + speed.passes[length + 1] / speed.passes[1])
-    return predicted
+    greedy = [row.by_position for row in rows if row.temperature == 0]
+    columns = ([rate for rate in column if rate is not None] for column in zip_longest(*greedy))
+    means = [statistics.fmean(column) for column in columns]
+    reach = [*means, *[0.0] * POSITIONS]
+    return {
+        length: theory.speedup(
+            theory.expected_tokens_by_position(reach[:length]),
+            length,
+            speed.cost,
+            speed.passes[length + 1] / speed.passes[1],
+        )
+        for length in range(1, POSITIONS + 1 if greedy else 1)
+    }
 
 
 def _measure_acceptance(

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outpace.core.errors import UserError, check_range, check_whole, unknown
+from outpace.core.errors import UserError, check_range, unknown
+from outpace.core.options import CheckedOptions, number, whole
+from outpace.distill.draft import DraftShape
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.prompts import BUILT_IN
-from outpace.distill.start import DraftShape
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
-from outpace.models.files.cache_folder import exclusive_lock
+from outpace.models.files.cache import exclusive_lock
 from outpace.models.runtimes import RUNTIMES
 
 START = "start"  # writes the draft as training begins with it; not among "all"
@@ -23,16 +24,16 @@ TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
 
 
 @dataclass(frozen=True)
-class DistillOptions:
+class DistillOptions(CheckedOptions):
     """What to distill, the run's folder `out`, and how much: `tokens` of the target's text, or `seconds` in total."""
 
     target: str | None
     out: Path
     prompts: Sequence[str] = (BUILT_IN,)
     stage: str = "all"
-    tokens: int | None = None
+    tokens: int | None = whole(None, 1)
     seconds: float | None = None
-    epochs: float = 3.0  # passes over the text, where `tokens` limits the text
+    epochs: float = number(3.0, 0.001, 10000.0)  # passes over the text, where `tokens` limits the text
     temperatures: Sequence[float] = TEMPERATURES  # of the passes over the prompts, in rotation
     device: str = "cpu"
     runtime: str = "auto"  # of the evaluation
@@ -49,8 +50,7 @@ class DistillOptions:
             raise unknown("stage", self.stage, STAGES)
         if self.runtime not in RUNTIMES:
             raise unknown("runtime", self.runtime, RUNTIMES)
-        if self.tokens is not None:
-            check_whole("tokens", self.tokens, 1)
+        super().__post_init__()
         if self.seconds is not None:
             check_range("budget", self.seconds, 1.0)
         if self.tokens is None and self.seconds is None and self.runs("text"):
@@ -59,15 +59,12 @@ class DistillOptions:
             raise UserError("temperatures is empty, at least one is needed")
         for temperature in self.temperatures:
             check_range("a temperature", temperature, 0.0, 10.0)
-        check_range("epochs", self.epochs, 0.001, 10000.0)
 
     def runs(self, stage: str) -> bool:
-        """Whether this stage is among the selected ones."""
         return self.stage in (stage, "all")
 
     @property
     def draft(self) -> str:
-        """The draft to evaluate."""
         return self.evaluate if self.evaluate is not None else str(self.out / DRAFT)
 
 

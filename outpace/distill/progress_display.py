@@ -57,7 +57,6 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._live.stop()
 
     def show(self, stage: str, figures: Figures) -> None:
-        """Display a stage's figures."""
         is_new = stage != self._stage
         if is_new:
             self._stage, self._figures = stage, {}

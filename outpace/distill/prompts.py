@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.api.prompt_file import load_data_set, read_prompt_file
+from outpace.api.prompt_file import load_data_set, read_prompt_file, user_turns
 from outpace.core.errors import UserError
 
 HUB = "hub:"
 BUILT_IN = "builtin"
-CHAT_FIELDS = ("messages", "conversations", "turns")  # of a hub data set
-TEXT_FIELDS = ("prompt", "instruction", "question", "text")  # of a hub data set without conversations
 HELD_OUT_ONE_IN = 50
 
 
@@ -60,19 +58,7 @@ def read_prompts(file: Path) -> list[str]:
 def _from_hub(name: str) -> Iterator[str]:
     rows: Iterable[Any] = load_data_set(f"{HUB}{name}", name, split="train")
     for place, row in enumerate(rows):
-        yield _hub_text(name, place, row)
-
-
-def _hub_text(name: str, place: int, row: Any) -> str:
-    for field in CHAT_FIELDS:
-        if row.get(field):
-            first = row[field][0]
-            return str(first.get("content", first.get("value"))) if isinstance(first, dict) else str(first)
-    for field in TEXT_FIELDS:
-        if isinstance(row.get(field), str) and row[field].strip():
-            return str(row[field])
-    allowed = ", ".join((*CHAT_FIELDS, *TEXT_FIELDS))
-    raise UserError(f"{HUB}{name}, row {place}: none of the fields {allowed} holds a text")
+        yield user_turns(f"{HUB}{name}, row {place}", row)[0]
 
 
 def builtin_prompts() -> Iterator[str]:

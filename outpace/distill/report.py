@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.core.errors import UserError, install_command
 from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Evaluation
 from outpace.distill.options import DRAFT, TRAINING
-from outpace.distill.train import CURVE
-from outpace.distill.training_state import read_curve
+from outpace.distill.train import CURVE, read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.llama.config.llama_config import from_dict
@@ -86,9 +85,7 @@ def table(found: Evaluation) -> Table:
 def _times(found: Evaluation) -> str:
     """Describe both models' times and the speedup predicted from them."""
     speed = found.speed
-    text = (
-        f"draft step {speed.draft_step * 1e3:.2f} ms, target pass {speed.passes[1] * 1e3:.2f} ms: c = {speed.cost:.3f}"
-    )
+    text = f"draft step {speed.draft_step * 1e3:.2f} ms, target pass {1e3 * speed.passes[1]:.2f} ms: c {speed.cost:.3f}"
     if found.predicted:
         length, best = max(found.predicted.items(), key=lambda item: item[1])
         text += f"; predicted speedup at temperature 0: {best:.2f} by chains of {length}"

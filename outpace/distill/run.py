@@ -10,18 +10,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from outpace.core.errors import UserError
-from outpace.distill import training_state
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
+from outpace.distill.draft import (
+    VOCAB_FILE,
+    chosen_vocab_ids,
+    draft_config,
+    new_student,
+    read_vocab_ids,
+    save_vocab_ids,
+    target_config,
+    trained_shapes,
+    write_draft,
+)
 from outpace.distill.evaluate import Evaluation, evaluate
-from outpace.distill.export import VOCAB_FILE, chosen_vocab_ids, read_vocab_ids, save_vocab_ids, write_draft
 from outpace.distill.options import DRAFT, START, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
 from outpace.distill.report import PLOT, plot, read_state, record, write_card
-from outpace.distill.start import draft_config, new_student, target_config, trained_shapes
 from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
-from outpace.distill.train import CURVE, Trainer
+from outpace.distill.train import CURVE, Trainer, check_state, read_curve
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, resolve
 from outpace.models.files.packed import pack
@@ -84,7 +92,7 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
     if shape.draft is not None:
         with Checkpoint.open(shape.draft) as draft:
             draft.check_shapes(trained)
-    training_state.check(folder, trained)
+    check_state(folder, trained)
 
 
 def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
@@ -192,7 +200,7 @@ def save_evaluation(options: DistillOptions, found: Evaluation) -> None:
 def write_plot(options: DistillOptions, found: Evaluation) -> Path:
     """Write the plot; for the draft made by this run, also to its folder and model card. UserError if that fails."""
     file, draft = options.out / PLOT, options.out / DRAFT
-    plot(found, training_state.read_curve(options.out / TRAINING / CURVE), file)
+    plot(found, read_curve(options.out / TRAINING / CURVE), file)
     if found.draft == str(draft):
         shutil.copyfile(file, draft / PLOT)
         write_card(options.out, found, options.target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.distill.atomic_write import write_atomically
 from outpace.distill.writer import WrittenAnswer
+from outpace.models.files.cache import new_file
 
 MANIFEST = "manifest.json"
 
@@ -35,7 +35,6 @@ class Shard:
 
     @classmethod
     def of(cls, answers: Sequence[WrittenAnswer]) -> Shard:
-        """Concatenate answers."""
         texts = [np.concatenate([np.array(answer.job.prompt, np.int32), answer.tokens]) for answer in answers]
         return cls(
             tokens=np.concatenate(texts),
@@ -74,7 +73,6 @@ class TextFolder:
 
     @property
     def tokens(self) -> int:
-        """Answer tokens in all shards."""
         return sum(tokens for _, tokens in self.shards.values())
 
     def add(self, answers: Sequence[WrittenAnswer]) -> None:
@@ -83,16 +81,16 @@ class TextFolder:
 
         number = max((int(name.split("-")[1].split(".")[0]) for name in self.shards), default=-1) + 1
         name, shard = f"shard-{number:05d}.safetensors", Shard.of(answers)
-        self._write(name, lambda part: save_file(vars(shard), part))
+        after_failure = f"the {len(self.shards)} finished shards stay good"
+        with new_file(self.folder / name, after_failure) as part:
+            save_file(vars(shard), part)
         self._add_entry(name, shard)
         manifest = self.settings | {
             "tokens": self.tokens,
             "shards": [{"file": name, "answers": a, "tokens": t} for name, (a, t) in self.shards.items()],
         }
-        self._write(MANIFEST, lambda part: part.write_text(json.dumps(manifest, indent=1) + "\n"))
-
-    def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        write_atomically(self.folder / name, write, f"the {len(self.shards)} finished shards stay good")
+        with new_file(self.folder / MANIFEST, after_failure) as part:
+            part.write_text(json.dumps(manifest, indent=1) + "\n")
 
     def _add_entry(self, name: str, shard: Shard) -> None:
         self.shards[name] = (len(shard.jobs), len(shard.top_ids))

@@ -36,9 +36,7 @@ class Student:
     def __init__(self, config: LlamaConfig, tensors: Mapping[str, Tensor], ids: Tensor | None) -> None:
         """Copy `tensors`, float32 by Hugging Face names."""
         self.config, self.ids = config, ids
-        self.tensors = {
-            name: value.detach().clone().requires_grad_(name not in FROZEN) for name, value in tensors.items()
-        }
+        self.tensors = {name: one.detach().clone().requires_grad_(name not in FROZEN) for name, one in tensors.items()}
         head = self.tensors[EMBEDDING if config.tie_embeddings else HEAD]
         self._head = head if ids is None else head[ids]  # [ids, hidden]
 

@@ -1,27 +1,36 @@
-"""Trains a draft on the target's text (stage train); each step depends on the seed and the step's number alone."""
+"""Trains a draft on the target's text (stage train); each step depends on the seed and the step's number alone.
+
+The loss is the cross-entropy on the target's token and the forward KL divergence from its distribution. Checkpoints
+hold the trained weights and the optimizer's two moments.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from outpace.core.errors import UserError, check_range, check_whole
-from outpace.distill import training_state
-from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
-from outpace.distill.losses import LossOptions, loss
+from outpace.core.errors import UserError
+from outpace.core.options import CheckedOptions, number, whole
+from outpace.core.theory import count_rounds
+from outpace.distill.batches import Labels, Packer, Sample, TrainingBatch, read_samples
 from outpace.distill.progress_display import Progress
 from outpace.distill.shards import shard_files
 from outpace.distill.student import Student
+from outpace.models.files.cache import new_file
 from outpace.models.options import has_bfloat16
 
-CURVE = "curve.jsonl"
+CURVE, STATE = "curve.jsonl", "training.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_TINY = 1e-8
 WARM_STEPS = 3  # not timed, since a device initialises in them
 PROBE_STEPS = 6  # timed steps after which a time budget is converted to a number of tokens
 PROBE_SECONDS, PROBE_SHARE = 2.0, 0.05  # least time of these steps: seconds or share of the budget, the smaller one
@@ -30,7 +39,23 @@ CHAIN = 4
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class LossOptions(CheckedOptions):
+    """The loss is token_weight * cross-entropy + distribution_weight * divergence.
+
+    The divergence is taken over the target's k most likely tokens and one bucket for all others.
+    """
+
+    token_weight: float = number(0.2, 0.0, 100.0)
+    distribution_weight: float = number(0.8, 0.0, 100.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.token_weight + self.distribution_weight:
+            raise UserError("token_weight and distribution_weight are both 0, one of them must be above it")
+
+
+@dataclass(frozen=True)
+class TrainOptions(CheckedOptions):
     """Options of the training, which sees `tokens` answer tokens, repeats included, or as many as `seconds` allow.
 
     The learning rate rises over `warmup` steps, stays constant, and falls along a cosine over the last share `cooldown`
@@ -39,24 +64,16 @@ class TrainOptions:
 
     tokens: int | None = None
     seconds: float | None = None
-    learning_rate: float = 1e-3
-    warmup: int = 40
-    cooldown: float = 1.0
+    learning_rate: float = number(1e-3, 1e-9, 1.0)
+    warmup: int = whole(40, 1)
+    cooldown: float = number(1.0, 0.0, 1.0)
     weight_decay: float = 0.01
     clip: float = 1.0  # of the gradient's norm
-    rows: int = 8
-    length: int = 512
-    seed: int = 0
-    save_every: float = 180.0  # seconds
+    rows: int = whole(8, 1)
+    length: int = whole(512, 1)
+    seed: int = whole(0, 0, 2**63 - 1)
+    save_every: float = number(180.0, 0.0)  # seconds
     loss: LossOptions = field(default_factory=LossOptions)
-
-    def __post_init__(self) -> None:
-        check_range("learning_rate", self.learning_rate, 1e-9, 1.0)
-        check_range("cooldown", self.cooldown, 0.0, 1.0)
-        for name in ("rows", "length", "warmup"):
-            check_whole(name, getattr(self, name), 1)
-        check_whole("seed", self.seed, 0, 2**63 - 1)
-        check_range("save_every", self.save_every, 0.0)
 
 
 @dataclass
@@ -100,11 +117,11 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the last checkpoint; return False if there is none. UserError if its shapes differ."""
-        found = training_state.load(self.folder, self._trained, self.optimizer)
+        found = load_state(self.folder, self._trained, self.optimizer)
         if found is None:
             return False
         self.state = TrainingState(**found)
-        points = training_state.read_curve(self.folder / CURVE)
+        points = read_curve(self.folder / CURVE)
         kept = [point for point in points if point["step"] <= found["step"]]  # the others are newer than the checkpoint
         (self.folder / CURVE).write_text("".join(f"{json.dumps(point)}\n" for point in kept))
         return True
@@ -128,7 +145,7 @@ class Trainer:
             if now - saved >= options.save_every:
                 self.checkpoint(mean, progress, save)
                 saved = time.monotonic()
-        if state.step not in [point["step"] for point in training_state.read_curve(self.folder / CURVE)]:
+        if state.step not in [point["step"] for point in read_curve(self.folder / CURVE)]:
             self.checkpoint(mean, progress, save)
         else:  # a finished run was started again
             save(self.student)
@@ -137,7 +154,7 @@ class Trainer:
     def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> None:
         """Save a checkpoint, evaluate the held-out answers and add a point to the learning curve."""
         state = self.state
-        training_state.save(self.folder, self._trained, self.optimizer, asdict(state))
+        save_state(self.folder, self._trained, self.optimizer, asdict(state))
         save(self.student)
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
             found = asdict(agreement(self.student, self._packer, self._held_out[:EVALUATED]))
@@ -247,21 +264,103 @@ def agreement(student: Student, packer: Packer, samples: Sequence[Sample]) -> Ag
         same = (student.logits(batch.packed).argmax(1) == batch.labels.top[:, 0]).cpu().numpy()
         hits.append(same)
         start = 0
-        for number in (number for row in rows for number in row):
-            count = len(samples[number].top_ids)
-            if samples[number].temperature == 0:
-                passes += _count_passes(same[start : start + count])
+        for index in (index for row in rows for index in row):
+            count = len(samples[index].top_ids)
+            if samples[index].temperature == 0:
+                passes += count_rounds(same[start : start + count].tolist(), CHAIN)
                 emitted += count
             start += count
     share = float(np.concatenate(hits).mean()) if hits else 0.0
     return Agreement(round(share, 4), round(emitted / passes, 4) if passes else None)
 
 
-def _count_passes(same: np.ndarray) -> int:
-    """Count the target passes of an answer, drafted in chains of CHAIN, given which tokens the draft predicts."""
-    passes = place = 0
-    while place < len(same):
-        chain = same[place : place + CHAIN]
-        place += 1 + (len(chain) if chain.all() else int(chain.argmin()))
-        passes += 1
-    return passes
+def loss(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor:
+    """Return the mean loss per position; logits float32 [scored, ids].
+
+    Tokens outside the draft's vocabulary have no cross-entropy, and p is renormalised over the others.
+    """
+    log_q = torch.log_softmax(logits, dim=-1)
+    total = logits.new_zeros(())
+    if options.token_weight:
+        known = labels.tokens >= 0
+        chosen = log_q.gather(1, labels.tokens.clamp_min(0)[:, None]).squeeze(1)
+        total = total - options.token_weight * (chosen * known).sum() / len(known)
+    if options.distribution_weight:
+        total = total + options.distribution_weight * _forward_kl(log_q, labels).mean()
+    return total
+
+
+def _forward_kl(log_q: Tensor, labels: Labels) -> Tensor:
+    """Return the divergence of q from p over the stored tokens and the bucket of all others: [scored]."""
+    known = labels.top >= 0
+    rest = (1.0 - labels.top_p.sum(1)).clamp_min(0.0)  # treated as tokens of the draft's vocabulary
+    p = labels.top_p * known
+    mass = (p.sum(1) + rest).clamp_min(_TINY)[:, None]
+    p = torch.cat([p, rest[:, None]], 1) / mass  # [scored, k + 1]
+    log_kept = log_q.gather(1, labels.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
+    q_rest = (1.0 - log_kept.exp().sum(1, keepdim=True)).clamp_min(_TINY)
+    log_q_all = torch.cat([log_kept.masked_fill(~known, 0.0), q_rest.log()], 1)
+    return (p * (p.clamp_min(_TINY).log() - log_q_all)).sum(1)
+
+
+def save_state(
+    folder: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+) -> None:
+    """Write the state; UserError if that fails, which keeps the last checkpoint."""
+    from safetensors.torch import save_file
+
+    tensors = {f"weight {name}": value.detach() for name, value in trained.items()}
+    for moment in MOMENTS:
+        for name, value in trained.items():
+            tensors[f"{moment} {name}"] = optimizer.state[value].get(moment, torch.zeros_like(value))
+    metadata = {"progress": json.dumps(progress)}
+    with new_file(folder / STATE, "the checkpoint before it stays good") as part:
+        save_file(tensors, part, metadata)
+
+
+def load_state(folder: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Load weights and moments; return the progress, or None without a checkpoint. Raises as `check_state`."""
+    progress = check_state(folder, {name: tuple(value.shape) for name, value in trained.items()})
+    if progress is None:
+        return None
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / STATE)
+    with torch.no_grad():
+        for name, value in trained.items():
+            value.copy_(tensors[f"weight {name}"])
+            moments = {moment: tensors[f"{moment} {name}"].to(value.device) for moment in MOMENTS}
+            step = torch.tensor(float(progress["step"]), device=value.device)  # the fused kernel reads it there
+            optimizer.state[value].update(step=step, **moments)
+    return progress
+
+
+def check_state(folder: Path, trained: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+    """Return the saved progress, or None without a checkpoint.
+
+    Raises UserError for a checkpoint that is torn, or whose tensors do not have the shapes in `trained`.
+    """
+    from safetensors import safe_open
+
+    file = folder / STATE
+    if not file.exists():
+        return None
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            progress: dict[str, Any] = json.loads(opened.metadata()["progress"])
+            names = [name for name in opened.keys() if name.startswith("weight ")]  # noqa: SIM118
+            saved = {name.removeprefix("weight "): opened.get_slice(name).get_shape() for name in names}
+    except Exception as error:  # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
+        raise UserError(f"{file} is not a whole checkpoint ({error}); remove it to start anew") from error
+    own = {name: list(shape) for name, shape in trained.items()}
+    for name in sorted(own.keys() | saved.keys()):
+        if own.get(name) != saved.get(name):
+            shapes = f"{saved.get(name, 'missing')} in it and {own.get(name, 'missing')} in this draft"
+            raise UserError(f"{file} is a checkpoint of another shape: {name} is {shapes}; choose another folder")
+    return progress
+
+
+def read_curve(file: Path) -> list[dict[str, Any]]:
+    """Read the points of a learning curve; none if there was no training."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.strip()]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from outpace.core import registry
-from outpace.core.errors import check_whole
 from outpace.core.noise import row_words
+from outpace.core.options import CheckedOptions, whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
 from outpace.engine.engine import Engine, EngineOptions
@@ -53,19 +53,13 @@ class WrittenAnswer:
 
 
 @dataclass(frozen=True)
-class WriterOptions:
+class WriterOptions(CheckedOptions):
     """`rows` answers are written concurrently with at most `max_tokens`; `top` tokens are stored at each position."""
 
-    rows: int = 128
-    max_tokens: int = 256
-    top: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("rows", self.rows, 1, 4096)
-        check_whole("max_tokens", self.max_tokens, 1)
-        check_whole("top", self.top, 1, 1024)
-        check_whole("seed", self.seed, 0, _SEEDS - 1)
+    rows: int = whole(128, 1, 4096)
+    max_tokens: int = whole(256, 1)
+    top: int = whole(16, 1, 1024)
+    seed: int = whole(0, 0, _SEEDS - 1)
 
 
 def make_writer(
@@ -119,7 +113,6 @@ class EngineWriter:
         self._greedy, self._gumbel = Greedy(), Gumbel()
 
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
-        """Yield an answer per job, in the order in which they finish."""
         rows = self._options.rows
         running: dict[int, AnswerJob] = {}
         decoder = registry.find("decoders", "autoregressive")

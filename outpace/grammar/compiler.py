@@ -160,7 +160,6 @@ class Grammars:
 
 
 def _written(library: Any, structure: Structure) -> str:
-    """Write a structure in llguidance's own form."""
     if structure.kind == "json":
         options = (_COMPACT if structure.compact else FREE_WHITESPACE) | _FIXED
         text: str = library.grammar_from_json_schema(structure.text, overrides=options)

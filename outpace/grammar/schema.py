@@ -14,7 +14,7 @@ import math
 import reprlib
 import sys
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError, unknown
@@ -72,7 +72,7 @@ _OWN = ("_", "@", "//", "x-")  # prefixes of comments, JSON-LD and extensions
 _NUMBER = frozenset(("integer", "fraction"))
 _TYPES = {name: frozenset((name,)) for name in ("null", "boolean", "integer", "string", "array", "object")}
 _TYPES["number"] = _NUMBER
-_ALL_TYPES = frozenset((*_TYPES, "fraction")) - {"number"}
+ALL_TYPES = frozenset((*_TYPES, "fraction")) - {"number"}
 _OF_TYPE = {
     **dict.fromkeys(("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"), "array"),
     **dict.fromkeys(("dependencies", "dependentSchemas", "dependentRequired", "propertyNames"), "object"),
@@ -118,7 +118,6 @@ class _Reducer:
         self._tags: dict[int, tuple[Mapping[str, Any], str]] = {}  # by id(): a schema and the property it must require
 
     def whole(self) -> Any:
-        """Return the reduced schema."""
         found = self._reduce(self._root, 1)
         if found is False:
             raise UserError("the JSON schema allows no value")
@@ -267,16 +266,10 @@ class _Reducer:
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
         """Follow references, ignoring the keywords next to them; return an empty schema if that is impossible."""
-        for _ in range(MAX_DEPTH):
-            if isinstance(schema, bool):
-                return {} if schema else {"not": {}}
-            if not isinstance(schema, Mapping):
-                return {}
-            reference = schema.get("$ref")
-            if reference is None:
-                return schema
-            schema = target(self._root, reference)
-        return {}
+        found = resolved(schema, self._root)
+        if isinstance(found, bool):
+            return {} if found else {"not": {}}
+        return found if isinstance(found, Mapping) and "$ref" not in found else {}
 
 
 def _resembles(keyword: str) -> str | None:
@@ -467,10 +460,10 @@ def _listed(value: Any) -> list[Any]:
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema may allow, possibly too many."""
-    found = _ALL_TYPES
+    found = ALL_TYPES
     if schema.get("type") is not None:
         names = [*_listed(schema["type"]), *(["null"] if schema.get("nullable") else [])]
-        found = frozenset().union(*(_TYPES.get(name, _ALL_TYPES) for name in names))
+        found = frozenset().union(*(_TYPES.get(name, ALL_TYPES) for name in names))
     if (values := _values(schema)) is not None:
         found &= frozenset().union(*(_type(value) for value in values))
     return found
@@ -505,12 +498,33 @@ def _property(schema: Mapping[str, Any], name: str) -> Any:
     return {} if schema.get("patternProperties") else schema.get("additionalProperties", {})
 
 
-def target(root: Any, reference: Any) -> Any:
+def types_of(schema: Any, root: Any, depth: int = 8) -> frozenset[str]:
+    """Return the JSON types that a schema allows; all types if it does not limit them. `root` has its definitions."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or not depth:
+        return ALL_TYPES
+    for keyword in ("anyOf", "oneOf"):
+        if "type" not in schema and isinstance(several := schema.get(keyword), list):
+            return frozenset().union(*(types_of(one, root, depth - 1) for one in several))
+    return _types(schema)
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Follow references within the document `root`; return the schema itself if it is not a reference."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping) or (reference := schema.get("$ref")) is None:
+            break
+        schema = _target(root, reference)
+    return schema
+
+
+def _target(root: Any, reference: Any) -> Any:
     """Return the schema that a reference within the document names; an empty schema for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return {}
     found = root
-    for part in _parts(reference):
+    for part in reference[1:].split("/")[1:]:
+        part = urllib.parse.unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and part in found:
             found = found[part]
         elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
@@ -518,8 +532,3 @@ def target(root: Any, reference: Any) -> Any:
         else:
             return {}
     return found
-
-
-def _parts(reference: str) -> Iterator[str]:
-    for part in reference[1:].split("/")[1:]:
-        yield urllib.parse.unquote(part).replace("~1", "/").replace("~0", "~")

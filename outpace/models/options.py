@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,6 +151,9 @@ def _to_builtin(value: Any) -> Any:
     """Convert scalars of numpy and torch to Python's, and types and devices of torch to their names."""
     value = to_python(value)
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+Progress = Callable[[str, float], None]  # receives a stage and the fraction of it that is done
 
 
 def silent(stage: str, fraction: float) -> None:

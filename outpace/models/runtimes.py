@@ -22,9 +22,8 @@ from outpace.models.devices import check_host, check_memory
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.inflation import SHAPES, inflated_config, inflated_source
 from outpace.models.llama.weight_sources import parse_layers, source_of
-from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
+from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
 
-Progress = Callable[[str, float], None]
 TORCH = "torch"  # the extra
 TRANSFORMERS = (TORCH, "torch", "transformers")  # the same, and what the runtime needs of it
 

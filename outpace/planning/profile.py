@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core import machine
+from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256, num_cores, num_threads
 from outpace.core.types import Drafter
-from outpace.models.files.cache_folder import cache_folder, new_file
+from outpace.models.files.cache import cache_folder, new_file
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
@@ -69,10 +70,9 @@ def write(about: Mapping[str, Any], learnt: Mapping[str, Any], cache: Path | Non
     """Store a profile atomically; return None where the folder cannot be written."""
     path = path_of(about, cache)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as stream:
-            stream.write(json.dumps({"about": about, "learnt": learnt}, indent=1).encode())
-    except OSError:  # a full or read-only disk must not end this run
+        with new_file(path) as part:
+            part.write_text(json.dumps({"about": about, "learnt": learnt}, indent=1), encoding="utf-8")
+    except UserError:  # a full or read-only disk must not end this run
         return None
     return path
 

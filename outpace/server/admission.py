@@ -52,7 +52,6 @@ class QueueEstimator:
         self._drop_old(now)
 
     def record_length(self, tokens: int) -> None:
-        """Record the length of a finished answer."""
         self._usual = DECAY * self._usual + (1 - DECAY) * tokens
 
     def expected_tokens(self, most: float = math.inf) -> float:
@@ -122,7 +121,6 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more request would be refused."""
         return self._refusal() is not None
 
     def _refusal(self) -> Refusal | None:
@@ -187,7 +185,6 @@ class Admission:
         self._keys[group.key] += 1
 
     def remove(self, group: ChoiceGroup) -> None:
-        """Remove a request that has ended."""
         self.groups.remove(group)
         self._counts_until = 0.0
         self._keys[group.key] -= 1
@@ -199,7 +196,6 @@ class Admission:
             self._estimator.record(0, False)
 
     def record(self, tokens: int) -> None:
-        """Record a step of the engine that wrote `tokens`."""
         self._update_counts()
         self._estimator.record(tokens, self._counts.waiting > 0)
 

@@ -17,18 +17,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outpace import __version__
-from outpace.server import chat_completions, completions, infill, logs, messages, responses
-from outpace.server.chat_completions import ChatBody, ChatFormat
-from outpace.server.completions import CompletionBody, CompletionFormat
+from outpace.server import chat_completions, completions, logs, messages, responses
+from outpace.server.chat_completions import ChatBody, ChatFormat, ChatMessage, template_messages
+from outpace.server.completions import CompletionBody, CompletionFormat, InfillBody, InfillFormat, TokenIds
 from outpace.server.errors import ApiError
-from outpace.server.infill import InfillBody, InfillFormat
 from outpace.server.messages import CountBody, MessagesBody, MessagesFormat
 from outpace.server.middleware import Middleware, is_messages_path
 from outpace.server.replies import EventStream, JsonReply, WholeReply, error_reply
-from outpace.server.request_body import B, read_json, validate
+from outpace.server.request_body import B, Body, read_json, validate
 from outpace.server.responses import ResponsesBody, ResponsesFormat
 from outpace.server.service import Service
-from outpace.server.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 PAGE = files("outpace.server") / "page.html"
@@ -77,7 +75,6 @@ def _add_route(
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "another method")
     sentences = {
@@ -91,7 +88,6 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _record(request: Request) -> dict[str, Any]:
-    """Return the log record of a request."""
     record: dict[str, Any] = request.scope["state"]["record"]
     return record
 
@@ -136,6 +132,57 @@ async def _body(service: Service, request: Request, kind: type[B]) -> tuple[B, M
     return body, headers
 
 
+class TokenizeBody(Body):
+    """A text, or a conversation that is rendered by the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None  # llama.cpp's name
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
+    """Return token ids, their number, and the context length."""
+    tokenizer = service.llm.tokenizer
+    text = body.prompt if body.prompt is not None else body.content
+    if (text is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        tokens = tokenizer.chat(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+        )
+    else:
+        assert text is not None
+        tokens = tokenizer.continuation(text) if body.add_special_tokens is False else tokenizer.encode(text)
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)}
+    if body.return_token_strs:
+        found["token_strs"] = [tokenizer.spelled(token).decode("utf-8", "replace") for token in tokens]
+    return found
+
+
+def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
+    """Return the text of token ids, with special tokens."""
+    last = service.llm.target.model.vocab_size - 1
+    bad = next((token for token in body.tokens if token > last), None)
+    if bad is not None:
+        raise ApiError(400, f"a token is {bad}, allowed are 0 to {last}", param="tokens")
+    text = service.llm.tokenizer.decode(body.tokens, skip_special=False)
+    return {"prompt": text, "content": text}
+
+
 async def _models(service: Service, request: Request) -> Response:
     return JsonReply({"object": "list", "data": [_model_entry(service, name) for name in service.names]})
 
@@ -153,7 +200,19 @@ def _model_entry(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _tokenizer_info(service: Service, request: Request) -> Response:
-    return JsonReply(tokenizer_info(service))
+    tokenizer = service.llm.tokenizer
+    special = tokenizer.special_texts
+    found = {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": service.llm.target.model.vocab_size,
+        "max_model_len": service.max_model_len,
+        "eos_token": special.get("eos_token"),
+        "bos_token": special.get("bos_token"),
+        "pad_token": special.get("pad_token"),
+        "eos_token_ids": sorted(tokenizer.stop_ids),
+        "chat_template": tokenizer.chat_template,
+    }
+    return JsonReply(found)
 
 
 async def _health(service: Service, request: Request) -> Response:
@@ -195,7 +254,7 @@ def _block_hash(text: str, tag: str) -> str:
 POSTS: dict[str, tuple[str, Any, Callable[..., Any], Any]] = {  # summary, body, function, format of generated text
     "/v1/chat/completions": ("Answer a conversation", ChatBody, chat_completions.to_request, ChatFormat),
     "/v1/completions": ("Continue texts", CompletionBody, completions.to_request, CompletionFormat),
-    "/infill": ("Fill in the text at a cursor", InfillBody, infill.to_request, InfillFormat),
+    "/infill": ("Fill in the text at a cursor", InfillBody, completions.infill_request, InfillFormat),
     "/v1/responses": ("Answer as OpenAI's Responses API", ResponsesBody, responses.to_request, ResponsesFormat),
     "/v1/messages": ("Answer as Anthropic's Messages API", MessagesBody, messages.to_request, MessagesFormat),
     "/v1/messages/count_tokens": ("Count the tokens of a conversation", CountBody, messages.count_tokens, None),

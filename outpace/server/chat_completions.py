@@ -10,7 +10,7 @@ from pydantic import AliasChoices, Field
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions
+from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions, joined_text
 from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
 from outpace.server.tool_calls import AnswerPart, parse_arguments, tool_options
@@ -108,7 +108,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
         response_format=body.response_format,
         structured_outputs=body.structured_outputs,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prediction=_text(body.prediction.content, "") if body.prediction else "",
+        prediction=joined_text(body.prediction.content, "") if body.prediction else "",
     )
 
 
@@ -121,16 +121,12 @@ def _template_message(given: ChatMessage) -> dict[str, Any]:
     if given.role == "user" and not given.content and given.content != "":
         raise ApiError(400, "a user message has no content, it must be a string or a list of parts", param="messages")
     role = "system" if given.role == "developer" else given.role
-    message: dict[str, Any] = {"role": role, "content": _text(given.content) or given.refusal or ""}
+    message: dict[str, Any] = {"role": role, "content": joined_text(given.content) or given.refusal or ""}
     if given.tool_calls:
         message["tool_calls"] = [_template_call(call) for call in given.tool_calls]
     more = {"name": given.name, "tool_call_id": given.tool_call_id}
     more["reasoning_content"] = given.reasoning_content or given.reasoning
     return message | {name: value for name, value in more.items() if value is not None}
-
-
-def _text(content: str | list[TextPart] | None, separator: str = "\n") -> str:
-    return separator.join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def _template_call(given: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +185,6 @@ class ChatFormat(ChunkFormat):
         return {**choice, **self._end(index, ended)}
 
     def _more(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the optional fields of a choice."""
         more = self.token_fields(delta)
         if self.body.logprobs and delta.tokens:
             content = [self.logprob_entry(record, self.body.top_logprobs or 0) for record in delta.logprobs]
@@ -198,7 +193,6 @@ class ChatFormat(ChunkFormat):
 
 
 def _message_delta(parts: Iterable[AnswerPart]) -> dict[str, Any]:
-    """Convert parts of a choice to the delta of its message."""
     message: dict[str, Any] = {}
     for part in parts:
         if isinstance(part, TextDelta):

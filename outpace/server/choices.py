@@ -42,7 +42,6 @@ class ChoiceEnd:
 
     @cached_property
     def figures(self) -> RunStats:
-        """Numbers of drafted and accepted tokens."""
         return summarize(self.history.steps)
 
 
@@ -62,7 +61,6 @@ class Choice:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has started it."""
         return self.run is not None and bool(self.run.history.began)
 
     @property
@@ -81,7 +79,6 @@ class Choice:
         return self.run.tokens[: self.num_tokens] if self.run else ()
 
     def add(self, delta: ChoiceDelta | None, ended: ChoiceEnd | None) -> None:
-        """Store output of the engine."""
         if delta is not None:
             self._pending.append(delta)
         self.ended = ended or self.ended
@@ -139,7 +136,6 @@ class ChoiceGroup:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(prompt) for prompt in self.prompts)
 
     @property
@@ -160,7 +156,6 @@ class ChoiceGroup:
 
     @property
     def figures(self) -> RunStats:
-        """Speculation statistics of the choices that have ended."""
         return merge_stats([choice.ended.figures for choice in self.choices if choice.ended])
 
     def wake(self) -> None:
@@ -192,7 +187,6 @@ class ChoiceGroup:
             self._waiter.set_result(None)
 
     def cancel_timer(self) -> None:
-        """Stop the timer of `wait`."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -89,7 +89,6 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _request_line(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
-        """Return method, path and headers."""
         path = self.url.partition(b"?")[0].decode("ascii", "replace")
         return self.parser.get_method().decode("ascii"), path, self.headers
 

@@ -116,7 +116,6 @@ class EngineThread:
                 self.engine.abort(self._live[choice])
 
     def _deliver_updates(self) -> None:
-        """Deliver the output of the last step."""
         updates = []
         for choice, run in list(self._live.items()):
             ended = self._ended(choice, run) if run.finish_reason is not None else None

@@ -44,12 +44,10 @@ class ApiError(Exception):
         return {"x-should-retry": "false"} if self.status in (500, 504) else {}
 
     def openai(self) -> dict[str, Any]:
-        """Return the body in the format of the OpenAI API."""
         kind = OPENAI_TYPES.get(self.status, OPENAI_TYPES[400] if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def messages(self, request_id: str) -> dict[str, Any]:
-        """Return the body in the format of the Messages API."""
         kind = MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 

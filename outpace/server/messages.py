@@ -10,7 +10,7 @@ from pydantic import Field
 from outpace.server.choices import Choice, ChoiceEnd
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import Body, SamplingBody
+from outpace.server.request_body import Body, SamplingBody, joined_text
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import ToolOptions, parse_arguments, template_call, tool_options
@@ -107,8 +107,7 @@ def template_messages(body: ConversationBody) -> list[dict[str, Any]]:
     """Convert messages for chat templates."""
     found: list[dict[str, Any]] = []
     if body.system:
-        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
-        found.append({"role": "system", "content": text})
+        found.append({"role": "system", "content": joined_text(body.system)})
     for message in body.messages:
         if isinstance(message.content, str):
             found.append({"role": message.role, "content": message.content})
@@ -123,7 +122,9 @@ def _from_blocks(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
     texts, calls = [], []
     for block in blocks:
         if block.type == "tool_result":
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(block)})
+            found.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": joined_text(block.content)}
+            )
         elif block.type == "tool_use":
             calls.append(template_call(block.id, block.name, block.input or {}))
         elif block.type == "text":
@@ -134,12 +135,7 @@ def _from_blocks(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
     return found
 
 
-def _result(block: ContentBlock) -> str:
-    return "\n".join(part.text for part in block.content) if isinstance(block.content, list) else block.content or ""
-
-
 def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
-    """Convert tools to the format of chat completions."""
     tools = [
         {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
         for tool in body.tools or ()
@@ -243,16 +239,13 @@ class MessagesFormat(ItemFormat):
             yield _event("content_block_stop", index=len(self._items) - 1)
 
     def _stop_reason(self, ended: ChoiceEnd) -> tuple[str, str | None]:
-        """Return stop reason and stop sequence."""
         if isinstance(ended.stop, str):
             return "stop_sequence", ended.stop
         if ended.reason == "length":
             return "max_tokens", None
         return ("tool_use" if self._splitter.has_called else "end_turn"), None
 
-    def _message(
-        self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, written: int
-    ) -> dict[str, Any]:
+    def _message(self, content: list[Any], reason: str | None, sequence: str | None, written: int) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": self._usage(written)}
 

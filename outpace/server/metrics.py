@@ -81,7 +81,6 @@ class Metrics:
         self._metrics.setdefault(name, []).append(metric)
 
     def text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
@@ -94,11 +93,9 @@ class Metrics:
                 labelled.inc(amount)
 
     def refused(self, reason: str) -> None:
-        """Count a refused request."""
         self.add("requests_rejected", reason=reason)
 
     def updated(self, choice: Choice, delta: ChoiceDelta | None, ended: ChoiceEnd | None) -> None:
-        """Record a round of a choice."""
         now = time.perf_counter()
         if delta is not None and delta.tokens:
             before = self._last_output.get(choice)
@@ -111,7 +108,6 @@ class Metrics:
             self._ended(ended)
 
     def finished(self, group: ChoiceGroup) -> None:
-        """Record the end of a request."""
         self.add("prompt_tokens", group.prompt_tokens)
         if group.is_gone:
             self.add("client_disconnects")

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outpace.core import registry
-from outpace.core.errors import UserError, check_range, check_whole, unknown
+from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.options import CheckedOptions, number, whole
+from outpace.models.files.reading import read_named_text
 from outpace.tools.definitions import AUTO, FORMATS
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -17,29 +19,22 @@ API_KEY_VARIABLE = "OUTPACE_API_KEY"
 
 
 @dataclass(frozen=True)
-class ServerLimits:
+class ServerLimits(CheckedOptions):
     """Bounds of one request and of all together. Times are in seconds."""
 
-    max_queue: int = 128  # answers that wait for a slot
-    max_queued_tokens: int = 1 << 20  # prompt tokens that wait
-    max_requests_per_key: int = 0  # at once; 0: no limit
-    max_connections: int = 512
-    max_body: int = 4 << 20  # bytes
-    queue_timeout: float = 60.0
-    request_timeout: float = 600.0
-    write_timeout: float = 30.0
-    drain: float = 30.0
-    body_seconds: float = 30.0  # to receive the headers, and then the body
-    json_depth: int = 64
-    stuck: float = 60.0  # without a finished engine step while work is pending
-    ping: float = 10.0  # of silence in a stream before a sign of life
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(getattr(ServerLimits, name), int):
-                check_whole(name, value, 0 if name == "max_requests_per_key" else 1)
-            else:
-                check_range(name, value, 0.0 if name == "drain" else 0.001)
+    max_queue: int = whole(128, 1)  # answers that wait for a slot
+    max_queued_tokens: int = whole(1 << 20, 1)  # prompt tokens that wait
+    max_requests_per_key: int = whole(0, 0)  # at once; 0: no limit
+    max_connections: int = whole(512, 1)
+    max_body: int = whole(4 << 20, 1)  # bytes
+    queue_timeout: float = number(60.0, 0.001)
+    request_timeout: float = number(600.0, 0.001)
+    write_timeout: float = number(30.0, 0.001)
+    drain: float = number(30.0, 0.0)
+    body_seconds: float = number(30.0, 0.001)  # to receive the headers, and then the body
+    json_depth: int = whole(64, 1)
+    stuck: float = number(60.0, 0.001)  # without a finished engine step while work is pending
+    ping: float = number(10.0, 0.001)  # of silence in a stream before a sign of life
 
 
 @dataclass(frozen=True)
@@ -115,12 +110,7 @@ def read_api_keys(file: Path | None) -> frozenset[bytes]:
     """Return hashes of the keys in a file, one a line, and in OUTPACE_API_KEY, separated by commas."""
     keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UserError(f"API key file {file} cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"API key file {file} is not UTF-8 text (byte {error.start})") from None
+        lines = read_named_text("--api-key-file", file).splitlines()
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
             raise UserError(f"API key file {file} has no key, write one a line")

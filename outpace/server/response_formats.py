@@ -140,7 +140,6 @@ class ChunkFormat(ResponseFormat):
         raise NotImplementedError
 
     def _end(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
-        """Return the fields about a choice's end."""
         return {"finish_reason": "length" if ended.reason == "length" else "stop", "stop_reason": ended.stop}
 
     def _choice(self, index: int, content: Any, **more: Any) -> dict[str, Any]:
@@ -150,7 +149,6 @@ class ChunkFormat(ResponseFormat):
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **more, **self.statistics()}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage so far."""
         group, figures = self.group, self.group.figures
         written = sum(len(choice.indices) * choice.num_tokens for choice in group.choices)
         details = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions
+from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions, joined_text
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import parse_arguments, template_call, tool_options
@@ -24,8 +24,7 @@ class ContentPart(Body):
     """A text part of an item."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
-    text: str | None = None
-    refusal: str | None = None
+    text: str | None = Field(default=None, validation_alias=AliasChoices("text", "refusal"))
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -111,16 +110,10 @@ def _template_message(item: InputItem, number: int) -> dict[str, Any]:
         call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}
+        return {"role": "tool", "tool_call_id": item.call_id or "", "content": joined_text(item.output)}
     if item.role is None:
         raise ApiError(400, f"input.{number}.role is missing", param="input", code="missing_field")
-    return {"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}
-
-
-def _text(content: str | list[ContentPart] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text or part.refusal or "" for part in content)
-    return content or ""
+    return {"role": "system" if item.role == "developer" else item.role, "content": joined_text(item.content)}
 
 
 def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:

@@ -38,7 +38,6 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle the first and the second signal."""
         if self._service.is_draining:
             self.force_exit = self.should_exit = True
             return

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
@@ -14,7 +17,6 @@ from outpace.server.admission import Admission, Reservation
 from outpace.server.choices import ChoiceGroup
 from outpace.server.engine_thread import ChoiceUpdate, EngineThread
 from outpace.server.errors import ApiError, unavailable
-from outpace.server.fingerprint import system_fingerprint
 from outpace.server.generation_request import GenerationRequest, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
@@ -22,6 +24,7 @@ from outpace.server.tool_calls import ChatModel
 
 T = TypeVar("T")
 SUBMIT_SECONDS = 0.25  # in which a healthy engine accepts a request
+SAMPLE_BYTES = 1 << 20  # of a file, read at its start, middle and end for the fingerprint
 NUM_WORKERS = 2  # threads that tokenize, render templates and compile grammars
 
 
@@ -72,7 +75,6 @@ class Service:
             raise unavailable(f"the engine has been stuck for {self.thread.step_age:.0f} seconds", "stuck")
 
     async def run_in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a slow call in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
 
     async def start(
@@ -128,7 +130,6 @@ class Service:
             self.metrics.finished(group)
 
     def fail_all(self, error: ApiError) -> None:
-        """End all requests with an error."""
         for group in list(self.admission.groups):
             group.fail(error)
 
@@ -160,3 +161,39 @@ class Service:
             if choice.group is not None:
                 choice.group.wake()
         self.admission.record(tokens)
+
+
+def system_fingerprint(llm: LLM) -> str:
+    """Return `system_fingerprint`, equal for two servers that write equal texts for equal seeds and requests.
+
+    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode and rule.
+    """
+    target = llm.target
+    model, tokenizer, place = target.model, target.tokenizer, target.files() if target.files else None
+    files = [] if place is None else sorted(place.iterdir() if place.is_dir() else [place])
+    facts: dict[str, Any] = {
+        "config": dict(target.config),
+        "precision": target.precision,
+        "keys and values": getattr(model, "kv_dtype", None),
+        "inflate": target.inflate,
+        "runtime": f"{type(model).__module__}.{type(model).__name__}",
+        "exact": bool(model.exact),
+        "arithmetic": getattr(model, "arithmetic", None),
+        "instructions": model.instruction_set if not model.exact else None,
+        "rule": llm.rule,
+        "vocabulary": sorted(tokenizer.stop_ids),
+        "template": tokenizer.chat_template,
+        "files": [_digest(file) for file in files if file.is_file()],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _digest(file: Path) -> list[Any]:
+    """Return name, size and a hash of three samples: enough to distinguish weights without reading all."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as stream:
+        for start in sorted({0, size // 2, max(size - SAMPLE_BYTES, 0)}):
+            stream.seek(start)
+            digest.update(stream.read(SAMPLE_BYTES))
+    return [file.name, size, digest.hexdigest()]

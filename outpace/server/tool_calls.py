@@ -107,9 +107,7 @@ class ToolOptions:
             elif model.options.tool_prompt:
                 messages = with_tool_prompt(messages, self.tools, model.call_format)
             elif self.choice.kind == "auto":
-                why = (
-                    "this model's chat template ignores tools: start the server with --tool-prompt, or set tool_choice"
-                )
+                why = "this model's chat template ignores tools: start the server with --tool-prompt or set tool_choice"
                 raise ApiError(400, why, param="tools", code="tools_not_supported")
         try:
             return tuple(model.tokenizer.chat(messages, **values))

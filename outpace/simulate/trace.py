@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from outpace.decoders import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, chain
+from outpace.models.files.cache import new_file
 from outpace.models.load import Loaded
 from outpace.rules.base import top_k_rows
 from outpace.rules.greedy import Greedy
@@ -89,22 +89,16 @@ class Trace:
         found = [(a.draft_tokens[:, :rank] == np.array(a.tokens)[:, None]).any(1) for a in self.answers]
         return float(np.concatenate(found).mean())
 
-    def save(self, path: Path | str) -> None:
+    def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
         from safetensors.numpy import save_file
 
-        path = Path(path)
         about = {"format": FORMAT, "version": VERSION, "target": self.target, "draft": self.draft}
         about |= {"ranks": str(self.ranks), "vocab_size": str(self.vocab_size)}
         about["temperature"] = repr(self.temperature)
         about["tasks"] = json.dumps([answer.task for answer in self.answers])
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with new_file(path) as part:
             save_file(_tensors(self.answers), part, metadata=about)
-            part.replace(path)
-        except Exception as error:  # safetensors has an error class of its own
-            part.unlink(missing_ok=True)
-            raise UserError(f"the trace cannot be written to {path}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from outpace.core.errors import UserError
 from outpace.grammar import schema
+from outpace.grammar.schema import resolved, types_of
 from outpace.grammar.structure import FREE_WHITESPACE, Structure, quoted, schema_of
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.definitions import ARGS, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
-from outpace.tools.schemas import resolved, types_of
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _EXCLUSIVE = {"coerce_one_of": True}  # branches exclude one another, see schema.py
@@ -144,7 +144,6 @@ class _Calls:
         return ["answer: " + " | ".join(answers), *rules]
 
     def _calls(self) -> str:
-        """Return the terms between the marks."""
         if self._family.body != "list":
             return "call"
         more = f" ({quoted(self._family.between)} call)*" if self._parallel else ""

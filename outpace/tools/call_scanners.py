@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from outpace.tools.schemas import TYPES, types_of
+from outpace.grammar.schema import ALL_TYPES, types_of
 
 ARGUMENTS = ("arguments", "parameters")  # accepted names of the field with the arguments
 FIELDS = ("name", "type", "id", *ARGUMENTS)  # allowed in a call without marks
@@ -67,7 +67,6 @@ class CallScanner:
         return text
 
     def push(self, character: str) -> None:
-        """Read one character."""
         if not self._brackets:
             self._brackets.append("}")  # of the object itself
         elif self._in_string:
@@ -145,7 +144,6 @@ class CallScanner:
 
 
 def _decoded(text: str) -> str | None:
-    """Decode a JSON string; return None for anything else."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -181,7 +179,7 @@ class TagScanner:
         self._schema = schema
         self._text = ""  # between tags, or of the value
         self._field: str | None = None  # the parameter whose value is being read
-        self._types = TYPES  # the value's, by its schema
+        self._types = ALL_TYPES  # the value's, by its schema
         self._has_passed = False  # a part of the value was passed on
         self._object: CallScanner | None = None  # reads a JSON object
         self._fields: list[str] = []  # read so far
@@ -189,16 +187,13 @@ class TagScanner:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the call is complete."""
         return self.stage is Stage.DONE and (self._object is None or self._object.is_whole)
 
     def take(self) -> str:
-        """Return the arguments since the last call of `take`."""
         text, self._arguments = self._arguments, ""
         return text
 
     def push(self, character: str) -> None:
-        """Read one character."""
         self._text += character
         if self._object is not None and self._object.stage is Stage.READING:
             self._in_object(character)
@@ -272,7 +267,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return text.lower() if text in ("True", "False") and "boolean" in types else _quoted(text)
-    may_be_text = types != TYPES and "string" in types
+    may_be_text = types != ALL_TYPES and "string" in types
     return _quoted(text) if may_be_text and value is not None else text.strip()
 
 

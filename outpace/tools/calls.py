@@ -226,7 +226,6 @@ class CallParser:
         self._reread()
 
     def _reread(self) -> None:
-        """Read the held-back text again."""
         rest, self._raw = self._raw, ""
         for character in rest:
             self._raw += character

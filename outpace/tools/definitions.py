@@ -135,7 +135,7 @@ def _tool(given: Any) -> Tool:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
-            f"a tool's name is {reprlib.repr(name)}, it must be 1 to 128 letters, digits, '_', '-', '.' or '/'"
+            f"a tool's name is {reprlib.repr(name)}, it must be 1 to 128 letters, digits, '_', '-', '.', '/'"
         )
     if function.get("strict") not in (None, True, False):
         raise UserError(f"strict of tool {name} is {reprlib.repr(function['strict'])}, it must be true or false")

@@ -23,7 +23,6 @@ class Thought(Enum):
 
     @property
     def is_open(self) -> bool:
-        """Whether the answer begins within a thought."""
         return self in (Thought.BEGUN, Thought.CONTINUED)
 
 
@@ -92,11 +91,9 @@ class ReasoningParser:
         self._is_start = thought is not Thought.CONTINUED
 
     def push(self, text: str) -> list[ThoughtDelta | TextDelta]:
-        """Return what is certain after this text."""
         return merge_deltas(delta for character in text for delta in self._step(character))
 
     def finish(self) -> list[ThoughtDelta | TextDelta]:
-        """Return the rest at the end of the text."""
         rest, self._held = self._held, ""
         return self._emit(rest)
 

@@ -6,9 +6,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_folder import cache_folder, exclusive_lock
+from outpace.models.files.cache import cache_folder, exclusive_lock, identity, new_file
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
-FORMAT_VERSION = 1  # part of the file's name; raise it when the written content changes
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TABLES = ("token_embd", "output")  # stored with 8 bits at least, as by llama.cpp's own converter
 TABLE_KIND = "Q8_0"
@@ -42,7 +39,8 @@ def gguf_file(spec: str | Path | None, kind: str = "") -> Path:
         return own
     kind = kind or "Q8_0"
     folder = resolve(None if spec is None else str(spec))
-    file = cache_folder() / "gguf" / f"{folder.name[:MAX_NAME]}-{_identity(folder)}-{kind}.gguf"
+    sources = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    file = cache_folder() / "gguf" / f"{folder.name[:MAX_NAME]}-{identity(sources)}-{kind}.gguf"
     if not file.is_file():
         with exclusive_lock(file):
             if not file.is_file():
@@ -61,28 +59,12 @@ def main_kind(file: Path) -> str:
     return GGMLQuantizationType(counts.most_common(1)[0][0]).name if counts else ""
 
 
-def _identity(folder: Path) -> str:
-    """Hash the sizes and times of a folder's files, so that a replaced model is converted again."""
-    digest = hashlib.sha256(f"{FORMAT_VERSION} {folder.resolve()}".encode())
-    for file in sorted(folder.glob("*")):
-        if file.suffix in (".json", ".safetensors"):
-            status = file.stat()
-            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
-    return digest.hexdigest()[:16]
-
-
 def _write_whole(folder: Path, kind: str, file: Path) -> None:
     """Write the file atomically: it gets its name once it is complete."""
-    part = file.with_name(f".{file.name}.part-{os.getpid()}")
     with Checkpoint.open(folder) as checkpoint:
         architecture = _architecture(checkpoint)
-        try:
+        with new_file(file) as part:
             write(checkpoint, architecture, kind, part)
-            part.replace(file)
-        except OSError as error:
-            raise UserError(f"{file} cannot be written ({error.strerror or error})") from error
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _architecture(checkpoint: Checkpoint) -> str:

@@ -30,7 +30,6 @@ class RoundRecorder:
         self._rounds.append(_Round(drafts))
 
     def write(self, *tokens: int) -> None:
-        """Add tokens to the current round."""
         for token in tokens:
             if self.is_over:
                 return
@@ -75,9 +74,7 @@ def check_length(name: str, settings: PeerSettings, prompt: Sequence[int], max_t
     """Raise UserError unless the prompt and the answer fit the context that the peer was opened with."""
     if not prompt or len(prompt) + max_tokens > settings.max_context:
         given = f"{len(prompt)} tokens of prompt and {max_tokens} of answer"
-        raise UserError(
-            f"peer {name} was given {given}, it holds 1 of prompt at least and {settings.max_context} of both"
-        )
+        raise UserError(f"peer {name} was given {given}, it holds 1 to {settings.max_context} of both")
 
 
 def check_draft(name: str, settings: PeerSettings) -> str:

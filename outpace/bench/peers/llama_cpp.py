@@ -43,7 +43,6 @@ class LlamaCpp:
         self._models = [self._llama] if draft is None else [self._llama, draft]
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        """Continue the prompt until a stop token, which is included, or `max_tokens`."""
         check_length(self.name, self._settings, prompt, max_tokens)
         for llama in self._models:
             llama.reset()  # else it keeps the KV cache of the prefix shared with the last prompt
@@ -63,7 +62,6 @@ class LlamaCpp:
         return recorder.finish()
 
     def close(self) -> None:
-        """Free the memory."""
         for llama in self._models:
             llama.close()
 

@@ -35,7 +35,6 @@ class Generate:
         torch.set_num_threads(settings.threads)
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        """Continue the prompt until a stop token, which is included, or `max_tokens`."""
         check_length(self.name, self._settings, prompt, max_tokens)
         ids = torch.tensor([list(prompt)])
         stop_ids = sorted(self._settings.stop_ids)
@@ -50,7 +49,6 @@ class Generate:
         return streamer.recorder.finish()
 
     def close(self) -> None:
-        """Free the weights."""
         self._model = None
         self._options = {}
 
@@ -64,7 +62,6 @@ class _Streamer:
         self._num_text = 0  # input ids before the drafts: the prompt, later the last token
 
     def observe(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Take the input ids of a forward of the target."""
         self._ids = kwargs["input_ids"][0].tolist()
 
     def put(self, value: torch.Tensor) -> None:

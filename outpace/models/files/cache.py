@@ -1,4 +1,4 @@
-"""Creates, lists and removes the files in the cache folder. Only files that outpace created there are touched.
+"""Locates the cache folder, writes files whole or not at all, and lists and removes what outpace created there.
 
     NAME-<hash>-v3/            a model converted from a .gguf file, for runtimes other than the native one
     drafts/<hash>-v2/          a packed draft completed with its target's embeddings
@@ -14,32 +14,152 @@ from __future__ import annotations
 import glob
 import os
 import re
+import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_folder import exclusive_lock, temporary_prefix
 
 DRAFTS = "drafts"
 MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
 TABLES = "tables of a drafter"
 LEFTOVER = "left by an earlier program"
 HEX = "[0-9a-f]"
-ENTRY_PATTERNS = {  # by folder: a pattern for the names of each kind of entry
-    "": {MODEL: rf".+-{HEX}{{16}}-v\d+"},
-    DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+"},
-    "gguf": {LLAMA_CPP: rf".+-{HEX}{{16}}-\w+\.gguf"},
-    "profiles": {PROFILE: rf"{HEX}{{24}}\.json", LEFTOVER: r"tmp\w+\.part"},
-    "tables": {TABLES: rf"\w+-{HEX}{{16}}\.tables", LEFTOVER: rf"\.\w+-{HEX}{{16}}\.tables\.\w+\.part"},
+ENTRY_PATTERNS = {  # by folder: the kind of its entries, and the pattern of their names
+    "": (MODEL, rf".+-{HEX}{{16}}-v\d+"),
+    DRAFTS: (DRAFT, rf"{HEX}{{16}}-v\d+"),
+    "gguf": (LLAMA_CPP, rf".+-{HEX}{{16}}-\w+\.gguf"),
+    "profiles": (PROFILE, rf"{HEX}{{24}}\.json"),
+    "tables": (TABLES, rf"\w+-{HEX}{{16}}\.tables"),
 }
 FOLDERS = (MODEL, DRAFT)  # all other kinds are files
 UNUSED_SECONDS = 30 * 24 * 3600.0
 ENDS_READ = 2**20  # bytes hashed at each end of a file
+
+
+def cache_folder() -> Path:
+    """Return the folder for converted models: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace.
+
+    Raises UserError if the path needs a home folder that the system does not know.
+    """
+    own, shared = os.environ.get("OUTPACE_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if own:
+            return Path(own).expanduser()
+        is_valid = os.path.isabs(shared)  # the XDG specification says to ignore relative paths
+        return (Path(shared) if is_valid else Path.home() / ".cache") / "outpace"
+    except RuntimeError as error:
+        reason = f"OUTPACE_CACHE is {own!r:.200}, whose" if own else "the cache folder is in the user's home, but this"
+        raise UserError(f"{reason} home folder is not known: name a folder by OUTPACE_CACHE") from error
+
+
+def write_error(path: Path, error: Exception) -> UserError:
+    """Return the error for a file that cannot be written, with advice if it belongs in the cache folder."""
+    reason = f"{path} cannot be written ({getattr(error, 'strerror', None) or error})"
+    try:
+        is_cached = cache_folder() in path.parents
+    except UserError:  # there is no cache folder
+        is_cached = False
+    return UserError(f"{reason}: name another folder by OUTPACE_CACHE" if is_cached else reason)
+
+
+def lock_path(path: Path) -> Path:
+    """Return the lock file for `path`, in the same folder."""
+    return path.parent / f".{path.name}.lock"
+
+
+@contextmanager
+def exclusive_lock(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
+    """Hold the lock of `path`; call `waiting` first if another process holds it (`waiting` may raise).
+
+    Yields False if the file system has no locks: several processes may then run the block at once. Raises UserError if
+    nothing can be written next to `path`. The system frees the lock of a killed process.
+    """
+    from filelock import FileLock, Timeout
+
+    file = lock_path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+    except OSError as error:
+        raise write_error(path, error) from error
+    lock, is_held = FileLock(file, fallback_to_soft=False), True  # a soft lock would outlive a killed process
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        waiting()
+        lock.acquire()
+    except OSError:
+        is_held = False
+    try:
+        yield is_held
+    finally:
+        with suppress(OSError):  # processes waiting for the removed file open a new one
+            file.unlink()
+        if is_held:
+            lock.release()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `path` that is renamed to `path` when the block ends; removed if the block
+    raises.
+
+    If another process created `path` meanwhile, its folder stays and this one is removed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(path), dir=path.parent))
+    except OSError as error:
+        raise write_error(path, error) from error
+    try:
+        yield folder
+        for file in folder.iterdir():  # after a power cut the rename could survive without the files' contents
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        folder.chmod(0o755)
+        try:
+            folder.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def new_file(path: Path, after_failure: str = "") -> Iterator[Path]:
+    """Yield a temporary path next to `path`; its file replaces `path` when the block ends, and is removed if it raises.
+
+    Processes that have the old file open keep its content. Raises UserError, which ends with `after_failure`, if the
+    file cannot be written.
+    """
+    part = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(4)}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        with part.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise UserError(f"{write_error(path, error)}{after_failure and '; '}{after_failure}") from error
+        raise
+
+
+def temporary_prefix(path: Path) -> str:
+    """Return the prefix of the names of temporary files and folders for `path`."""
+    return f".{path.name}.part-"
 
 
 class CacheEntry(NamedTuple):
@@ -146,13 +266,12 @@ def remove_empty_folders(cache: Path) -> None:
 
 def _own_paths(cache: Path) -> Iterator[tuple[Path, str]]:
     """Yield paths and kinds of entries. Links and folders that contain folders are not entries."""
-    for place, kinds in ENTRY_PATTERNS.items():
+    for place, (kind, pattern) in ENTRY_PATTERNS.items():
         for path in _list_folder(cache / place):
-            for kind, pattern in kinds.items():
-                if re.fullmatch(pattern, path.name) and path.is_dir() == (kind in FOLDERS) and _is_flat(path):
-                    yield path, kind
-                elif re.fullmatch(rf"\.({pattern})\.(lock|part-\w+)", path.name) and _is_flat(path):
-                    yield path, LEFTOVER
+            if re.fullmatch(pattern, path.name) and path.is_dir() == (kind in FOLDERS) and _is_flat(path):
+                yield path, kind
+            elif re.fullmatch(rf"\.({pattern})\.(lock|part-\w+)", path.name) and _is_flat(path):
+                yield path, LEFTOVER
 
 
 def _list_folder(folder: Path) -> list[Path]:

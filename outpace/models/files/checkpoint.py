@@ -54,7 +54,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Do nothing: a mapping is released with its last array."""
 
     def names(self) -> list[str]:
-        """List the names of all tensors, sorted."""
         return sorted(self._places)
 
     def file_of(self, name: str) -> Path:
@@ -66,7 +65,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._entry(name).shape
 
     def held(self, name: str) -> StoredSize:
-        """Return a tensor's type and its number of bytes in the file."""
         entry = self._entry(name)
         return StoredSize(entry.kind, entry.end - entry.start)
 
@@ -113,7 +111,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise UnsupportedModel(f"{where} has type {entry.kind}, {allowed}{scaled}")
 
     def _mapped(self, name: str) -> RawTensor:
-        """Return a tensor as stored, mapped from the file, with values unchecked."""
         file, stored = self._place(name)
         return file.raw(stored)
 
@@ -193,7 +190,5 @@ def read_index(file: Path) -> dict[str, str]:
         raise UserError(f"{file} has no weight_map")
     for name, shard in shards.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise UserError(
-                f"{file}: weight_map names {shard!r:.100} for {name!r:.100}, it must be a file in the same folder"
-            )
+            raise UserError(f"{file}: weight_map names {shard!r:.100} for {name!r:.100}, it must be a file next to it")
     return shards

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
-from outpace.models.files.cache_folder import cache_folder
+from outpace.models.files.cache import cache_folder
 from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.reading import read_json
-from outpace.models.options import silent
+from outpace.models.options import Progress, silent
 
 if TYPE_CHECKING:
     from outpace.models.files.checkpoint import Checkpoint
@@ -25,7 +24,7 @@ FORMS = (
 )
 
 
-def resolve(spec: str | None, *, cache: Path | None = None, progress: Callable[[str, float], None] = silent) -> Path:
+def resolve(spec: str | None, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the model folder for `spec`; None means the shipped model. UserError says what is allowed.
 
     A .gguf file is converted once, under `cache` (by default `cache_folder()`); `progress(stage, fraction)` is called.
@@ -36,7 +35,7 @@ def resolve(spec: str | None, *, cache: Path | None = None, progress: Callable[[
     return found if found.is_dir() else convert(found, cache or cache_folder(), progress)
 
 
-def locate(spec: str | None, *, progress: Callable[[str, float], None] = silent) -> Path:
+def locate(spec: str | None, *, progress: Progress = silent) -> Path:
     """Return the model folder or .gguf file for `spec`, unconverted. Raises as `resolve`."""
     path = shipped_model() if spec is None else Path(spec)
     try:

@@ -116,9 +116,7 @@ def read_groups(scheme: QuantizationScheme, stored: np.ndarray | None, inputs: i
         return own
     _check_shape(f"{where}.g_idx", stored, (inputs,))
     if stored.min() < 0 or stored.max() > own[-1]:
-        raise UserError(
-            f"{where}.g_idx holds {stored.min()} to {stored.max()}, expected are groups from 0 to {own[-1]}"
-        )
+        raise UserError(f"{where}.g_idx holds {stored.min()} to {stored.max()}, expected are groups 0 to {own[-1]}")
     return stored
 
 

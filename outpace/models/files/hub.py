@@ -9,7 +9,7 @@ import glob
 import io
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,8 +19,8 @@ from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE, read_index
 from outpace.models.files.gguf.header import part_files
 from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.tokenizer_folder import MORE_TEMPLATES
+from outpace.models.options import Progress
 
-Progress = Callable[[str, float], None]
 NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\w[\w./-]*))?(:(?P<file>\w[\w./ -]*))?", re.ASCII
 )
@@ -84,9 +84,7 @@ def _ask(name: HubName) -> list[str] | Exception:
     try:
         from huggingface_hub import HfApi, constants
     except ImportError:
-        raise UserError(
-            f"{str(name)!r} is no folder or file here, and a hub id needs `{install_command('hub')}`"
-        ) from None
+        raise UserError(f"{str(name)!r} is no file here, and a hub id needs `{install_command('hub')}`") from None
     try:
         info = HfApi().model_info(name.repository, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # connection, proxy, and HTTP errors share no base class

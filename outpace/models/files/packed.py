@@ -7,15 +7,14 @@ only. Before loading it is completed with its target's files to a standard folde
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache import DRAFTS, identity, make_once, mark_used, remove_unused
-from outpace.models.files.cache_folder import cache_folder, new_folder
+from outpace.models.files.cache import DRAFTS, cache_folder, identity, make_once, mark_used, new_folder, remove_unused
 from outpace.models.files.checkpoint import (
     EMBEDDING,
     INDEX,
@@ -29,7 +28,7 @@ from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource, is_complete_model
 from outpace.models.files.reading import RawTensor, read_json, write_json, write_safetensors
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.options import silent
+from outpace.models.options import Progress, silent
 
 TARGET_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 TOKENIZER_FILES = (
@@ -83,7 +82,7 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
                     shutil.copyfile(file, made / file.name)
 
 
-def unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = silent) -> None:
+def unpack(draft: Path, target: Path, out: Path, progress: Progress = silent) -> None:
     """Write the packed draft `draft` to `out` as a standard folder, completed from `target`, a folder or .gguf file.
 
     Raises UserError if it is not packed, if the target has another width or vocabulary, or if `out` exists. If
@@ -116,9 +115,7 @@ def unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float]
                     shutil.copyfile(file, made / file.name)
 
 
-def complete_draft(
-    draft: Path, target: Path, cache: Path | None = None, progress: Callable[[str, float], None] = silent
-) -> Path:
+def complete_draft(draft: Path, target: Path, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the folder of the packed draft completed from `target`, a folder or .gguf file, created once under
     `cache`."""
     cache, config = cache or cache_folder(), read_json(draft / "config.json")
@@ -142,9 +139,7 @@ def _check_compatible(draft: Path, config: Mapping[str, Any], target: Path, othe
     for name in ("hidden_size", "vocab_size", "tie_embeddings"):
         here, there = getattr(own, name), getattr(theirs, name)
         if here != there:
-            raise UserError(
-                f"the draft {draft} ({name} {here}) cannot have the embeddings of the target {target} ({name} {there})"
-            )
+            raise UserError(f"the draft {draft} ({name} {here}) cannot share embeddings with {target} ({name} {there})")
 
 
 def _shared(shapes: Mapping[str, Any]) -> list[str]:
@@ -152,7 +147,6 @@ def _shared(shapes: Mapping[str, Any]) -> list[str]:
 
 
 def _as_dtype(source: Checkpoint | GgufSource, name: str, kind: str) -> RawTensor:
-    """Return a tensor in this type."""
     found = source.raw(name)
     return found if found.kind == kind else RawTensor.of(found.float32(), kind)
 

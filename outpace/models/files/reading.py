@@ -39,7 +39,7 @@ def check_file(file: Path, largest: int | None = None) -> None:
         raise UserError(f"{file} has {status.st_size} bytes, at most {largest} are read")
 
 
-def read_bytes(file: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
+def read_bytes(file: Path, largest: int | None = MAX_TEXT_BYTES) -> bytes:
     """Return the content of `file`; UserError if it is missing, unreadable or larger than `largest` bytes."""
     check_file(file, largest)
     try:
@@ -48,10 +48,10 @@ def read_bytes(file: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
 
 
-def read_text(file: Path) -> str:
-    """Return the UTF-8 text in `file`; UserError if it is missing, unreadable or not UTF-8."""
+def read_text(file: Path, largest: int | None = MAX_TEXT_BYTES) -> str:
+    """Return the UTF-8 text in `file`; UserError if it is missing, unreadable, too large or not UTF-8."""
     try:
-        return read_bytes(file).decode("utf-8")
+        return read_bytes(file, largest).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
@@ -68,6 +68,16 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{file} holds a JSON {type(value).__name__}, it must be an object")
     return value
+
+
+def read_named_text(option: str, file: Path) -> str:
+    """Return the UTF-8 text in the file, or from the pipe, that an option of the command line names."""
+    try:
+        return file.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} is {file}, which cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option} is {file}, which is not UTF-8 text (byte {error.start})") from error
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_folder import cache_folder, new_file
+from outpace.models.files.cache import cache_folder, new_file
 
 SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"
@@ -31,14 +31,11 @@ def write(path: Path, kind: str, tokenizer: str, arrays: Arrays) -> None:
     shapes = {name: [str(body.dtype), list(body.shape)] for name, body in zip(arrays, bodies, strict=True)}
     head: dict[str, Any] = {"kind": kind, "tokenizer": tokenizer, "arrays": shapes}
     head["sha256"] = _checksum(head, bodies)
-    try:
-        with new_file(path) as file:
-            line = json.dumps(head).encode()
-            file.write(_MAGIC + line + b" " * (-(len(_MAGIC) + len(line) + 1) % 64) + b"\n")  # arrays are aligned
-            for body in bodies:
-                file.write(body.data)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    line = json.dumps(head).encode()
+    with new_file(path) as part, part.open("wb") as file:
+        file.write(_MAGIC + line + b" " * (-(len(_MAGIC) + len(line) + 1) % 64) + b"\n")  # arrays are aligned
+        for body in bodies:
+            file.write(body.data)
 
 
 def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[str, np.ndarray]:

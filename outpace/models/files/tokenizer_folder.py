@@ -82,7 +82,7 @@ def add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, named: Sequence[Na
             other = tokenizer.id_to_token(token_id)
             contradiction = f"that is the id of {other!r:.100}" if other else "there is no such id"
             raise UserError(
-                f"{folder}: its files give {text!r:.100} the id {token_id}, but in tokenizer.json {contradiction}"
+                f"{folder}: its files give {text!r:.100} the id {token_id}, in tokenizer.json {contradiction}"
             )
 
 

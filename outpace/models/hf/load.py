@@ -54,7 +54,6 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
 
 
 def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[Any, Any]:
-    """Load transformers' own model and tokenizer."""
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)

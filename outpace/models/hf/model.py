@@ -62,9 +62,7 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
     session = passes.open(len(prefix), 0)
     _read(passes, session, prefix)
     if not all(layer.stored for layer in session.layers):
-        raise UserError(
-            f"{name} stores nothing in the KV cache that it is given, so drafted tokens could not be taken back"
-        )
+        raise UserError(f"{name} stores nothing in the given KV cache, so drafted tokens could not be taken back")
     token_bytes = sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
     off = _distance(_tree(passes, prefix, nodes, as_trees=False), fresh)
     if not off <= most:
@@ -135,7 +133,6 @@ class TransformersModel(Model):
     capabilities = frozenset({Capability.HIDDEN})
 
     def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
-        """`found` is the result of probing these passes."""
         self._passes, self._token_bytes = passes, found.token_bytes
         self.module, self.config = passes.module, passes.config
         self.device, self.dtype = passes.device, passes.dtype

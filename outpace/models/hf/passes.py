@@ -72,13 +72,11 @@ class TransformersSession(Session):
         self.number = 0 if lead is None else lead.number(self)
 
     def copy_layers(self, other: TransformersSession, length: int) -> None:
-        """Copy the first `length` slots of another session."""
         for mine, others in zip(self.layers, other.layers, strict=True):
             mine.copy(others, length)
 
     @torch.inference_mode()
     def on_layers(self, name: str, *arguments: Any) -> None:
-        """Call this method of every layer."""
         for layer in self.layers:
             getattr(layer, name)(*arguments)
         if self._lead is not None:

@@ -74,7 +74,6 @@ class Leader:
             raise
 
     def end(self) -> None:
-        """End the other ranks."""
         self.queue(END)
         with suppress(UserError):  # they have already ended
             self._send()

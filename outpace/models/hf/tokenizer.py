@@ -92,11 +92,9 @@ def wrap_tokenizer(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
 
 
 def _special(tokenizer: Any) -> dict[str, str]:
-    """Return the special tokens' texts by name."""
     found = {name: getattr(tokenizer, name, None) for name in SPECIAL_NAMES}
     return {name: str(text) for name, text in found.items() if text is not None}
 
 
 def _templates(tokenizer: Any) -> dict[str, str]:
-    """Return the chat templates by name."""
     return named_templates(getattr(tokenizer, "chat_template", None))

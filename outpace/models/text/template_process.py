@@ -101,11 +101,9 @@ def _environment() -> Any:
     return environment
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Write plain JSON: jinja2's own filter escapes <, > and & for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,6 @@ class WindowStream(TextStream):
         self._next_look = 0  # number of ids at which to decode again
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids complete, often empty."""
         self._ids += ids
         if len(self._ids) < self._next_look:
             return ""
@@ -204,7 +203,6 @@ class WindowStream(TextStream):
         return new
 
     def finish(self) -> str:
-        """Return the text held back. Call it once, at the end."""
         whole, sent = self._decode(self._ids), "".join(self._pieces)
         return whole[len(sent) :] if whole.startswith(sent) else self._since(self._decode(self._ids[self._start :]))
 

@@ -137,7 +137,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template's text, or None."""
         return self._templates["default"].text if self.has_template else None
 
     @property
@@ -250,7 +249,6 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 

@@ -7,7 +7,7 @@ weights plus one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,30 +118,13 @@ OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 # other architectures; otherwise it is ignored with a notice, because llama.cpp ignores it.
 HONOURED = frozenset(
     (
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.key_length_swa",
-        "attention.value_length",
-        "attention.value_length_swa",
-        "attention.scale",
-        "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window",
-        "rope.freq_base",
-        "rope.dimension_count",
-        "rope.dimension_count_swa",
-        "rope.scale_linear",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.attn_factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
+        *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+        *("attention.head_count", "attention.head_count_kv", "attention.scale", "attention.layer_norm_rms_epsilon"),
+        *("attention.key_length", "attention.key_length_swa", "attention.value_length", "attention.value_length_swa"),
+        *("attention.sliding_window", "rope.freq_base", "rope.dimension_count", "rope.dimension_count_swa"),
+        *("rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
+        *("rope.scaling.original_context_length", "rope.scaling.yarn_attn_factor"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     )
 )
 HONOURED_BY = {"gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"}}
@@ -154,12 +137,8 @@ HARMLESS = {
 }
 UNSCALED = (0.0, 1.0)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_scale": UNSCALED,
-    "embedding_scale": UNSCALED,
-    "residual_scale": UNSCALED,
-    "attention.output_scale": UNSCALED,
-    "attention.causal": (True,),
-    "rope.scaling.alpha": UNSCALED,
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "attention.output_scale"), UNSCALED),
+    **{"attention.causal": (True,), "rope.scaling.alpha": UNSCALED},
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),  # below 0: unset
 }
 REQUIRED = {"context_length": "", "block_count": " (num_hidden_layers)", "attention.layer_norm_rms_epsilon": ""}
@@ -187,10 +166,6 @@ def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     if window:
         return {"model_type": "mistral", "sliding_window": window}
     return {"model_type": "llama", **_biases(header)}
-
-
-def _qwen2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model_type": "qwen2", **_no_window(header, own)}
 
 
 def _qwen3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,9 +216,9 @@ def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
+    "qwen2": lambda header, own: {"model_type": "qwen2", **_no_window(header, own)},
     "qwen3": _qwen3,
     "smollm3": _smollm3,
     "gemma3": _gemma3,

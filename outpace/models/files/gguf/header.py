@@ -150,9 +150,7 @@ class _Reader:
 
     def check_count(self, count: int) -> None:
         if count > len(self.data) - self.position:  # every counted entry takes at least one byte
-            raise UserError(
-                f"{self.path} is damaged: it announces {count} entries, the file has {len(self.data)} bytes"
-            )
+            raise UserError(f"{self.path} is damaged: it announces {count} entries in {len(self.data)} bytes")
 
     def unsigned(self, num_bytes: int) -> int:
         return int.from_bytes(self.take(num_bytes), "little")
@@ -234,9 +232,7 @@ class _Reader:
         except (ValueError, KeyError):
             raise UserError(f"{self.path}: tensor {name!r} has the unknown quantisation {kind}") from None
         if not shape or 0 in shape or shape[-1] % block:
-            raise UserError(
-                f"{self.path} is damaged: tensor {name!r} has shape {list(shape)}, blocks hold {block} values"
-            )
+            raise UserError(f"{self.path} is damaged: tensor {name!r} has shape {list(shape)} in blocks of {block}")
         return prod(shape) // block * block_bytes
 
 

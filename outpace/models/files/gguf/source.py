@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,8 +15,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.files.cache import identity, make_once
-from outpace.models.files.cache_folder import new_folder
+from outpace.models.files.cache import identity, make_once, new_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
@@ -26,9 +25,8 @@ from outpace.models.files.reading import DTYPES, RawTensor, write_json, write_sa
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.weight_sources import StoredMatrix
-from outpace.models.options import silent
+from outpace.models.options import Progress, silent
 
-Progress = Callable[[str, float], None]
 FORMAT_VERSION = 3  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -92,7 +90,6 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         return kind if kind in FLOATS else "F32"
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer's files of a model folder."""
         built, limit = self.tokenizer, {"model_max_length": self._model.config.max_positions}
         (folder / "tokenizer.json").write_text(built.tokenizer.to_str(), encoding="utf-8")
         write_json(folder / "generation_config.json", {"_from_model_config": True} | built.special_ids)

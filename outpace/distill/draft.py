@@ -1,20 +1,26 @@
-"""Initialises a draft with layers of its target, or with an earlier draft."""
+"""The draft that is trained: its shape, its initial weights (of the target or an earlier draft), and its folder."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole
-from outpace.distill.export import VOCAB_FILE, read_vocab_ids
+from outpace.core.options import CheckedOptions, whole
 from outpace.distill.student import FROZEN, Student
-from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.cache import new_file, new_folder
+from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder, shipped_model
+from outpace.models.files.packed import TOKENIZER_FILES
 from outpace.models.files.pairs import shipped_draft
+from outpace.models.files.reading import write_json
+from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 from outpace.models.llama.config.families import FAMILIES, model_type_of
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
@@ -25,7 +31,7 @@ WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layer
 
 
 @dataclass(frozen=True)
-class DraftShape:
+class DraftShape(CheckedOptions):
     """The shape and initial weights of a draft, which has the target's width.
 
     `layers` is a count, or a list of the target's layers as in "0,14,29" or "0-24,26-29". With `draft`, training
@@ -33,11 +39,8 @@ class DraftShape:
     """
 
     layers: str = "3"
-    vocab: int = 0  # size of the draft's vocabulary; 0: all tokens
+    vocab: int = whole(0, 0)  # size of the draft's vocabulary; 0: all tokens
     draft: Path | None = None  # the folder of a draft for the same target, packed or whole
-
-    def __post_init__(self) -> None:
-        check_whole("vocab", self.vocab, 0)
 
     @classmethod
     def of_draft(cls, folder: Path) -> DraftShape:
@@ -147,3 +150,68 @@ def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str
 def trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a draft's trained tensors."""
     return {name: shape for name, shape in tensor_shapes(config).items() if name not in FROZEN}
+
+
+def _target_name(name: str, layers: Sequence[int]) -> str:
+    """Return the target's name of a tensor of the draft."""
+    parts = name.split(".")
+    if parts[1] == "layers":
+        parts[2] = str(layers[int(parts[2])])
+    return ".".join(parts)
+
+
+def write_draft(folder: Path, student: Student, config: Mapping[str, Any], target: Path) -> None:
+    """Replace the draft in `folder`; `config` is its config.json. The old draft is kept if that fails.
+
+    Weights are stored in bfloat16 under their Hugging Face names. A draft with a reduced vocabulary has its token ids
+    in the int32 tensor `ids` of draft_vocab.safetensors.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.tensors.items()}
+    replacement = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(replacement, ignore_errors=True)
+    with new_folder(replacement) as unfinished:
+        write_json(unfinished / "config.json", config)
+        save_file(tensors, unfinished / SINGLE, {"format": "pt"})
+        if student.ids is not None:
+            save_vocab_ids(unfinished / VOCAB_FILE, student.ids)
+        for name in TOKENIZER_FILES:
+            if (target / name).is_file():
+                shutil.copyfile(target / name, unfinished / name)
+    shutil.rmtree(folder, ignore_errors=True)
+    replacement.rename(folder)
+
+
+def save_vocab_ids(file: Path, ids: Tensor) -> None:
+    """Write the token ids of a draft's reduced vocabulary, in ascending order, as the int32 tensor `ids`."""
+    from safetensors.torch import save_file
+
+    with new_file(file) as part:
+        save_file({"ids": ids.cpu().to(torch.int32)}, part, {"format": "pt"})
+
+
+def read_vocab_ids(file: Path) -> Tensor:
+    """Read the token ids of a reduced vocabulary, int64 [ids]; UserError if the file is damaged."""
+    from safetensors.torch import load_file
+
+    try:
+        ids = load_file(file)["ids"].long()
+    except Exception as error:  # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
+        raise UserError(f"{file} cannot be read ({error})") from error
+    if ids.dim() != 1 or not len(ids) or bool((ids.diff() <= 0).any()):
+        raise UserError(f"{file} must hold token ids in rising order")
+    return ids
+
+
+def chosen_vocab_ids(folder: Path, size: int) -> Tensor | None:
+    """Return the vocabulary that a training in `folder` chose; None before it began, or if `size` is 0.
+
+    UserError if it has another size.
+    """
+    if not size or not (folder / VOCAB_FILE).exists():
+        return None
+    ids = read_vocab_ids(folder / VOCAB_FILE)
+    if len(ids) != size:
+        raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
+    return ids
