@@ -17,7 +17,7 @@ from twins import completes
 from outpace.core.adjust import adjust_logits
 from outpace.core.constraints import BannedText, TokenTexts
 from outpace.core.types import Adjustments, Row
-from outpace.models.hf.tokenizer import SlowTokenizer
+from outpace.models.hf.load import SlowTokenizer
 from outpace.models.text.tokenizer import Tokenizer
 
 

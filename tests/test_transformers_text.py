@@ -22,8 +22,8 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError, install_command
+from outpace.models.hf.load import SlowTokenizer, wrap_tokenizer
 from outpace.models.hf.model import TransformersModel
-from outpace.models.hf.tokenizer import SlowTokenizer, wrap_tokenizer
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import LoadOptions

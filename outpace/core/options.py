@@ -21,7 +21,7 @@ def number(default: float, low: float, high: float = math.inf) -> Any:
 
 @dataclass(frozen=True)
 class CheckedOptions:
-    """Options of which each field that is declared by `whole` or `number` is checked."""
+    """Checks the fields that are declared by `whole` or `number` when an instance is created."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a value out of bounds."""

@@ -51,7 +51,8 @@ def build_app(service: Service) -> Middleware:
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         handler = _generate(kind, function, response_format) if response_format else _call(kind, function)
         _add_route(app, service, "POST", path, summary, handler, openapi_extra={"requestBody": body})
-    for path, (summary, handler) in GETS.items():
+    for path, (summary, function) in GETS.items():
+        handler = _answer(function)
         _add_route(app, service, "GET", path, summary, handler)
         _add_route(app, service, "HEAD", path, summary, handler, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -183,15 +184,25 @@ def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
     return {"prompt": text, "content": text}
 
 
-async def _models(service: Service, request: Request) -> Response:
-    return JsonReply({"object": "list", "data": [_model_entry(service, name) for name in service.names]})
+def _answer(function: Callable[[Service, Request], Any]) -> Handler:
+    """Return a handler that answers with a function's value, as JSON unless it is a response."""
+
+    async def handle(service: Service, request: Request) -> Response:
+        found = function(service, request)
+        return found if isinstance(found, Response) else JsonReply(found)
+
+    return handle
 
 
-async def _model(service: Service, request: Request) -> Response:
+def _models(service: Service, request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_entry(service, name) for name in service.names]}
+
+
+def _model(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["name"]
     if name not in service.names:
         raise ApiError(404, f"there is no model {name!r:.100}", param="model", code="model_not_found")
-    return JsonReply(_model_entry(service, name))
+    return _model_entry(service, name)
 
 
 def _model_entry(service: Service, name: str) -> dict[str, Any]:
@@ -199,43 +210,36 @@ def _model_entry(service: Service, name: str) -> dict[str, Any]:
     return {**entry, "root": service.llm.target.name, "parent": None, "max_model_len": service.max_model_len}
 
 
-async def _tokenizer_info(service: Service, request: Request) -> Response:
+def _tokenizer_info(service: Service, request: Request) -> dict[str, Any]:
     tokenizer = service.llm.tokenizer
     special = tokenizer.special_texts
-    found = {
+    return {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": service.llm.target.model.vocab_size,
         "max_model_len": service.max_model_len,
-        "eos_token": special.get("eos_token"),
-        "bos_token": special.get("bos_token"),
-        "pad_token": special.get("pad_token"),
+        **{name: special.get(name) for name in ("eos_token", "bos_token", "pad_token")},
         "eos_token_ids": sorted(tokenizer.stop_ids),
         "chat_template": tokenizer.chat_template,
     }
-    return JsonReply(found)
 
 
-async def _health(service: Service, request: Request) -> Response:
+def _health(service: Service, request: Request) -> dict[str, Any]:
     if service.is_stuck:
         logs.stacks()
         raise ApiError(503, f"the engine has been stuck for {service.thread.step_age:.0f} seconds", code="stuck")
-    return JsonReply({"status": "ok"})
+    return {"status": "ok"}
 
 
-async def _ready(service: Service, request: Request) -> Response:
+def _ready(service: Service, request: Request) -> dict[str, Any]:
     service.check_ready()
-    return JsonReply({"status": "ready"})
+    return {"status": "ready"}
 
 
-async def _version(service: Service, request: Request) -> Response:
-    return JsonReply({"version": __version__})
-
-
-async def _metrics(service: Service, request: Request) -> Response:
+def _metrics(service: Service, request: Request) -> Response:
     return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _page(service: Service, request: Request) -> Response:
+def _page(service: Service, request: Request) -> Response:
     """Return the chat page, with a policy that allows nothing but its own style and script."""
     text = PAGE.read_text(encoding="utf-8")
     policy = (
@@ -261,13 +265,13 @@ POSTS: dict[str, tuple[str, Any, Callable[..., Any], Any]] = {  # summary, body,
     "/tokenize": ("Split a text into tokens", TokenizeBody, tokenize, None),
     "/detokenize": ("Join tokens to a text", DetokenizeBody, detokenize, None),
 }
-GETS: dict[str, tuple[str, Handler]] = {
+GETS: dict[str, tuple[str, Callable[[Service, Request], Any]]] = {
     "/v1/models": ("List the models", _models),
     "/v1/models/{name:path}": ("Describe a model", _model),
     "/tokenizer_info": ("Describe the tokenizer", _tokenizer_info),
     "/health": ("Report whether the engine works", _health),
     "/ready": ("Report whether requests are accepted", _ready),
-    "/version": ("Return the version", _version),
+    "/version": ("Return the version", lambda service, request: {"version": __version__}),
     "/metrics": ("Return metrics for Prometheus", _metrics),
     "/": ("A chat page", _page),
 }

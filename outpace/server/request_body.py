@@ -141,8 +141,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
-def joined_text(content: str | Sequence[Any] | None, separator: str = "\n") -> str:
-    """Return the text of a content, which may be a list of parts."""
+def joined_text(content: Any, separator: str = "\n") -> str:
+    """Return the text of a content: null, a string, or a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return separator.join(part.text or "" for part in content)

@@ -59,7 +59,7 @@ def cache_folder() -> Path:
         raise UserError(f"{reason} home folder is not known: name a folder by OUTPACE_CACHE") from error
 
 
-def write_error(path: Path, error: Exception) -> UserError:
+def write_error(path: Path, error: BaseException) -> UserError:
     """Return the error for a file that cannot be written, with advice if it belongs in the cache folder."""
     reason = f"{path} cannot be written ({getattr(error, 'strerror', None) or error})"
     try:
