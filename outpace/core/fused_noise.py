@@ -12,12 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outpace.core import noise_constants as constants
 from outpace.core.arrays import device_guard
-from outpace.core.noise import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
 
 BLOCK = 1024
-_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in FACTORS)
-_ROOT, _LOG_2, _UNIT = tl.constexpr(SQRT_HALF_BITS), tl.constexpr(-LOG_2), tl.constexpr(UNIT)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in constants.FACTORS)
+_ROOT, _LOG_2, _UNIT = (
+    tl.constexpr(constants.SQRT_HALF_BITS),
+    tl.constexpr(-constants.LOG_2),
+    tl.constexpr(constants.UNIT),
+)
 
 
 @triton.jit

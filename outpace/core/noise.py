@@ -18,6 +18,7 @@ import numpy as np
 
 from outpace.core.arrays import to_device
 from outpace.core.lazy import torch
+from outpace.core.noise_constants import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
 from outpace.core.triton_support import unavailable_reason
 
 if TYPE_CHECKING:
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 DRAW, ACCEPT, RESIDUAL = 1, 2, 3
 PURPOSES = 4
 
-SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
-LOG_2 = 0.6931471805599453
-UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
-FACTORS = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E485565 - (1 << 32)  # of the hash's three rounds, with a sign
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 

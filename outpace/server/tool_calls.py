@@ -15,26 +15,11 @@ from outpace.grammar.structure import read_structure
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.request_body import parse_finite_json
+from outpace.tools import definitions, reasoning
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
-from outpace.tools.definitions import (
-    Tool,
-    ToolChoice,
-    call_format_of,
-    read_choice,
-    read_tools,
-    takes_tools,
-    with_tool_prompt,
-)
-from outpace.tools.reasoning import (
-    ReasoningParser,
-    Thought,
-    ThoughtDelta,
-    has_thoughts,
-    hides_thoughts,
-    thought_after,
-    thought_tokens,
-)
+from outpace.tools.definitions import Tool, ToolChoice
+from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_tokens
 
 TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
 AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments
@@ -80,13 +65,13 @@ class ChatModel:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.tokenizer = llm, options, llm.tokenizer
-        self.call_format = call_format_of(llm.tokenizer, options.tool_parser)
-        self.has_thoughts = has_thoughts(llm.tokenizer)
+        self.call_format = definitions.call_format_of(llm.tokenizer, options.tool_parser)
+        self.has_thoughts = reasoning.has_thoughts(llm.tokenizer)
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the model's chat template renders tools. Raises UserError if there is none."""
-        return takes_tools(self.tokenizer)
+        return definitions.takes_tools(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,7 @@ class ToolOptions:
             if model.takes_tools:
                 values = {**values, "tools": [dict(tool.raw) for tool in self.tools]}
             elif model.options.tool_prompt:
-                messages = with_tool_prompt(messages, self.tools, model.call_format)
+                messages = definitions.with_tool_prompt(messages, self.tools, model.call_format)
             elif self.choice.kind == "auto":
                 why = "this model's chat template ignores tools: start the server with --tool-prompt or set tool_choice"
                 raise ApiError(400, why, param="tools", code="tools_not_supported")
@@ -129,7 +114,7 @@ class ToolOptions:
     def thought(self, prompt: Sequence[int], continued: str) -> Thought:
         """Return whether the answer begins within a thought; `continued` is the text that it continues."""
         tail = self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
-        return thought_after(tail, self.model.has_thoughts, continued)
+        return reasoning.thought_after(tail, self.model.has_thoughts, continued)
 
     def constraints(self, begin: Thought, response_format: Any, structured_outputs: Any) -> dict[str, Any]:
         """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
@@ -138,7 +123,7 @@ class ToolOptions:
         tokenizer, family = self.model.tokenizer, self.model.call_format
         thought = "" if begin is Thought.NONE else thought_rules(tokenizer, begin.is_open)
         has_calls = self.choice.kind != "none"
-        has_special_marks = (thought and hides_thoughts(tokenizer)) or (has_calls and family.keeps_special)
+        has_special_marks = (thought and reasoning.hides_thoughts(tokenizer)) or (has_calls and family.keeps_special)
         shown = {"skip_special_tokens": False} if has_special_marks else {}
         if not has_calls and not thought:
             return shown | found
@@ -194,9 +179,9 @@ def tool_options(model: ChatModel, tools: Any, choice: Any, parallel: bool | Non
     """Read a request's fields in the format of chat completions; raise ApiError for wrong ones."""
     param = "tools"
     try:
-        offered = read_tools(tools)
+        offered = definitions.read_tools(tools)
         param = "tool_choice"
-        chosen = read_choice(choice, offered)
+        chosen = definitions.read_choice(choice, offered)
     except UserError as error:
         raise ApiError(400, str(error), param=param, code="invalid_value") from None
     return ToolOptions(model, offered, chosen, parallel is not False)

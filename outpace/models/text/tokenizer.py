@@ -16,19 +16,12 @@ from outpace.core.constraints import TokenTexts
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
 from outpace.core.machine import trim_heap
+from outpace.models.files import tokenizer_folder
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json
 from outpace.models.files.special_tokens import INFILL_MARKS, THOUGHT_BEGIN, InfillTokens, ends_among
-from outpace.models.files.tokenizer_folder import (
-    SPECIAL_NAMES,
-    add_tokens,
-    named_templates,
-    read_added_tokens,
-    read_settings,
-    read_templates,
-    token_text,
-)
+from outpace.models.files.tokenizer_folder import SPECIAL_NAMES, named_templates, token_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
@@ -75,7 +68,7 @@ class Tokenizer:
         Raises UserError: no tokenizer.json, damaged, or with ids beyond the model's embedding.
         """
         path = Path(path)
-        settings = read_settings(path)
+        settings = tokenizer_folder.read_settings(path)
         config = read_optional_json(path / "config.json")
         stops: list[int] = []
         for name in ("generation_config.json", "config.json"):
@@ -84,7 +77,7 @@ class Tokenizer:
         raw = _load_backend(file, settings)
         rows = config.get("vocab_size")
         try:
-            tokenizer = cls(raw, settings, stops, read_templates(path, settings))
+            tokenizer = cls(raw, settings, stops, tokenizer_folder.read_templates(path, settings))
             if isinstance(rows, int) and tokenizer.size > rows:
                 tokenizer._drop_ids_from(rows)
         except UserError as error:
@@ -321,7 +314,7 @@ def _load_backend(file: Path, settings: Mapping[str, Any]) -> tokenizers.Tokeniz
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
         raise UserError(f"{file.parent} holds no tokenizer.json; {advice}")
     check_file(file, MAX_TOKENIZER_BYTES)
-    named = read_added_tokens(file.parent, settings)
+    named = tokenizer_folder.read_added_tokens(file.parent, settings)
     try:
         text = file.read_bytes()
         digest = lazy_sha256(text + repr(named).encode("utf-8", "surrogatepass")).digest()
@@ -330,7 +323,7 @@ def _load_backend(file: Path, settings: Mapping[str, Any]) -> tokenizers.Tokeniz
                 import tokenizers
 
                 made = tokenizers.Tokenizer.from_buffer(text)
-                add_tokens(file.parent, made, named)
+                tokenizer_folder.add_tokens(file.parent, made, named)
                 _LAST[:] = digest, made
             found: tokenizers.Tokenizer = _LAST[1]
             return found
