@@ -24,7 +24,8 @@ from outpace.bench import run as bench_run
 from outpace.bench import tasks
 from outpace.bench.contenders import PLAIN, parse_methods
 from outpace.bench.judging import surprise
-from outpace.bench.run import Bench, BenchOptions, MethodRunner
+from outpace.bench.method_runner import MethodRunner
+from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
 from outpace.models.options import SHAPES, Shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -11,17 +10,17 @@ from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.bench.contenders import GUESS, PLAIN, Contender
+from outpace.bench.contenders import PLAIN, Contender
 from outpace.bench.energy import EnergyMeter
 from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.memory import PeakMemory, peak_memory
-from outpace.bench.peer import Peer, PeerProcess, PeerSettings, TimedAnswer
+from outpace.bench.method_runner import MethodRunner
+from outpace.bench.peer import Peer, PeerProcess, PeerSettings
 from outpace.bench.store import Record, RecordKey, Store
 from outpace.bench.tasks import BUILT_IN, TaskPrompt, check_turns, collect, prompt_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import num_threads
 from outpace.core.options import CheckedOptions, whole
-from outpace.engine.sequence import TokenSequence
 
 T = TypeVar("T")
 
@@ -32,66 +31,6 @@ REST = 0.05  # seconds between two contenders, in which the threads of the one b
 Job = tuple[RecordKey, Contender, Sequence[TaskPrompt]]
 Progress = Callable[[str, int, int], None]
 """Receives what is being measured, the finished answers, and all answers."""
-
-
-class MethodRunner:
-    """An LLM for one method over the shared models.
-
-    The prefix cache and the saved profile are off by default, so that no answer depends on earlier ones.
-    """
-
-    def __init__(self, contender: Contender, models: LLM, params: SamplingParams, max_batch: int) -> None:
-        """`models` holds the loaded target and draft; at most `max_batch` answers are written at once."""
-        self.name, self.params, self.precision = contender.label, params, models.target.precision
-        draft = None if contender.name == PLAIN else models.draft
-        options: dict[str, Any] = {"batch": max(max_batch, 1), "reuse": False, "profile": False, **contender.options}
-        options.pop(GUESS, None)
-        self.llm = LLM(models.target, draft, method=contender.name, **options)
-
-    def close(self) -> None:
-        self.llm.close()
-
-    def answer(self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int] = ()) -> TimedAnswer:
-        """Answer like `Peer.answer`, text included; `prediction` is the answer that the caller expects."""
-        params = replace(self.params, max_tokens=max_tokens, prediction=tuple(prediction))
-        called = time.perf_counter()
-        arrivals: list[float] = []
-        counts: list[int] = []
-        with closing(self.llm.stream(list(prompt), params)) as stream:
-            run: TokenSequence = self.llm.engine.waiting[-1]
-            for _ in stream:  # a round's drafted tokens are one piece, its last token another
-                now = time.perf_counter() - called
-                fresh = run.history.steps[len(counts) :]  # several where one step ran several plain rounds
-                before = arrivals[-1] if arrivals else now
-                arrivals += [before + (now - before) * place / len(fresh) for place in range(1, len(fresh) + 1)]
-                counts += [step.emitted for step in fresh]
-            result = stream.finish()
-        figures, history = result.figures, run.history
-        later, emitted = history.steps[1:], Counter(history.sources)
-        lengths = Counter(step.depth_offered for step in later)
-        return TimedAnswer(
-            tokens=result.tokens,
-            seconds=time.perf_counter() - called,
-            first_token=arrivals[0],
-            arrivals=tuple(arrivals),
-            counts=tuple(counts),
-            drafted=figures.drafted,
-            accepted=figures.accepted,
-            positions=figures.positions,
-            hits=figures.hits,
-            misses=figures.misses,
-            relaxed=None if result.lossless else figures.relaxed,
-            lengths=tuple(lengths[length] for length in range(max(lengths, default=-1) + 1)),
-            draft_seconds=sum(step.draft_seconds for step in later),
-            target_seconds=sum(step.target_seconds for step in later),
-            sources=tuple((name, verified, emitted[name]) for name, verified in history.drafted.items()),
-        )
-
-    def answer_batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
-        """Answer all prompts concurrently; return their tokens and the seconds until the last answer ended."""
-        called = time.perf_counter()
-        results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
-        return [result.tokens for result in results], time.perf_counter() - called
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import BasicSamplingFlags, ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError
 from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
