@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, help="traces, joined by commas")
     parser.add_argument("--requests", default="1,8,32")
-    parser.add_argument("--targets", default="8B,32B", help="of which pass times are stated")
+    parser.add_argument("--targets", default="8B,32B", help="targets whose pass times are stated")
     parser.add_argument("--answers", type=int, default=4, help="in the queue, for each request at once")
     args = parser.parse_args()
     counts, targets = [int(count) for count in args.requests.split(",")], args.targets.split(",")
