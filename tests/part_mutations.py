@@ -15,12 +15,12 @@ from mutation_checks import BROKEN, Mutation, Original
 from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
+from outpace.core.types import DraftState
 from outpace.decoders import pearl, planned, ssd
 from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters.lookahead import LookaheadDrafter
-from outpace.drafters.model import ModelState
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
@@ -159,7 +159,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("acceptance: one coverage for all positions", PickModel, "log_chances", one_coverage)
     ],
     "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
-        ("model: directives are ignored", ModelState, "directives", unchanging)
+        ("model: directives are ignored", DraftState, "directives", unchanging)
     ],
     "test_lookahead.py::test_the_window_is_the_jacobi_iteration": [
         ("lookahead: the window is never iterated", LookaheadDrafter, "_iterate", nothing)
