@@ -105,7 +105,7 @@ def test_a_budget_is_a_time() -> None:
         (["--tokens", "9", "--judged", "0"], "judged is 0, it must be at least 1"),
         (["--tokens", "9", "--seed", "-1"], "seed is -1"),
         (["--tokens", "9", "--layers", "3"], "layers is 3, it must be between 1 and 2"),
-        (["--tokens", "9", "--layers", "0,2"], "layers is '0,2', it must name layers from 0 to 1"),
+        (["--tokens", "9", "--layers", "0,2"], "layers is '0,2', it must be numbers from 0 to 1"),
         (["--tokens", "9", "--vocab", "300"], "vocab is 300, the target has 272 tokens"),
         (["--tokens", "9", "--length", "1"], "length is 1, no prompt and first token of an answer fit into so few"),
         (["--tokens", "9", "--tasks", "/nowhere/t.jsonl"], "/nowhere/t.jsonl cannot be read"),
