@@ -257,6 +257,16 @@ def test_a_step_expands_the_nodes_that_give_most_per_second(per_node: float, wid
     assert tree.best_width(4, *times.line) == best == width
 
 
+def test_narrow_steps_show_what_a_node_costs() -> None:
+    """Without them all steps are equally wide, and no line through their times tells the price of a node."""
+    loop = DraftLoop(make_drafter("model", TARGET, width=8, tree_nodes=4096, floor=0.0))
+    loop.post(Open(0, REQUESTS[0]))
+    for _ in range(20):
+        loop.grow()
+        loop.learn_time(1e-3 * (0.1 + loop._rows))
+    assert loop._times.line == pytest.approx((1e-4, 1e-3))
+
+
 def test_card_as_published_grows_whole_layers_by_the_product_of_q() -> None:
     """K nodes of the last layer are expanded, each gets its K best tokens, and a path's score is the sum of log q."""
     width = 3

@@ -57,6 +57,7 @@ class Close(NamedTuple):
 
 _MEMORY = 0.99  # of the times of draft steps
 _MOST = 4.0  # times the expected duration of a step
+_PROBE = 16  # one step in this many is narrow, so that the cost of a node is known
 Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
 
@@ -123,7 +124,7 @@ class DraftLoop:
         self.drafter = drafter  # other threads may read its `capabilities`
         self._most = most_requests
         self._width = max([source.width for source in drafter.capabilities.sources if source.runs_model], default=1)
-        self._times, self._rows = StepTimes(), 0
+        self._times, self._rows, self._steps = StepTimes(), 0, 0
         self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
 
@@ -179,8 +180,13 @@ class DraftLoop:
         """Set how many nodes of a request the next step expands at most, by their measured cost; return the number."""
         directives, tree = drafted.state.directives, drafted.tree
         most = min(directives.width or self._width, self._width)
-        is_steered = directives.outcomes or directives.in_layers
-        tree.width = most if is_steered else tree.best_width(most, *self._times.line)
+        self._steps += 1
+        if directives.outcomes or directives.in_layers:
+            tree.width = most
+        elif self._steps % _PROBE == 1:
+            tree.width = (most + 3) // 4
+        else:
+            tree.width = tree.best_width(most, *self._times.line)
         return tree.width
 
     def _next(self) -> list[int]:
