@@ -11,9 +11,9 @@ from doubles import QuickToy, make_request, write
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.adjust import Adjustments
+from outpace.core.drafting import BuildContext
 from outpace.core.types import Request
-from outpace.drafters import ngram, prediction
-from outpace.drafters._composite import SharedTree
+from outpace.drafters import build_drafter
 from outpace.engine import answer_cache
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.engine import Engine, EngineOptions
@@ -25,8 +25,7 @@ WIDE = EngineOptions(nodes=33, rows=256)
 
 
 def engine(options: EngineOptions = WIDE) -> Engine:
-    parts = [prediction.build(prediction.Options()), ngram.build(ngram.Options())]
-    return Engine(TARGET, SharedTree(parts), options=options)
+    return Engine(TARGET, build_drafter("prediction+ngram", BuildContext(), {}), options=options)
 
 
 def answer(parts: Engine, request: Request, method: str = "auto", is_exact: bool = True) -> TokenSequence:
@@ -66,7 +65,7 @@ def filled(*texts: Sequence[int], **options: Any) -> AnswerCache:
 def test_a_repeated_prompt_takes_few_passes(method: str, options: dict[str, Any]) -> None:
     request = asked(max_tokens=60, **options)
     if method == "card":
-        made = Engine(TARGET, None, InlineWorker(prediction.build(prediction.Options())), WIDE)
+        made = Engine(TARGET, None, InlineWorker(build_drafter("prediction", BuildContext(), {})), WIDE)
     else:
         made = engine()
     with made as parts:

@@ -257,7 +257,7 @@ def test_a_step_expands_the_nodes_that_give_most_per_second(per_node: float, wid
     assert tree.best_width(4, *times.line) == best == width
 
 
-def test_narrow_steps_show_what_a_node_costs() -> None:
+def test_a_narrow_step_shows_what_a_node_costs() -> None:
     """Without them all steps are equally wide, and no line through their times tells the price of a node."""
     loop = DraftLoop(make_drafter("model", TARGET, width=8, tree_nodes=4096, floor=0.0))
     loop.post(Open(0, REQUESTS[0]))

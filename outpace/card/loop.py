@@ -57,7 +57,7 @@ class Close(NamedTuple):
 
 _MEMORY = 0.99  # of the times of draft steps
 _MOST = 4.0  # times the expected duration of a step
-_PROBE = 16  # one step in this many is narrow, so that the cost of a node is known
+_SPREAD = 0.02  # least variance of the widths, over their squared mean, that tells the cost of a node
 Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
 
@@ -95,6 +95,14 @@ class StepTimes:
         self._sums = [_MEMORY * old + new for old, new in zip(self._sums, now, strict=True)]
 
     @property
+    def trial_width(self) -> int:
+        """A number of nodes that tells what a node costs, if recent steps expanded nearly the same numbers; else 0."""
+        count, rows, _, squares, _ = self._sums
+        if not count or count * squares - rows * rows >= _SPREAD * rows * rows:
+            return 0
+        return round(rows / count / 4) or 1 if rows > 1.5 * count else 4
+
+    @property
     def line(self) -> tuple[float, float]:
         """Seconds of a step, and seconds for each node more; 0 where nothing is known."""
         count, rows, seconds, squares, products = self._sums
@@ -124,7 +132,7 @@ class DraftLoop:
         self.drafter = drafter  # other threads may read its `capabilities`
         self._most = most_requests
         self._width = max([source.width for source in drafter.capabilities.sources if source.runs_model], default=1)
-        self._times, self._rows, self._steps = StepTimes(), 0, 0
+        self._times, self._rows = StepTimes(), 0
         self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
 
@@ -180,13 +188,10 @@ class DraftLoop:
         """Set how many nodes of a request the next step expands at most, by their measured cost; return the number."""
         directives, tree = drafted.state.directives, drafted.tree
         most = min(directives.width or self._width, self._width)
-        self._steps += 1
         if directives.outcomes or directives.in_layers:
             tree.width = most
-        elif self._steps % _PROBE == 1:
-            tree.width = (most + 3) // 4
         else:
-            tree.width = tree.best_width(most, *self._times.line)
+            tree.width = min(most, self._times.trial_width) or tree.best_width(most, *self._times.line)
         return tree.width
 
     def _next(self) -> list[int]:
