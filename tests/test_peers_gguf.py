@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from files import model_folder, write_gguf
 
 from outpace.bench.peers import _gguf
@@ -62,19 +62,19 @@ def test_a_file_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pyte
     folder = model_folder(tmp_path, "target")
     left = 3
 
-    def tensor(self: Checkpoint, name: str) -> torch.Tensor:
+    def array(self: Checkpoint, name: str) -> np.ndarray:
         nonlocal left
         left -= 1
         if not left:
             raise OSError(28, "No space left on device")
-        return open_tensor(self, name)
+        return read_array(self, name)
 
-    open_tensor = Checkpoint.tensor
-    monkeypatch.setattr(Checkpoint, "tensor", tensor)
+    read_array = Checkpoint.array
+    monkeypatch.setattr(Checkpoint, "array", array)
     with pytest.raises(UserError, match="cannot be written \\(No space left"):
         _gguf.gguf_file(folder, "Q8_0")
     assert list((cache_folder() / "gguf").iterdir()) == []
-    monkeypatch.setattr(Checkpoint, "tensor", open_tensor)
+    monkeypatch.setattr(Checkpoint, "array", read_array)
     assert _gguf.main_kind(_gguf.gguf_file(folder, "Q8_0")) == "Q8_0"
 
 
