@@ -258,7 +258,7 @@ def test_a_step_expands_the_nodes_that_give_most_per_second(per_node: float, wid
 
 
 def test_a_narrow_step_shows_what_a_node_costs() -> None:
-    """Without them all steps are equally wide, and no line through their times tells the price of a node."""
+    """Without them all steps are equally wide, and no line through their times shows the price of a node."""
     loop = DraftLoop(make_drafter("model", TARGET, width=8, tree_nodes=4096, floor=0.0))
     loop.post(Open(0, REQUESTS[0]))
     for _ in range(20):

@@ -57,7 +57,7 @@ class Close(NamedTuple):
 
 _MEMORY = 0.99  # of the times of draft steps
 _MOST = 4.0  # times the expected duration of a step
-_SPREAD = 0.02  # least variance of the widths, over their squared mean, that tells the cost of a node
+_SPREAD = 0.02  # least variance of the widths, over their squared mean, that shows the cost of a node
 Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
 
@@ -96,7 +96,7 @@ class StepTimes:
 
     @property
     def trial_width(self) -> int:
-        """A number of nodes that tells what a node costs, if recent steps expanded nearly the same numbers; else 0."""
+        """A number of nodes that shows what a node costs, if recent steps expanded nearly the same numbers; else 0."""
         count, rows, _, squares, _ = self._sums
         if not count or count * squares - rows * rows >= _SPREAD * rows * rows:
             return 0
