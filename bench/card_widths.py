@@ -3,8 +3,9 @@
 Run: python bench/card_widths.py --trace pair.trace --draft-times 1:1.48,16:1.60,64:1.75 --out widths.png
      [--ratio 7] [--methods card,planned] [--widths 4,8,16,32,64,128,256] [--answers 12] [--nodes 32] [--rows FILE]
 The trace is one of `outpace bench --trace`. `--draft-times` are measured times of a draft step by rows; a target pass
-takes `--ratio` times one of one row, for any number of rows. Several `--draft-times NAME=TIMES` are lines of one plot.
-Every point is printed, and appended to `--rows`, whose points are not simulated again. Needs matplotlib.
+takes `--ratio` times as long as a draft step of one row, for any number of rows. `--draft-times NAME=TIMES` may be
+repeated; each is a line of the plot. Every point is printed and appended to `--rows`; points that this file already has
+are not simulated again. Needs matplotlib.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def layer_seconds(width: int, rounds: int) -> float:
 
 
 def target_seconds(nodes: int, rounds: int) -> float:
-    """Return the median time of query, late children and correction at a cache of `nodes` nodes."""
+    """Return the median time of CARD's query, late children and correction with `nodes` nodes in the cache."""
     sides, table = [], TableModel(0.8)
     for number in range(rounds):
         loop, cache = card_loop(number, table, 16, Card.Options(), tree_nodes=2 * nodes)

@@ -61,7 +61,7 @@ def useless(trace: Trace) -> Trace:
 
 
 def measure(indexed: IndexedTrace, costs: PassCosts, requests: int, answers: int, method: str, **options: int) -> float:
-    """Return the tokens per millisecond of `requests` requests at once, from a queue of `answers` for each of them."""
+    """Return tokens per millisecond with `requests` concurrent requests and `answers` queued answers for each."""
     draft, decoder = ReplayDraft(indexed, costs.draft), registry.find("decoders", method)
     clock = SimulatedClock(draft.seconds, costs.target)
     values: Mapping[str, int] = {"tree_nodes": 64, **options}
@@ -100,8 +100,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, help="traces, joined by commas")
     parser.add_argument("--requests", default="1,8,32")
-    parser.add_argument("--targets", default="8B,32B", help="targets whose pass times are stated")
-    parser.add_argument("--answers", type=int, default=4, help="in the queue, for each request at once")
+    parser.add_argument("--targets", default="8B,32B", help="sizes of the target: 8B, 32B")
+    parser.add_argument("--answers", type=int, default=4, help="queued answers per concurrent request")
     args = parser.parse_args()
     counts, targets = [int(count) for count in args.requests.split(",")], args.targets.split(",")
     if args.answers < 1:

@@ -133,9 +133,9 @@ std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree
     });
 }
 
-/// Takes in new nodes for which `is_expanded(id)` does not hold, score at least `floor` and are no deeper than
-/// `deepest`; then removes the best `count`. None if one of them has a parent that neither is expanded nor among them:
-/// a score was raised since.
+/// Adds the tree's new nodes to the frontier, except expanded ones and those below `floor` or deeper than `deepest`;
+/// then removes and returns the best `count`. Returns none if a node would be expanded before its parent, because a
+/// score was raised since.
 template <class IsExpanded>
 std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const IsExpanded& is_expanded,
                                            int count, double floor, int deepest) {

@@ -34,7 +34,7 @@ struct Proposals {
     std::vector<double> values;
 };
 
-/// Some neighbouring rows of the proposals of one pass, which they share.
+/// A range of rows of one pass's proposals; ranges share the rows.
 struct ProposalRows {
     std::shared_ptr<const std::vector<Proposals>> rows;
     int first = 0, count = 0;
@@ -148,7 +148,7 @@ class TokenTree {
     bool is_sorted_ = true;  // ids ascend
 };
 
-/// Which pending node of a session holds a tree's node, by the id of the node: the nodes that a model has expanded.
+/// Maps the ids of the tree nodes that a model has expanded to the session's pending nodes (slots) that hold them.
 class SlotMap {
   public:
     int size() const { return static_cast<int>(slots_.size()); }
@@ -161,12 +161,12 @@ class SlotMap {
     void set(int64_t id, int slot) { slots_[id] = slot; }
     void clear() { slots_.clear(); }
     std::vector<int64_t> ids() const;
-    /// Gives nodes of a tree, parents first, the slots from `first` on; returns their tokens and the slots of their
-    /// parents, both moved by `missing`, the number of other rows before them in the pass.
+    /// Assigns slots from `first` on to nodes of a tree, parents first. Returns their tokens and their parents' slots,
+    /// increased by `missing`, the number of other rows before them in the pass.
     std::pair<std::vector<int>, std::vector<int>> expand(const TokenTree& tree, const std::vector<int>& nodes,
                                                          int first, int missing);
-    /// Follows a verdict. Returns the slots of the accepted nodes up to the first that was not expanded, and those of
-    /// the nodes of `tree`, which from now on are numbered from 0; forgets all others.
+    /// Follows a verdict. Returns the slots of the accepted nodes up to the first that was not expanded, and of the
+    /// nodes of `tree`; renumbers the latter from 0 and forgets all others.
     std::pair<std::vector<int>, std::vector<int>> follow(const std::vector<int64_t>& accepted, const TokenTree& tree);
 
   private:

@@ -72,7 +72,7 @@ class LLM(AbstractContextManager["LLM"]):
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
         worker: where CARD's drafter runs, "thread", "process", "polled" or "inline"; None: polled in the target's own
             thread if the target is on a GPU and the draft on the CPU, else a thread.
-        draft_threads: CPU threads of the worker; None: all cores that the target does not use, at least one.
+        draft_threads: CPU threads of the worker; None: one for a target on a CPU, else all cores but one.
         nodes: maximum number of tree nodes verified in one target pass; None: 32 for auto, card and planned, otherwise
             8, or as many as the draft length needs.
         profile: method "auto" starts from what earlier runs learnt about this pair on this machine, and saves what it

@@ -14,7 +14,7 @@ _UNBOUNDED = 1 << 63
 
 
 class _Counter(NamedTuple):
-    """A counter of energy: its name, a function that reads it, its unit in joules, and where it starts again from 0."""
+    """An energy counter: its name, the function that reads it, its unit in joules, and the value at which it wraps."""
 
     name: str
     read: Callable[[], int]
@@ -23,7 +23,7 @@ class _Counter(NamedTuple):
 
 
 class EnergyMeter:
-    """Sums the energy of all processors and, for a device of CUDA, of that GPU.
+    """Measures the energy used by all processors and, for a CUDA device, by that GPU.
 
     `description` names the counters, or says why there is none.
     """

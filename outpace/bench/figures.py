@@ -40,8 +40,8 @@ class TableRow:
     the time from the call to the end of the last answer). `quartiles` are taken over the prompts' medians.
     `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`. `sources` lists (drafter,
     verified tokens, emitted tokens). `relaxed` is the share of tokens that the exact rule would have rejected;
-    `accuracy` is taken over the `scored` answers; `joules_per_token` includes
-    prefill and what the machine uses at rest. The predicted values are explained in `_predictions`.
+    `accuracy` is taken over the `scored` answers; `joules_per_token` includes prefill and the machine's idle power. The
+    predicted values are explained in `_predictions`.
     """
 
     task: str

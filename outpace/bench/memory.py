@@ -32,7 +32,7 @@ class PeakMemory(NamedTuple):
 
 
 def peak_memory(models: LLM, contender: Contender, params: SamplingParams, prompt: Sequence[int]) -> PeakMemory:
-    """Measure a method of the bench; plain decoding loads the target alone. The process's errors are raised here."""
+    """Measure one method in a new process, whose errors are raised here; plain decoding loads the target alone."""
     drafts = () if contender.name == PLAIN or models.draft is None else (models.draft, *models.draft.others)
     again = [(draft.again, draft.model.vocab_size) for draft in drafts]
     process = child_process.start(_CODE)
@@ -84,7 +84,7 @@ def _measure(
 
 
 def _processes(pid: int) -> Iterator[int]:
-    """Yield a process and all that it started."""
+    """Yield the ids of a process and its descendants."""
     yield pid
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in file.read_text(encoding="ascii").split():

@@ -55,8 +55,8 @@ class Close(NamedTuple):
     key: int
 
 
-_MEMORY = 0.99  # of the times of draft steps
-_MOST = 4.0  # times the expected duration of a step
+_MEMORY = 0.99  # weight of past draft steps, for each new one
+_MOST = 4.0  # a longer step counts as this many times its expected duration
 _SPREAD = 0.02  # least variance of the widths, over their squared mean, that shows the cost of a node
 Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
@@ -71,7 +71,7 @@ class DraftedRequest:
     published: int = 1
     idle: bool = False  # nothing to add, or all directives done; a message wakes it
     layers: int = 0
-    reads_text: bool = True  # in its next step, before it drafts
+    reads_text: bool = True  # the next step reads text before it drafts
 
     @property
     def is_done(self) -> bool:
@@ -81,7 +81,7 @@ class DraftedRequest:
 
 
 class StepTimes:
-    """Seconds of a draft step by the nodes that it expands: a line through recent steps, older ones counting less."""
+    """Fits a line to the seconds of draft steps by the nodes that they expand; older steps count less."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, rows, seconds, rows^2, rows * seconds
@@ -96,7 +96,7 @@ class StepTimes:
 
     @property
     def trial_width(self) -> int:
-        """A number of nodes that shows what a node costs, if recent steps expanded nearly the same numbers; else 0."""
+        """A width to try, to learn what a node costs, if recent steps had nearly equal widths; else 0."""
         count, rows, _, squares, _ = self._sums
         if not count or count * squares - rows * rows >= _SPREAD * rows * rows:
             return 0
@@ -104,7 +104,7 @@ class StepTimes:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds of a step, and seconds for each node more; 0 where nothing is known."""
+        """Fixed seconds of a step, and seconds per expanded node; 0 where nothing is known."""
         count, rows, seconds, squares, products = self._sums
         spread = count * squares - rows * rows
         per_row = (count * products - rows * seconds) / spread if spread > 1e-6 * (count + squares) else 0.0
@@ -146,7 +146,7 @@ class DraftLoop:
         requests = [self._requests[key] for key in keys]
         self._rows = sum([self._choose_width(drafted) for drafted in requests]) if self._width > 1 else 0
         if any(drafted.reads_text for drafted in requests):
-            self._rows = 0  # the step's time says nothing of other steps
+            self._rows = 0  # not recorded: reading takes part of the time
         self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
         for drafted in requests:
             has_grown = len(drafted.tree) > drafted.published
@@ -185,7 +185,7 @@ class DraftLoop:
         clear_frames(failure.__traceback__)
 
     def _choose_width(self, drafted: DraftedRequest) -> int:
-        """Set how many nodes of a request the next step expands at most, by their measured cost; return the number."""
+        """Set the most nodes that the next step expands for a request, by their measured cost; return it."""
         directives, tree = drafted.state.directives, drafted.tree
         most = min(directives.width or self._width, self._width)
         if directives.outcomes or directives.in_layers:

@@ -1,4 +1,4 @@
-"""The drafter of a target on a GPU in the target's own thread: draft steps on the CPU while a launched pass runs."""
+"""Runs the drafter in the thread of a target on a GPU: it takes draft steps on the CPU while a launched pass runs."""
 
 from __future__ import annotations
 

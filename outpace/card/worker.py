@@ -104,7 +104,7 @@ class DraftWorker(ABC):
                 cache.insert(layer)
 
     def _count_step(self, seconds: float) -> None:
-        """Add the duration of a draft step to `step_seconds`."""
+        """Update the moving average `step_seconds` with the duration of a draft step."""
         self.step_seconds += 0.1 * (seconds - self.step_seconds) if self.step_seconds else seconds
 
 

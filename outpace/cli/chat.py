@@ -45,7 +45,7 @@ def chat(
     system: str | None = SYSTEM,
     color: bool = flag(False, "Show accepted draft tokens in colour."),
     url: str | None = flag(
-        None, "Talk to a server with the OpenAI API, as of outpace serve; --target names its model."
+        None, "Talk to a server with the OpenAI API, such as outpace serve; --target names its model."
     ),
     api_key: str | None = flag(None, "API key for --url.", envvar="OUTPACE_API_KEY"),
 ) -> None:

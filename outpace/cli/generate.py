@@ -48,7 +48,7 @@ def generate(
     system: str | None = SYSTEM,
     prefill: str | None = flag(None, "Beginning of the answer, which the model continues.", metavar="TEXT", panel=TEXT),
     raw: bool = flag(False, "Continue the text as it is, without the chat template.", panel=TEXT),
-    explain: bool = flag(False, "After the answer, show what method auto planned in each round, and why.", panel=TEXT),
+    explain: bool = flag(False, "After the answer, show what the planner chose in each round, and why.", panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
     """Answer one prompt.

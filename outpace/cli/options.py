@@ -22,7 +22,7 @@ MAX_TOKENS = "Maximum number of tokens of an answer."
 
 @dataclass(frozen=True)
 class BasicSamplingFlags:
-    """How short answers are sampled that are timed."""
+    """Sampling options of commands that time short answers."""
 
     panel: ClassVar[str] = TEXT
     max_tokens: int = flag(128, MAX_TOKENS)
@@ -165,8 +165,8 @@ class ModelFlags:
     )
     draft_threads: int | None = flag(
         None,
-        "CPU threads of a drafter that drafts in parallel with the target; the default is all cores that the target"
-        " does not use, at least one.",
+        "CPU threads of a drafter that drafts in parallel with the target; the default is 1 for a target on a CPU,"
+        " else all cores but one.",
         panel=METHOD,
     )
     nodes: int | None = flag(

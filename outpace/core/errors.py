@@ -59,9 +59,9 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 def require(what: str, extra: str, *packages: str) -> None:
-    """Raise UserError, with the command that installs an extra, unless `what` finds these packages of it.
+    """Raise UserError, with the command that installs an extra, if `what` needs it and a package is missing.
 
-    Without `packages`, the one that has the extra's name.
+    `packages` are those of the extra to look for; by default the one of the same name.
     """
     if any(find_spec(package) is None for package in packages or (extra,)):
         raise UserError(f"{what} needs the extra {extra}: `{install_command(extra)}`")

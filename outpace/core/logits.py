@@ -53,7 +53,7 @@ class SparseLogits(NamedTuple):
         return SparseLogits(self.values[rows], self.ids, self.vocab)
 
     def wide(self, rows: slice = slice(None)) -> Any:
-        """Return the logits of all tokens, of the kind of `values`. [rows, vocab]"""
+        """Return the logits of all tokens, as an array or tensor like `values`. [rows, vocab]"""
         values: Any = self.values[rows]
         if self.ids is None:
             return values

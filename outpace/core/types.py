@@ -327,10 +327,10 @@ class PendingObservations:
 
 
 class SavedState(Protocol):
-    """What a profile keeps of a drafter between runs."""
+    """The state of a drafter that a profile keeps between runs."""
 
     def state_dict(self) -> Any:
-        """Return it as JSON."""
+        """Return the state as a value that JSON can represent."""
 
     def load_state_dict(self, kept: Any) -> None:
         """Restore what `state_dict` returned."""
@@ -340,10 +340,11 @@ class SavedState(Protocol):
 class Capabilities:
     """What the engine needs to know about a drafter.
 
-    sources: the origins of its proposals, usually one. needs: what it must see of the target's passes. q_at_leaves:
-    rules can have its q after every node, the last ones included. cost: of a round, for the table of methods. models:
-    those that it runs. memory: returns an upper bound of its own KV bytes for requests whose texts have these lengths.
-    learnt: its state in a profile. save: writes the files that it keeps between runs; called when the engine closes.
+    sources: the origins of its proposals, usually one. needs: what it must see of the target's passes. q_at_leaves: it
+    gives rules its q after every node, leaves included. cost: describes the cost of a round in the table of methods.
+    models: the models that it runs. memory: returns an upper bound of its own KV bytes for requests whose texts have
+    these lengths. learnt: its state in a profile. save: writes the files that it keeps between runs; called when the
+    engine closes.
     """
 
     sources: tuple[Source, ...]
@@ -384,7 +385,7 @@ class DraftState:
     pending nodes to it.
 
     `pending`: the rounds that the drafter has not observed yet. Set by a growth: `num_steps`, the draft steps that it
-    took: several if some were taken in advance, 0 if it used such.
+    took: more than one if it took some in advance, 0 if it used such a step.
     """
 
     request: Request
@@ -408,7 +409,7 @@ class Drafter:
     in which thread, they call `grow`.
     """
 
-    capabilities: Capabilities  # of the class; an instance may have its own, with the same names
+    capabilities: Capabilities  # an instance may replace its class's, but not the names of the sources
 
     @property
     @final

@@ -36,7 +36,7 @@ class Card(Decoder):
 
         `as_published`: CARD as in the paper. The drafter expands whole layers, the `width` best new nodes of the last
         one, with `width` children each, ranked by the product of q; the target verifies the chain of the best children
-        and takes turns with the drafter, as with `lockstep` 7; only C is searched; nothing waits for a draft.
+        and keeps in step with the drafter, as with `lockstep` 7; only C is searched; there is no just-in-time draft.
 
         For ablations: `chain` true verifies one branch instead of the best tree; `secondary` false does not look in the
         secondary cache B; `late` false drops nodes that arrived during the target's pass; `correction` false drops

@@ -1,7 +1,7 @@
 """CARD with planned waits: the target verifies at once, or first waits for more draft layers where these pay.
 
-Our own, after CARD, arXiv:2508.04462. Time is priced in tokens (Dinkelbach, 1967). The choices are those of method
-`auto`, made in `planning/planner.py`; a layer that the target waits for takes the place of a draft step.
+Our own, after CARD, arXiv:2508.04462. Time is priced in tokens (Dinkelbach, 1967). The planner is that of method
+`auto`; it plans a wait for a layer of the parallel drafter like a draft step.
 
 While the target runs, the drafter makes the layers that fit into the pass and then rests, so that it is free when the
 correction comes. Where parallel drafting does not pay, it drafts only while the target waits.

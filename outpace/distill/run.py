@@ -112,7 +112,7 @@ def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tok
 
 
 def start_stage(options: DistillOptions, target: Path) -> None:
-    """Write the draft before any training, which is the target without some of its layers. It reads the whole text."""
+    """Write the untrained draft: the target without some of its layers, and without a window."""
     if options.shape.vocab:
         raise UserError("vocab is chosen by the target's text, leave it out of --stage start")
     with open_folder(target) as source:

@@ -38,7 +38,7 @@ class CompositeState(DraftState):
 
 
 class JoinedState:
-    """What a profile keeps of several drafters."""
+    """The states of several drafters that a profile keeps between runs."""
 
     def __init__(self, parts: Sequence[SavedState | None]) -> None:
         self._parts = parts

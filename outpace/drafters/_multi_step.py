@@ -126,7 +126,7 @@ class MultiStepExpander:
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
         self.takes_several = self._chosen != 1
         self._usual = _FIRST
-        self.num_steps = 1  # that the present growth took: see `DraftState`
+        self.num_steps = 1  # draft steps of the present growth: see `DraftState`
 
     def known(self, jobs: Sequence[ExpansionJob]) -> list[list[TopK]] | None:
         """Return the proposals below the jobs' frontiers if all of them were expanded in advance, None if a forward is
@@ -136,7 +136,7 @@ class MultiStepExpander:
         found = [[job.state.multi_step.find(job.tree, node) for node in job.frontier] for job in jobs]
         if not all(map(all, found)):
             return None
-        if self.num_steps == 1:  # none was taken in advance in this growth
+        if self.num_steps == 1:  # this growth took no steps in advance
             self.num_steps = 0
         for job, mine in zip(jobs, found, strict=True):
             for node, one in zip(job.frontier, mine, strict=True):

@@ -150,7 +150,7 @@ class TreeExpander:
         self._floor = _log(floor)
 
     def capabilities(self, declared: Capabilities, learnt: SavedState, **others: Any) -> Capabilities:
-        """Return those of a drafter that runs this expander's model; `declared` are its class's, `others` its own."""
+        """Return a drafter's capabilities: its class's (`declared`), `others`, and what this expander's model adds."""
         source = declared.sources[0]._replace(
             width=self._width, weight_bytes=self.model.weight_bytes, reads=self.window or None
         )

@@ -51,7 +51,7 @@ def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> 
     engine.sweep()
     engine.costs.forget_rates()
     for own, known in before:
-        own.load_state_dict(known)  # after a single word a draft's chances come true too rarely
+        own.load_state_dict(known)  # drafts are accepted less often than usual after a single word
 
 
 class WarmUp(Decoder):

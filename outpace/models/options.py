@@ -22,7 +22,7 @@ NATIVE_KV = "float16"  # the native kernels' default for keys and values, as in 
 
 
 class Shape(NamedTuple):
-    """The sizes of a model that `inflate` widens to; `queries` and `keys` are the widths of all heads' together."""
+    """The shape that `inflate` widens a model to; `queries` and `keys` are the total widths of all heads."""
 
     hidden: int
     middle: int
@@ -52,11 +52,11 @@ class LoadOptions:
     `exact` None: if the machine supports it. `runtime` "auto": our own if it supports the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. So is `tp_plan`, "auto": each layer is split over the
-    processes that torch.distributed.run started, and only the first of them writes output. `inflate`: the size of a
-    model, as in "8B", whose costs a pass gets while the text stays. `layers`: load only these, as in "0-24,26-29".
-    `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the native
-    kernels, else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager" runs the
-    same passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the model only
+    processes that torch.distributed.run started, and only the first of them writes output. `inflate`: widen the model
+    to the shape of one of this size, as in "8B"; the text does not change. `layers`: load these only, as in
+    "0-24,26-29". `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the native kernels,
+    else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager" runs the same
+    passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the model only
     proposes, so four bits change no text: by the native kernels, "auto" is "int4".
     """
 

@@ -241,7 +241,7 @@ class CostModel:
 
 def _shares_steps(source: Source) -> bool:
     """Return whether requests share the source's steps, so that a step's time depends on how many nodes all of them
-    expand. Waits for a worker and lookups are known for one request only."""
+    expand. Waits for a worker and lookups are timed per request."""
     return source.runs_model and source.name != WORKER.name
 
 

@@ -1,5 +1,5 @@
-"""The planner of method auto: chooses for one request, round by round, which sources draft, how many layers are grown,
-how wide each is, and how many rows are verified. docs/planner.md derives its formulas.
+"""The planner of methods auto and planned: chooses for one request, round by round, which sources draft, how many
+layers are grown, how wide each is, and how many rows are verified. docs/planner.md derives its formulas.
 """
 
 from __future__ import annotations

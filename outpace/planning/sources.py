@@ -126,7 +126,7 @@ class ModelSource:
     def __init__(self, source: Source, context: PlanningContext) -> None:
         self.source = source
         self.layers = 0  # of this round's tree
-        self.first = 0  # of them that a worker had drafted before the round
+        self.first = 0  # layers that a worker had drafted before the round
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
         self.doubtful = -1  # the layer of this round that was grown to find out whether it pays
         self.doubtful_worth = 0.0  # tokens that this layer was expected to add once its nodes were known

@@ -1,4 +1,4 @@
-"""What the engine and drafters do by rules: reducing rows under constraints, and ranking a drafter's rows."""
+"""Applies rules: reduces the target's rows under constraints, and ranks a drafter's rows."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ServerLimits(CheckedOptions):
     body_seconds: float = number(30.0, 0.001)  # to receive the headers, and then the body
     json_depth: int = whole(64, 1)
     stuck: float = number(60.0, 0.001)  # without a finished engine step while work is pending
-    ping: float = number(10.0, 0.001)  # of silence in a stream before a sign of life
+    ping: float = number(10.0, 0.001)  # without data in a stream before a ping is sent
 
 
 @dataclass(frozen=True)

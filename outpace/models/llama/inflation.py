@@ -86,7 +86,7 @@ def inflated_source(own: LlamaConfig, wide: LlamaConfig, fetch: WeightSource, de
 
 
 class _Widths:
-    """The indices of the model's own rows and columns that become those of the widened matrices; negative: zeros."""
+    """Which of the model's own rows and columns the rows and columns of the widened matrices copy; negative: zeros."""
 
     def __init__(self, own: LlamaConfig, wide: LlamaConfig) -> None:
         self.hidden = np.resize(np.arange(own.hidden_size), wide.hidden_size)

@@ -90,7 +90,7 @@ def split_fused(config: LlamaConfig, fetch: WeightSource) -> WeightSource:
 
 
 def source_of(name: str, layers: Sequence[int]) -> str:
-    """Return the name, in the whole model, of a weight of a model of these layers."""
+    """Return the whole model's name for a weight of a model that has only these layers."""
     number, _, part = name.removeprefix(PREFIX).partition(".")
     return f"{PREFIX}{layers[int(number)]}.{part}" if name.startswith(PREFIX) else name
 

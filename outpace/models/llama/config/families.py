@@ -16,23 +16,23 @@ ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their n
 
 
 def no_layer(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return that no layer has a sliding window. `rotates`: whether each layer is rotated."""
+    """Return whether each layer has a sliding window: none. `rotates`: whether each layer is rotated."""
     return [False] * len(rotates)
 
 
 def all_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return that all layers have a sliding window."""
+    """Return whether each layer has a sliding window: all."""
     return [True] * len(rotates)
 
 
 def late_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return that the layers from max_window_layers on have a sliding window."""
+    """Return whether each layer has a sliding window: those from max_window_layers on."""
     first = size(fields, "max_window_layers", 28, smallest=0)
     return [layer >= first for layer in range(len(rotates))]
 
 
 def unrotated_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return that the layers without positions have a sliding window."""
+    """Return whether each layer has a sliding window: those without positions."""
     return [not rotated for rotated in rotates]
 
 
