@@ -263,7 +263,11 @@ void bind_tree(nb::module_& m) {
         .def(nb::new_(&to_delta), "columns"_a)
         .def("__len__", [](const Delta& one) { return one.ids.size(); })
         .def("columns", [](const Delta& one) { return to_tuple(one); })
-        .def("__getitem__", [](const Delta& one, int column) { return nb::cast(to_tuple(one))[column]; })
+        .def("__getitem__",
+             [](const Delta& one, int column) -> nb::object {
+                 if (column < 0 || column > 4) throw nb::index_error("a delta has five columns");
+                 return nb::cast(to_tuple(one))[column];
+             })
         .def("__reduce__", [](nb::handle self) {
             return nb::make_tuple(self.type(), nb::make_tuple(nb::cast(to_tuple(nb::cast<const Delta&>(self)))));
         });
