@@ -197,6 +197,7 @@ def test_the_target_without_some_layers_is_a_draft_at_any_cost_of_the_target(
 ) -> None:
     monkeypatch.setitem(SHAPES, "8B", Shape(256, 256, 4, 256, 128))
     assert run_command("--target", target, "--stage", "start", "--layers", "1-1", "--out", tmp_path / "out") == 0
+    assert run_command("--target", target, "--stage", "start", "--layers", "0", "--out", tmp_path / "out") == 2
     texts, drafts = set(), ["none", "layers:1", tmp_path / "out" / "draft"]
     for inflate in (None, "8B"):
         for draft in drafts:

@@ -131,7 +131,7 @@ def test_what_does_not_fit_names_both(tmp_path: Path) -> None:
         other.mkdir()
         (other / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes())
         (other / "config.json").write_text(json.dumps(read_json(target / "config.json") | {name: value}))
-        with pytest.raises(UserError, match=rf"{tmp_path}/packed \({name} \d+\) .* target {other} \({name} {value}\)"):
+        with pytest.raises(UserError, match=rf"{tmp_path}/packed \({name} \d+\) .* {other} \({name} {value}\)"):
             unpack(tmp_path / "packed", other, tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
 

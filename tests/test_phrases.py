@@ -131,5 +131,6 @@ def test_a_folder_that_cannot_be_written_when_it_ends_costs_a_warning(tmp_path: 
     drafter = build_drafter("cacheback", GIVEN, {"phrases": str(folder / "phrases")})
     engine = Engine(TARGET, drafter)
     folder.rmdir()
+    folder.write_text("a file")
     with pytest.warns(UserWarning, match="cannot be written"):
         engine.close()

@@ -125,9 +125,6 @@ def distill(
         raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
         text = replace(text, stage="judge")  # evaluate only
-    if packing.unpack is None:
-        require("outpace distill", "torch")
-    options = _options(text, shape, training, evaluation, target, out, device, seed)
     if packing.unpack is not None:
         from outpace.models.files.find import resolve
         from outpace.models.files.packed import unpack
@@ -135,6 +132,8 @@ def distill(
         unpack(Path(packing.unpack), resolve(target), out)
         display.say(f"unpacked: {out}")
         return
+    require("outpace distill", "torch")
+    options = _options(text, shape, training, evaluation, target, out, device, seed)
     if packing.pack is not None:
         _pack(Path(packing.pack), options, as_json)
         return

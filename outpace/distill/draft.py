@@ -152,14 +152,6 @@ def trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in tensor_shapes(config).items() if name not in FROZEN}
 
 
-def _target_name(name: str, layers: Sequence[int]) -> str:
-    """Return the target's name of a tensor of the draft."""
-    parts = name.split(".")
-    if parts[1] == "layers":
-        parts[2] = str(layers[int(parts[2])])
-    return ".".join(parts)
-
-
 def write_draft(folder: Path, student: Student, config: Mapping[str, Any], target: Path) -> None:
     """Replace the draft in `folder`; `config` is its config.json. The old draft is kept if that fails.
 

@@ -115,6 +115,8 @@ def start_stage(options: DistillOptions, target: Path) -> None:
     """Write the untrained draft: the target without some of its layers, and without a window."""
     if options.shape.vocab:
         raise UserError("vocab is chosen by the target's text, leave it out of --stage start")
+    if (options.out / DRAFT).exists():
+        raise UserError(f"{options.out / DRAFT} exists already, name another --out for the target's layers")
     with open_folder(target) as source:
         config = draft_config(source.config, options.shape)
     del config["outpace"]["draft_window"]

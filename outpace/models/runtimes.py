@@ -186,7 +186,9 @@ def _read(
             progress(stage, fraction)
             tokenizer()
 
-        layers = parse_layers(options.layers, config.num_layers) if options.layers else range(config.num_layers)
+        layers = (
+            parse_layers(options.layers, config.num_layers) if options.layers is not None else range(config.num_layers)
+        )
         own = config.of_layers(layers)
         config = inflated_config(own, options.inflate) if options.inflate else own
         layers = [layers[layer % own.num_layers] for layer in range(config.num_layers)]
@@ -202,7 +204,7 @@ def _read(
     name, inflation = _name(spec), None
     if size:
         name += f" (cost of {size})"
-        inflation = f"inflated: a pass costs as much as one of a model of {size}, the text is its own"
+        inflation = f"inflated: a pass costs as much as one of a model of {size}, the text is its own, up to rounding"
     ours = source.config.get("outpace")
     unknown = ours.get(UNKNOWN_METADATA) if isinstance(ours, Mapping) else None
     ignored = f"unknown metadata of the file were ignored: {', '.join(unknown)}" if unknown else None
