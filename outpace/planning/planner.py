@@ -263,9 +263,13 @@ class Planner:
             if not model.layers:
                 continue
             step = self._step_price(model)
+            gains: dict[tuple[str, int, int], float] = {}  # a doubtful layer decides for those of its option
             for layer in range(model.first, model.layers):
                 gave = max(model.doubtful_worth, float(len(path) > layer + 1)) if layer == model.doubtful else inf
-                self._costs.exploration.record_use(model.layer_option(layer), gave - step)
+                option = model.layer_option(layer)
+                gains[option] = min(gains.get(option, inf), gave - step)
+            for option, gain in gains.items():
+                self._costs.exploration.record_use(option, gain)
             model.end_round(len(path), step)
         self._acceptance.learn(tree, path)
         for source in self.lookups:
