@@ -12,6 +12,7 @@ import torch
 from doubles import Candidate, QuickToy, layer_of, make_drafter, make_request, write
 from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -109,6 +110,8 @@ class CacheMachine(RuleBasedStateMachine):
                 chance,
                 Role.PRIMARY if is_primary else Role.SECONDARY,
             )
+            if any(node[1:3] == candidate[1:3] for node in nodes):
+                continue  # a drafter's tree has no such twins
             self.next_id += 1
             nodes.append(candidate)
             if candidate.parent_id not in self.live:
@@ -556,5 +559,6 @@ SEARCHES: dict[Callable[[], None], list[str]] = {
 @pytest.mark.parametrize(("search", "name"), [(search, name) for search, names in SEARCHES.items() for name in names])
 def test_a_mistake_is_found(search: Callable[[], None], name: str) -> None:
     (mutation,) = (mutation for mutation in MUTATIONS if mutation.name == name)
-    with mutation.applied(), pytest.raises((AssertionError, KeyError, ValueError, UserError)):
+    # Flaky: the mistake was found, and its example depends on the times that the engine measured
+    with mutation.applied(), pytest.raises((AssertionError, KeyError, ValueError, UserError, Flaky)):
         search()

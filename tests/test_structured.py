@@ -151,7 +151,7 @@ def test_the_command_line_reads_schemas_regexes_and_grammars(generate: Run) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--json-schema", "gone.json"], "gone.json does not exist"),
+        (["--json-schema", "gone.json"], "gone.json, which cannot be read"),
         (["--json-schema", "sum.lark"], "not valid JSON"),
         (["--json-schema", "schema.json", "--regex", "a"], "give one of them"),
         (["--regex", "("], "the regex cannot be enforced"),

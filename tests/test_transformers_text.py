@@ -21,6 +21,7 @@ from turns import in_turn
 import outpace
 from outpace.api.llm import LLM
 from outpace.cli.options import ModelFlags
+from outpace.core import errors
 from outpace.core.errors import UserError, install_command
 from outpace.models.hf.load import SlowTokenizer, wrap_tokenizer
 from outpace.models.hf.model import TransformersModel
@@ -141,8 +142,8 @@ def test_a_folder_goes_to_the_runtime_that_knows_it(tmp_path: Path, monkeypatch:
         load_model(gpt2, runtime="llama")
     with pytest.raises(UserError, match=r"unknown runtime 'lama', allowed are .*did you mean 'llama'"):
         load_model(gpt2, runtime="lama")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=re.escape(f"runs it; it needs `{install_command('transformers')}`")):
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=re.escape(f"needs the extra torch: `{install_command('torch')}`")):
         load_model(gpt2)
 
 

@@ -88,7 +88,8 @@ def test_the_text_is_plain_decodings(
         plain = llm.generate([CHAT, "hello"], plain=True, **asked)
         found = llm.generate([CHAT, "hello"], **asked)
     assert [result.tokens for result in found] == [result.tokens for result in plain]
-    assert method == "auto" or sum(result.figures.drafted for result in found) > 0  # a draft as large as its target
+    # auto and card verify what pays, which with a draft as large as its target may be nothing
+    assert method != "speculative" or sum(result.figures.drafted for result in found) > 0
 
 
 def test_the_same_model_under_other_ids_drafts_perfectly(folders: dict[str, Path]) -> None:

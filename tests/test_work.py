@@ -155,7 +155,8 @@ def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
     outcome = run(target, requests_of(1, 30), "card", worker=worker, just_in_time=0)
     rounds = len(outcome.steps[0])
     assert target.work["passes"] == 1 + rounds < 1 + 30
-    assert draft.work["passes"] <= 4 * (1 + rounds), "four forwards during every pass"
+    most = 4 * (1 + rounds) + 1
+    assert draft.work["passes"] <= most, "four forwards during every pass, and one that the end cuts off"
     assert draft.work["passes"] >= rounds
 
 
