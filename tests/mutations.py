@@ -37,6 +37,7 @@ from outpace.engine import sequence as running
 from outpace.engine import target_runner
 from outpace.models import base as models
 from outpace.rules import gumbel, match
+from outpace.rules.greedy import Greedy
 
 
 def walked(tree: TokenTree, picks: Sequence[int], step: Callable[[int], int | None]) -> list[int]:
@@ -158,6 +159,14 @@ def accept_any_late_child(tree: TokenTree, picks: Sequence[int], follow: Origina
     return ends(walked(tree, picks, step), picks)
 
 
+def late() -> str | None:
+    """Accept nothing but the pick, of which the tree has no child."""
+    tree = TokenTree(1)
+    tree.add(0, 5, -0.1)  # came after the root was verified
+    path = Greedy().walk(tree, [7]).path
+    return None if path == [0] else f"the path is {path}"
+
+
 def recover_from_root(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
     verdict: Verdict = follow(tree, picks)
     return verdict if verdict.next_token is None else Verdict(verdict.path, picks[0])
@@ -233,7 +242,7 @@ MUTATIONS = [
     Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
     Mutation("positions off by one in rows", [target_runner], "tree_rows", positions_off_by_one),
     Mutation("accept a child without looking at its token", [types.Rule], "walk", following(accept_any_child)),
-    Mutation("accept a late child whose token differs", [types.Rule], "walk", following(accept_any_late_child)),
+    Mutation("accept a late child whose token differs", [types.Rule], "walk", following(accept_any_late_child), late),
     Mutation("recovery token taken from the root's row", [types.Rule], "walk", following(recover_from_root)),
     Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_end("stop")),
     Mutation("text after max_tokens", [running.TokenSequence], "commit", ignore_end("length")),
