@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from files import ARCHITECTURES, model_folder, smollm2_file, weights, write_gguf
+from files import ARCHITECTURES, model_folder, weights, write_gguf
 from passes import fresh, text
 from turns import in_turn, one_of
 
@@ -163,10 +163,3 @@ def test_the_sizes_that_fit_into_memory_are_named_before_anything_is_loaded(
     monkeypatch.setattr(devices, "available_bytes", lambda: 1 << 20)
     with pytest.raises(UserError, match=r"; no size of inflate would fit"):
         load_model(folder, inflate="70B", runtime=runtime)
-
-
-@pytest.mark.long
-def test_the_shipped_model_at_the_cost_of_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    own, wide = (load_model(smollm2_file(), inflate=size).model for size in (None, "1B"))
-    check_equal(own, wide, NATIVE)
