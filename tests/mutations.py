@@ -160,7 +160,7 @@ def accept_any_late_child(tree: TokenTree, picks: Sequence[int], follow: Origina
 
 
 def late() -> str | None:
-    """Accept nothing but the pick, of which the tree has no child."""
+    """Return what is wrong if a late child whose token is not the pick is accepted."""
     tree = TokenTree(1)
     tree.add(0, 5, -0.1)  # came after the root was verified
     path = Greedy().walk(tree, [7]).path
