@@ -58,7 +58,7 @@ class BenchFlags:
     rounds: int = flag(1, "Number of repetitions of all measurements.")
     batch: str = flag("1", "Numbers of concurrent requests, as in 1,2,8,16; not for peers.")
     inflate: str | None = flag(
-        None, "Widen the target to the cost of a model of 1B, 3B, 8B, 32B or 70B; its text does not change."
+        None, "Widen the target to the cost of a model of 1B, 3B, 8B, 32B or 70B; its text stays up to rounding."
     )
     memory: bool = flag(False, "Also load each method in a process of its own and report its peak memory.")
     run_tests: bool = flag(
