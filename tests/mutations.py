@@ -19,6 +19,7 @@ from file_mutations import FILE_MUTATIONS
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from option_mutations import OPTION_MUTATIONS, key_without
+from outpace_kernels import NodeDelta
 from part_mutations import PART_MUTATIONS, find_in_parts
 from planner_mutations import PLANNER_MUTATIONS
 from rich.console import Console
@@ -97,7 +98,7 @@ def hang_dead_on_root(insert: Original) -> Original:
         for node_id, parent in zip(ids, parents, strict=True):
             moved.append(parent if parent in known else root)
             known.add(node_id)
-        return insert(self, layer._replace(nodes=(ids, moved, *others)))
+        return insert(self, layer._replace(nodes=NodeDelta((ids, moved, *others))))
 
     return mutated
 

@@ -136,16 +136,15 @@ std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree
 /// Adds the tree's new nodes to the frontier, except expanded ones and those below `floor` or deeper than `deepest`;
 /// then removes and returns the best `count`. Returns none if a node would be expanded before its parent, because a
 /// score was raised since.
-template <class IsExpanded>
-std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const IsExpanded& is_expanded,
-                                           int count, double floor, int deepest) {
+std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const SlotMap& slots, int count,
+                                           double floor, int deepest) {
     frontier.extend(tree, [&](int node) {
-        return tree.scores[node] >= floor && tree.depths[node] <= deepest && !is_expanded(tree.ids[node]);
+        return tree.scores[node] >= floor && tree.depths[node] <= deepest && !slots.contains(tree.ids[node]);
     });
     std::vector<int> nodes = frontier.pop(count);
     for (const int node : nodes) {
         const int parent = tree.parents[node];
-        if (node && std::find(nodes.begin(), nodes.end(), parent) == nodes.end() && !is_expanded(tree.ids[parent]))
+        if (node && std::find(nodes.begin(), nodes.end(), parent) == nodes.end() && !slots.contains(tree.ids[parent]))
             return std::nullopt;
     }
     const double least = tree.bound({});
@@ -216,12 +215,6 @@ void bind_tree(nb::module_& m) {
              "children"_a, "primary"_a)
         .def("attach_offers", &attach_offers, "frontier"_a, "offers"_a, "temperature"_a, "coverage"_a,
              "open"_a.none(), "width"_a, "most"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("attach_offers",
-             [](TokenTree& tree, const std::vector<int>& frontier, const std::vector<ProposalTuple>& offers,
-                double temperature, double coverage, std::optional<double> open, int width, int most) {
-                 return attach_offers(tree, frontier, to_rows(offers), temperature, coverage, open, width, most);
-             },
-             "frontier"_a, "offers"_a, "temperature"_a, "coverage"_a, "open"_a.none(), "width"_a, "most"_a)
         .def("chain", &TokenTree::chain, "parent"_a, "tokens"_a, "scores"_a)
         .def("child",
              [](const TokenTree& tree, int node, int token) {
@@ -255,9 +248,7 @@ void bind_tree(nb::module_& m) {
         .def("take_below", &TokenTree::take_below, "other"_a, "node"_a)
         .def("take_best", &TokenTree::take_best, "other"_a, "count"_a)
         .def("delta", &TokenTree::delta, "first"_a)
-        .def("insert", &TokenTree::insert, "delta"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("insert", [](TokenTree& tree, DeltaTuple given) { return tree.insert(to_delta(std::move(given))); },
-             "delta"_a);
+        .def("insert", &TokenTree::insert, "delta"_a, nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<Delta>(m, "NodeDelta")
         .def(nb::new_(&to_delta), "columns"_a)
@@ -328,17 +319,7 @@ void bind_tree(nb::module_& m) {
         .def(nb::init<>())
         .def("__len__", &Frontier::size)
         .def("reset", &Frontier::reset)
-        .def("next",
-             [](Frontier& frontier, const TokenTree& tree, const SlotMap& slots, int count, double floor, int deepest) {
-                 return next_nodes(frontier, tree, [&](int64_t id) { return slots.contains(id); }, count, floor, deepest);
-             },
-             "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
-        .def("next",
-             [](Frontier& frontier, const TokenTree& tree, const nb::dict& slots, int count, double floor, int deepest) {
-                 return next_nodes(frontier, tree, [&](int64_t id) { return slots.contains(nb::int_(id)); }, count, floor,
-                                   deepest);
-             },
-             "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
+        .def("next", &next_nodes, "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
         .def("peek", &Frontier::peek, "count"_a);
 
     m.def("log_chances",
