@@ -99,8 +99,8 @@ class ThreadWorker(DraftWorker):
             layers = self._loop.grow()
             if layers:
                 self._publish(layers)
-                self._count_step(time.perf_counter() - start)
-                self._loop.learn_time(time.perf_counter() - start)
+                self._count_step(seconds := time.perf_counter() - start)
+                self._loop.learn_time(seconds)
             elif not self._loop.has_work:
                 self._resting = self._loop.inbox.empty()
                 self._loop.wait(_POLL_SECONDS)

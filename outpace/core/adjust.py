@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, groupby, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,18 +26,11 @@ from outpace.core.types import Adjustments, Row
 if TYPE_CHECKING:
     from torch import Tensor
 
+L = TypeVar("L", bound="Tensor | np.ndarray")
 _FORBIDDEN = float("-inf")
 
 
-@overload
-def adjust_logits(logits: Tensor, rows: Sequence[Row]) -> Tensor: ...
-
-
-@overload
-def adjust_logits(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray: ...
-
-
-def adjust_logits(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
+def adjust_logits(logits: L, rows: Sequence[Row]) -> L:
     """Return the logits as each row's request adjusts them, in float32 or better; the same object if none does.
 
     [rows, vocab] to [rows, vocab]. A row's result depends on that row only. Tokens outside the vocabulary (a draft
@@ -58,7 +51,8 @@ def adjust_logits(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | 
     _adjust_all(scores, rows, None)
     for number, row in enumerate(rows):
         apply_constraint(scores[number], row)
-    return scores if isinstance(logits, np.ndarray) else tensor_of(scores)
+    adjusted: Any = scores if isinstance(logits, np.ndarray) else tensor_of(scores)
+    return adjusted
 
 
 def adjust_sparse(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row]) -> np.ndarray:

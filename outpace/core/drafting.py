@@ -74,6 +74,9 @@ def pick_layers(hidden: Any, layers: Sequence[int], wanted: Sequence[int]) -> An
     return hidden if tuple(layers) == tuple(wanted) else hidden[[list(layers).index(layer) for layer in wanted]]
 
 
+LAYER_SHARE = 1 / 8  # of the tree's free nodes that one layer of a parallel drafter may use
+
+
 class DraftDirectives(NamedTuple):
     """How a drafter that works in parallel with the target grows the tree below the present root; 0 means no limit.
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.card.cache import VisibilityOptions
-from outpace.core.drafting import DraftDirectives
+from outpace.core.drafting import LAYER_SHARE, DraftDirectives
 from outpace.core.options import MethodOptions, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
 PUBLISHED_STEPS = 7  # draft forwards per target pass: the authors' setting for 1B and 70B
-_SHARE = 1 / 8  # of the tree's free nodes that one layer may use
 
 
 class Card(Decoder):
@@ -77,7 +76,7 @@ class Card(Decoder):
 
 def directives(options: Card.Options) -> DraftDirectives:
     """Return how the drafter works between two corrections."""
-    share = 1.0 if options.as_published else _SHARE
+    share = 1.0 if options.as_published else LAYER_SHARE
     return DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_layers=options.as_published)
 
 

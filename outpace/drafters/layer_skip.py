@@ -271,7 +271,7 @@ class LayerSkipDrafter(Drafter):
 
     capabilities = Capabilities(
         (Source("layer_skip", runs_model=True, reads=0),),  # the target has read the text
-        Needs(session=1),  # each instance sets as many as its options allow
+        Needs(session=1),  # replaced by each instance, according to its options
         cost="a forward of a part of the target for each token",
     )
 

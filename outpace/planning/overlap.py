@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outpace.core.drafting import DraftDirectives
+from outpace.core.drafting import LAYER_SHARE, DraftDirectives
 from outpace.core.types import WORKER
 from outpace.planning.sources import PlanningContext
 
-_SHARE = 1 / 8  # of the tree's free nodes that one layer may use
 _MIN_YIELD = 0.05
-_LAYER = DraftDirectives(layers=1, floor=0.0, share=_SHARE)
+_LAYER = DraftDirectives(layers=1, floor=0.0, share=LAYER_SHARE)
 _REST = DraftDirectives(layers=0)
 PARALLEL, SEQUENTIAL = "parallel", "sequential"
 
