@@ -284,7 +284,7 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
         assert run.figures.drafted > 0
         assert run.figures.accepted > 0 or cell.draft in ("garbage", None)
     if cell.decoder == "card":
-        assert run.figures.misses > 0 or cell.draft == "perfect"
+        assert run.figures.misses > 0 or cell.draft in ("perfect", "partial")
         # A thread's candidates may all come too late: only the inline worker drafts at known times.
         assert run.figures.hits > 0 or cell.draft in ("garbage", "silent", None) or cell.worker == "thread"
 
