@@ -60,7 +60,7 @@ def test_no_row_is_free_because_few_samples_say_so() -> None:
 def test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not() -> None:
     costs = costs_of((1, 6.0), (4, 7.0), (8, 100.0))
     assert costs.pass_seconds(8) == 100.0
-    for _ in range(600):
+    for _ in range(110):
         costs.record_round(1, 4, 1, 7.0, 0.0)
     assert costs.pass_seconds(8) < 9.0, "the machine was busy then"
     assert costs.pass_seconds(1) == 6.0
@@ -179,6 +179,20 @@ def test_a_profile_restores_what_was_stored(tmp_path: Path) -> None:
     assert profiles.read(ABOUT | {"cores": 4}, tmp_path) is None
     (tmp_path / "file").write_text("")
     assert profiles.write(ABOUT, LEARNT, tmp_path / "file") is None, "a folder that cannot be written is no error"
+
+
+def test_times_of_a_profile_are_scaled_to_those_of_this_run() -> None:
+    """A profile that was made on a busy machine must not make drafts look too expensive to be tried."""
+    costs = CostModel()
+    costs.load_state_dict(LEARNT | {"rounds": {"1": 0.3, "2": 0.36, "5": 0.69}})
+    assert costs.pass_seconds(5) == pytest.approx(0.69)
+    for _ in range(2):
+        costs.record_round(1, 1, 1, 0.05, 0.0)
+    assert costs.pass_seconds(5) == pytest.approx(0.115)
+    for _ in range(2):
+        costs.record_round(1, 2, 2, 0.055, 0.0)
+    assert costs.pass_seconds(2) == pytest.approx(0.055)
+    assert costs.pass_seconds(5) == pytest.approx(0.69 * 0.105 / 0.66)
 
 
 def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,16 +43,11 @@ class RollingMedian:
             since = 0
         self._since[key] = since
 
-    def expect(self, key: int, seconds: float) -> None:
-        """Set a prior that weighs as much as two fresh samples, so that measurements soon replace it."""
-        self._samples[key] = deque([seconds] * MIN_SAMPLES, maxlen=WINDOW)
-        self._stale.add(key)
-
     def forget(self, key: int) -> None:
-        """Drop the samples of a key."""
+        """Drop the samples of a key, if it has any."""
         self._stale.discard(key)
         self._medians.pop(key, None)
-        del self._samples[key]
+        self._samples.pop(key, None)
 
     def count(self, key: int) -> int:
         """Number of samples kept for a key."""

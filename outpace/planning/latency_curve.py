@@ -10,8 +10,7 @@ from math import inf
 from outpace.planning.estimators import MIN_SAMPLES, WINDOW, RollingMedian
 
 _REFRESH_EVERY = 4  # rounds after which medians are read again
-_STALE = 96  # rounds after which a row count is measured again
-_FORGOTTEN = 512  # rounds after which timings of more rows than any since are dropped
+_STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
 _FIRST = 4  # nodes that may be verified before any time is known
 _ROW = 0.05  # prior for the cost of one more row, as a fraction of a pass over one
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
@@ -25,6 +24,7 @@ class LatencyCurve:
         """`prior` returns the expected seconds of a number of rows until they are timed."""
         self._prior = prior
         self._times = RollingMedian()  # by bucket of rows
+        self._profile: dict[int, float] = {}  # the same from a profile; see `load_state_dict`
         self._last: dict[int, int] = {}  # by bucket: the round that was timed last
         self._wide: deque[Point] = deque(maxlen=WINDOW)  # tokens and seconds of the latest passes over prompts
         self._curve: tuple[list[int], list[float]] | None = None
@@ -58,14 +58,15 @@ class LatencyCurve:
     def _forget_old(self) -> None:
         """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
         tried again where smaller ones suggest that they pay."""
-        widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= _FORGOTTEN])
-        for bucket in [bucket for bucket in self._times if bucket > widest]:
+        widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= _STALE])
+        for bucket in [bucket for bucket in self._last if bucket > widest]:
             self._times.forget(bucket)
-            self._last.pop(bucket, None)
+            self._profile.pop(bucket, None)
+            del self._last[bucket]
 
     def is_timed(self, rows: int, samples: int = MIN_SAMPLES) -> bool:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""
-        return self._times.count(_bucket(rows)) >= samples
+        return self._times.count(_bucket(rows)) >= samples or _bucket(rows) in self._profile
 
     def is_stale(self, rows: int) -> bool:
         """Return whether a pass over `rows` rows was timed, but not recently."""
@@ -104,7 +105,7 @@ class LatencyCurve:
     def widest(self) -> int:
         """The largest number of rows that was timed."""
         if self._widest is None:
-            self._widest = max(self._times, default=0)
+            self._widest = max([*self._times, *self._profile], default=0)
         return self._widest
 
     def max_extra_rows(self, others: int) -> int:
@@ -113,16 +114,22 @@ class LatencyCurve:
         return max(_FIRST, 2 * self.widest - others - 1)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a profile stores: the median time of each row count."""
-        return {str(rows): seconds for rows, seconds in self._times.medians.items()}
+        """Return what a profile stores: the time of each row count."""
+        return {str(rows): seconds for rows, seconds in self._known_times().items()}
 
     def load_state_dict(self, kept: Mapping[str, float]) -> None:
-        """Start from what a profile stored."""
-        for rows, seconds in kept.items():
-            bucket = _bucket(int(rows))
-            self._times.expect(bucket, float(seconds))
-            self._last[bucket] = self.num_rounds
+        """Start from what a profile stored. The machine may have been busier then: once some of its row counts are
+        timed, its other times are scaled to match."""
+        self._profile = {_bucket(int(rows)): float(seconds) for rows, seconds in kept.items()}
+        self._last |= dict.fromkeys(self._profile, self.num_rounds)
         self._clear_caches()
+
+    def _known_times(self) -> dict[int, float]:
+        """Return the time of each row count that was timed, or that the profile has."""
+        medians = self._times.medians
+        both = medians.keys() & self._profile.keys()
+        scale = sum(medians[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0
+        return {rows: scale * seconds for rows, seconds in self._profile.items()} | dict(medians)
 
     def _convex(self) -> tuple[list[int], list[float]]:
         """Return row counts and their times: the lower convex hull of the measurements, made non-decreasing.
@@ -131,9 +138,9 @@ class LatencyCurve:
         kernels' tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and
         everything that was drafted would be verified.
         """
-        medians, least = self._times.medians, min(self._times.medians, default=inf)
-        known = {rows: time for rows, time in self._times.minima.items() if rows < least}
-        known.update(medians)
+        known = self._known_times()
+        least = min(known, default=inf)
+        known |= {rows: time for rows, time in self._times.minima.items() if rows < least}
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]
