@@ -230,7 +230,7 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], messa
         (("--peers", "vllm"), "unknown peer 'vllm'"),
         (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
         (("--peers", "right", "--inflate", "8B"), "peers cannot run an inflated target"),
-        (("--inflate", "9B"), "unknown inflate '9B', allowed are 1B, 32B, 3B, 70B, 8B"),
+        (("--inflate", "2B"), "unknown inflate '2B', allowed are 1B, 3B, 8B, 32B, 70B; the nearest are 1B and 3B"),
         (("--batch", "1,x"), "--batch is '1,x'"),
         (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
         (("--prompts", "0"), "prompts is 0"),

@@ -30,13 +30,14 @@ from doubles import (
 from engine_runs import finish, submit
 from light import Wrapped
 from processes import REQUESTS, SECONDS, TEXTS, build_light, nothing_left, until
-from turns import case, in_turn
+from turns import in_turn
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.polled import PolledWorker
 from outpace.card.process import ProcessWorker
 from outpace.card.thread import ThreadWorker
+from outpace.card.worker import ObservedModel
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Request
 from outpace.decoders import Card
@@ -54,7 +55,8 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # random opti
         "trials": chance.choice((0.0, 0.3)),
     },
 }
-ROUNDS = (24, pytest.param(600, marks=pytest.mark.long))
+ROUNDS = (24, pytest.param(1000, marks=pytest.mark.long))
+FORMS = ("thread", "polled", "inline")  # of a worker; a process can be killed too
 WAITS = ("after a hit", "after a miss", "a further layer", "in vain", "died", "gave up", "rests", "a few layers")
 
 
@@ -215,15 +217,16 @@ def test_race_between_threads(seed: int, method: str) -> None:
         assert run.figures.drafted > 0
 
 
-@pytest.mark.parametrize(("method", "verb"), in_turn(OPTIONS, ["grow", "observe", "open"]))
-def test_a_drafter_that_raises_within_a_text(verb: str, method: str) -> None:
+@pytest.mark.parametrize(("method", "verb", "form"), in_turn(OPTIONS, ["grow", "observe", "open"], FORMS))
+def test_a_drafter_that_raises_within_a_text(form: str, verb: str, method: str) -> None:
     target = TARGETS[0]
     requests = [make_request((1, 2, 3), "gumbel", 30, temperature=1.0, seed=seed) for seed in range(3)]
     before = set(threading.enumerate())
     calls: Counter[str] = Counter()
     failed = failing(make_drafter("model", target), verb, 2)
     drafter = sleepy(Wrapped(failed, lambda called: calls.update([called])), 0)
-    run, messages = collect_warnings(lambda: decode(requests, method, drafter, worker="thread", target=target))
+    worker = PolledWorker(drafter, partial(RandomEvent, random.Random(0))) if form == "polled" else form
+    run, messages = collect_warnings(lambda: decode(requests, method, drafter, worker=worker, target=target))
     assert run.texts == [write(target, request) for request in requests]
     assert [thread for thread in threading.enumerate() if thread not in before] == []
     if method == "planned" and calls[verb] <= 2:  # on a busy machine it may find that drafting does not pay
@@ -233,9 +236,12 @@ def test_a_drafter_that_raises_within_a_text(verb: str, method: str) -> None:
     assert "DrafterDiedError" in messages[0]
 
 
-def test_requests_after_the_worker_died_are_decoded_plainly() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_after_the_worker_died_are_decoded_plainly(form: str) -> None:
     target, request = TARGETS[1], make_request((1, 2, 3), max_tokens=20)
-    worker = ThreadWorker(failing(make_drafter("model", target), "grow", 1))
+    event = partial(RandomEvent, random.Random(0))
+    workers = {"thread": ThreadWorker, "polled": partial(PolledWorker, record=event), "inline": InlineWorker}
+    worker = workers[form](failing(make_drafter("model", target), "grow", 1))
 
     def run() -> list[list[int]]:
         with Engine(target, worker=worker) as engine:
@@ -271,28 +277,35 @@ class Unhurried(QuickToy):
         return super().score(forest)
 
 
-class KilledInWaits(ProcessWorker):
-    """Each of its processes is killed when the target begins a second wait."""
+class Killed(ProcessWorker):
+    """Each of its processes is killed when the target begins a second wait, or a second pass."""
 
-    waits = 0
+    begun = 0
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
         self.killed: set[int] = set()
-        super().__init__(*arguments, **options)
+        super().__init__(build_light, pauses=(0.01, 0.01))
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        self.waits += 1
-        if self.pid is not None and self.pid not in self.killed and self.is_ready and self.waits % 2 == 0:
+    def kill(self, moment: str) -> None:
+        self.begun += moment == self.moment
+        if self.pid is not None and self.pid not in self.killed and self.is_ready and self.begun % 2 == 0:
             self.killed.add(self.pid)
             os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+        self.kill("wait")
         super().wait(cache, layers, depth)
+
+    def wrap_target(self, target: Any) -> ObservedModel:
+        return ObservedModel(target, lambda rows: self.kill("pass"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("method", [case("planned", True), case("card", False), case("ssd", False)])
-def test_a_process_that_is_killed_during_a_wait(method: str) -> None:
+@pytest.mark.parametrize(("method", "moment"), in_turn(["planned", "card", "ssd"], ["wait", "pass"]))
+def test_a_process_that_is_killed_during_a_wait_or_a_pass(method: str, moment: str) -> None:
     with nothing_left():
-        worker = KilledInWaits(build_light, pauses=(0.01, 0.01))
+        worker = Killed(moment)
         until(lambda: worker.is_ready, "a drafter")
         run, said = collect_warnings(
             partial(within, SECONDS, partial(decode, REQUESTS, method, worker=worker, target=Unhurried(16, 3, 0)))

@@ -162,11 +162,15 @@ def test_two_processes_at_the_same_work_in_one_folder(
     asked = prompts_file(tmp_path / "asked.jsonl", 60)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--length", 64, "--out", tmp_path / "out"]
     assert run_command(*common, "--tokens", 300, "--stage", "text") == 0
-    others = {"text": ["--stage", "text", "--tokens", 400], "training": ["--stage", "train", "--layers", "1"]}
+    stages = {
+        "text": [["--stage", "text", "--tokens", 400]],
+        "training": [["--stage", "start", "--layers", "1-1"], ["--stage", "train", "--layers", "1"]],
+    }
     with exclusive_lock(tmp_path / "out" / stage):
-        assert run_command(*common, *others.pop(stage)) == 2
-        assert f"another process is {work} in {tmp_path / 'out' / stage}" in capsys.readouterr().err
-        for arguments in others.values():
+        for arguments in stages.pop(stage):
+            assert run_command(*common, *arguments) == 2
+            assert f"another process is {work} in {tmp_path / 'out' / stage}" in capsys.readouterr().err
+        for [*_, arguments] in stages.values():
             assert run_command(*common, *arguments) == 0
 
 
@@ -193,10 +197,11 @@ def test_what_a_later_stage_would_run_into_is_said_first(
 
 
 def test_the_target_without_some_layers_is_a_draft_at_any_cost_of_the_target(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "8B", Shape(256, 256, 4, 256, 128))
     assert run_command("--target", target, "--stage", "start", "--layers", "1-1", "--out", tmp_path / "out") == 0
+    assert f"written: {tmp_path / 'out' / 'draft'}" in capsys.readouterr().err
     assert run_command("--target", target, "--stage", "start", "--layers", "0", "--out", tmp_path / "out") == 2
     texts, drafts = set(), ["none", "layers:1", tmp_path / "out" / "draft"]
     for inflate in (None, "8B"):

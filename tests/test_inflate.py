@@ -131,8 +131,8 @@ def reference_config() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 32B, 3B, 70B, 8B"),
-        ({"inflate": "8b"}, "unknown inflate '8b', allowed are 1B, 32B, 3B, 70B, 8B"),
+        ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 3B, 8B, 32B, 70B; the nearest are 8B and 3B"),
+        ({"inflate": "8b"}, "unknown inflate '8b', allowed are 1B, 3B, 8B, 32B, 70B"),
         ({"inflate": "8B", "runtime": "transformers"}, "inflate is for the runtimes native and llama"),
     ],
 )

@@ -86,7 +86,7 @@ def test_drafts_are_in_int4_by_default(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     target = load_model(folder)
     assert target.precision == "int8"
-    assert load_draft(folder, target).precision == "int4"
+    assert load_draft(folder, target).precision == load_draft("layers:0", target).precision == "int4"
     for dtype in ("int8", "float32"):
         assert load_draft(folder, target, dtype=dtype).precision == dtype
     assert load_model(folder, dtype="int4").precision == "int4"

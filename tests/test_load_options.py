@@ -139,8 +139,8 @@ def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
         ({"dtype": 3}, "unknown dtype '3'"),
         ({"exact": "yes"}, "exact is 'yes', it must be True, False or None"),
         ({"trust_remote_code": "no"}, "trust_remote_code is 'no', it must be True or False"),
-        ({"inflate": np.array([1, 2])}, r"unknown inflate '\[1, 2\]', allowed are 1B, 32B, 3B, 70B, 8B"),
-        ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 32B, 3B, 70B, 8B"),
+        ({"inflate": np.array([1, 2])}, r"unknown inflate '\[1, 2\]', allowed are 1B, 3B, 8B, 32B, 70B"),
+        ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 3B, 8B, 32B, 70B"),
     ],
     ids=str,
 )

@@ -171,10 +171,13 @@ def _pack(folder: Path, options: DistillOptions, as_json: bool) -> None:
 def _run(options: DistillOptions, as_json: bool) -> None:
     """Run the requested stages, or the evaluation of a draft, and show the results."""
     from outpace.distill import report, run
+    from outpace.distill.options import DRAFT, START
     from outpace.distill.progress_display import ProgressDisplay
 
     with ProgressDisplay(as_json) as progress:
         found = run.distill(options, progress.show)
+    if options.stage == START:
+        display.say(f"written: {options.out / DRAFT}")
     if found is None:
         return
     if as_json:

@@ -47,7 +47,8 @@ def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | No
     target = None if options.stage == "judge" else resolve(options.target)
     check(options, target)
     if target is not None and options.stage == START:
-        start_stage(options, target)
+        with stage_lock(options.out / TRAINING, "training a draft"):  # which writes one too
+            start_stage(options, target)
     if target is not None and options.runs("text"):
         text_stage(options, target, progress)
     if target is not None and options.runs("train"):

@@ -57,6 +57,7 @@ def check_options(options: LoadOptions) -> None:
 
 def check_split(options: LoadOptions) -> None:
     """Raise UserError if a model cannot be split over processes as `tp_plan` says."""
+    require("tp_plan", "torch")
     if options.runtime not in (AUTO, "transformers"):
         raise UserError(f"tp_plan is for the runtime transformers, not for {options.runtime}: leave out one of them")
     if options.device_map is not None:

@@ -72,9 +72,8 @@ def load_draft(
     if str(spec).startswith(LAYERS):
         if target.again is None:
             raise UserError(f"{spec} needs a target that is loaded by name, {target.name} is an object of this process")
-        changes = {**(vars(options) if options else {}), **changes, "inflate": None}
-        changes["layers"] = str(spec).removeprefix(LAYERS)
-        draft = target.again(progress=progress, **changes)
+        own = {"inflate": None, "is_draft": True, "layers": str(spec).removeprefix(LAYERS)}
+        draft = target.again(progress=progress, **(vars(options) if options else {}) | changes | own)
         return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)

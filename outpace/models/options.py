@@ -81,11 +81,12 @@ class LoadOptions:
         if self.trust_remote_code not in (True, False):
             raise UserError(f"trust_remote_code is {self.trust_remote_code!r:.50}, it must be True or False")
         named = {"dtype": DTYPES, "graphs": GRAPHS, "kv_dtype": KV_DTYPES}
-        optional = {"tp_plan": (AUTO,), "inflate": tuple(SHAPES)}
-        for name, allowed in (named | optional).items():
+        for name, allowed in (named | {"tp_plan": (AUTO, None)}).items():
             value = getattr(self, name)
-            if value not in allowed and not (name in optional and value is None):
-                raise unknown(name, str(value), allowed)
+            if value not in allowed:
+                raise unknown(name, str(value), filter(None, allowed))
+        if self.inflate not in (None, *SHAPES):
+            raise _unknown_size(str(self.inflate))
 
     def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
         """Return the options of this target's draft model, with its own device and dtype if they are given.
@@ -151,6 +152,17 @@ def _to_builtin(value: Any) -> Any:
     """Convert scalars of numpy and torch to Python's, and types and devices of torch to their names."""
     value = to_python(value)
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+def _unknown_size(size: str) -> UserError:
+    """Build the error for a size that `inflate` does not have; it names the two nearest."""
+    message = f"unknown inflate {size!r}, allowed are {', '.join(SHAPES)}"
+    try:
+        wanted = float(size.upper().removesuffix("B"))
+    except ValueError:
+        return UserError(message)
+    nearest = sorted(SHAPES, key=lambda name: abs(float(name.removesuffix("B")) - wanted))[:2]
+    return UserError(f"{message}; the nearest are {' and '.join(nearest)}")
 
 
 Progress = Callable[[str, float], None]  # receives a stage and the fraction of it that is done
