@@ -2,8 +2,8 @@
 
 Run: python bench/gpu.py [--minutes 8] [--data prompts.jsonl] [--out gpu.jsonl]. It needs only the repository and the
 shipped model. `--device cpu --quick` runs all parts in eager mode with small sizes; the tests do so. Checks run first.
-After each part its rows are printed and appended to `--out`, so a time limit loses nothing. The last line is JSON. The
-exit status is 1 if a check fails.
+Each row is appended to `--out` at once, so a time limit loses nothing. The last line is JSON. The exit status is 1 if a
+check fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_checks import (
@@ -111,18 +111,22 @@ class Bench:
         start = time.monotonic()
         try:
             for row in rows() if self.has_time else ():
-                found.append(row)
+                self.found(name, row)
                 if not self.has_time:
-                    found.append({"note": "the time limit was reached"})
+                    self.found(name, {"note": "the time limit was reached"})
                     break
         except Exception as error:  # the other parts still run
-            found.append({"error": f"{type(error).__name__}: {error}", "passed": False})
+            self.found(name, {"error": f"{type(error).__name__}: {error}", "passed": False})
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
         show(name, found, time.monotonic() - start)
+
+    def found(self, part: str, row: Row) -> None:
+        """Append a row to the part's and to the file."""
+        self.rows[part].append(row)
         with self.args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"part": name, "rows": found}) + "\n")
+            file.write(json.dumps({"part": part, **row}) + "\n")
 
 
 def show(name: str, rows: Sequence[Row], seconds: float) -> None:
@@ -192,13 +196,31 @@ METHODS: dict[str, dict[str, Any]] = {
     "sequential": {"method": "speculative", "drafter": "model"},
     "concurrent": {"method": "card", "drafter": "model", "worker": "thread"},
     "planner": {"method": "auto", "profile": False},
+    "sequential, draft on the CPU": {"method": "speculative", "drafter": "model"},
+    "polled": {"method": "card", "drafter": "model", "worker": "polled"},
+    "planned, polled": {"method": "planned", "drafter": "model", "worker": "polled"},
 }
+CPU_DRAFTS = [*METHODS][-3:]  # methods with the draft on the CPU
 EXPENSIVE = "32B"  # writes few tokens in the available time
 FEW_TOKENS, FEW_PROMPTS = 48, 2
 
 
+class Models(NamedTuple):
+    """A target with its draft, on the device and on the CPU."""
+
+    target: Any
+    draft: Any
+    cpu_draft: Any
+
+    def llm(self, name: str, options: dict[str, Any], **more: Any) -> LLM:
+        """Return an LLM with a method's options. On a CPU no pass can be polled: a thread replaces it."""
+        if options.get("worker") == "polled" and str(self.target.model.device) == "cpu":
+            options = options | {"worker": "thread"}
+        return LLM(self.target, self.cpu_draft if name in CPU_DRAFTS else self.draft, **options, **more)
+
+
 def method_speeds(
-    bench: Bench, target: Any, draft: Any, parts: dict[str, float], inflate: str | None, batch: int
+    bench: Bench, models: Models, parts: dict[str, float], inflate: str | None, batch: int
 ) -> Iterator[Row]:
     """Measure tokens/s of all methods, interleaved, after a warm-up repetition that captures graphs.
 
@@ -207,14 +229,14 @@ def method_speeds(
     is_expensive = inflate == EXPENSIVE
     count = min(bench.args.tokens, FEW_TOKENS) if is_expensive else bench.args.tokens
     prompts = bench.args.prompts[: FEW_PROMPTS if is_expensive else None]
-    asked = asked_of(target, [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))])
+    asked = asked_of(models.target, [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))])
     repeats = 1 if is_expensive else bench.args.repeats
     about = {"inflate": inflate, "batch": batch}
     rates: dict[str, list[float]] = {name: [] for name in METHODS}
     last: dict[str, list[Any]] = {}
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(LLM(target, draft, batch=batch, reuse=False, **options))
+            name: stack.enter_context(models.llm(name, options, batch=batch, reuse=False))
             for name, options in METHODS.items()
         }
         for turn in range(repeats + 1):
@@ -313,13 +335,14 @@ def shapes(bench: Bench) -> Iterator[Row]:
             gc.collect()
 
 
-def loaded(bench: Bench, inflate: str | None = None, exact: bool = False, graphs: str | None = None) -> tuple[Any, Any]:
-    """Load target and draft model. The draft model needs no exact mode."""
+def loaded(bench: Bench, inflate: str | None = None, exact: bool = False, graphs: str | None = None) -> Models:
+    """Load target and drafts. The drafts need no exact mode."""
     dtype, graphs = str(bench.dtype).removeprefix("torch."), graphs or ("cuda" if bench.is_cuda else "eager")
     given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": graphs}
     target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
     spec = bench.args.draft or shipped_draft(load_name(target.name))
-    return target, load_draft(spec or "layers:0", target, **given)
+    on_cpu = {"device": "cpu", "dtype": "auto", "graphs": "auto", "exact": None}
+    return Models(target, *(load_draft(spec or "layers:0", target, **where) for where in (given, on_cpu)))
 
 
 def load_name(name: str) -> str:
@@ -329,14 +352,14 @@ def load_name(name: str) -> str:
 
 def answers(bench: Bench, inflate: str | None = None, batches: Sequence[int] = (1,)) -> Iterator[Row]:
     """Measure tokens/s of each method, with predictions from separately timed passes."""
-    target, draft = loaded(bench, inflate)
-    context = min(256, target.model.max_positions // 2)
-    parts = list(passes(bench, target.model, "target", [(1, 1, context), (1, 16, context)]))
-    parts += passes(bench, draft.model, "draft", [(1, 1, context)])
+    models = loaded(bench, inflate)
+    context = min(256, models.target.model.max_positions // 2)
+    parts = list(passes(bench, models.target.model, "target", [(1, 1, context), (1, 16, context)]))
+    parts += passes(bench, models.draft.model, "draft", [(1, 1, context)])
     yield from parts
     measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=True))
     for batch in batches:
-        yield from method_speeds(bench, target, draft, measured, inflate, batch)
+        yield from method_speeds(bench, models, measured, inflate, batch)
     if bench.is_cuda:
         yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}
 
@@ -352,25 +375,25 @@ def texts(bench: Bench) -> Iterator[Row]:
     """Compare answers with those of plain decoding and time passes, without and with exact mode."""
     context, asked = 64 if bench.args.quick else 512, (bench.args.prompts, bench.args.tokens)
     for exact in (False, True):
-        target, draft = loaded(bench, exact=exact)
+        models = loaded(bench, exact=exact)
         if not exact:
-            yield from of_plain(target, loaded(bench, graphs="off")[0], *asked)
+            yield from of_plain(models.target, loaded(bench, graphs="off").target, *asked)
         several = {"sequential, 4 steps a graph": METHODS["sequential"] | {"steps": 4}}
         for method, options in (METHODS | several).items():
             if method != "plain":
-                with LLM(target, draft, **options) as llm:
+                with models.llm(method, options) as llm:
                     yield from of_texts(llm, *asked, method)
         if bench.args.checks_only:
             continue
         name = "target, exact" if exact else "target"
-        yield from passes(bench, target.model, name, [(1, 1, context), (1, 16, context), (4, 8, context)])
+        yield from passes(bench, models.target.model, name, [(1, 1, context), (1, 16, context), (4, 8, context)])
 
 
 def peers(bench: Bench) -> Iterator[Row]:
     """Time `generate` of transformers, alone and assisted by the same draft model."""
     from transformers import AutoModelForCausalLM
 
-    target, draft = loaded(bench)
+    target, draft, _ = loaded(bench)
     given: dict[str, Any] = {"dtype": bench.dtype, "device_map": None}
     model = AutoModelForCausalLM.from_pretrained(resolve(str(target.files())), **given).to(bench.device)
     assistant = (
@@ -437,8 +460,8 @@ def main(given: Sequence[str] | None = None) -> int:
 def measure(bench: Bench) -> None:
     """Run the parts that time something."""
     quick = bench.args.quick
-    bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
-    bench.part("draft steps", lambda: draft_steps(bench, loaded(bench)[1].model))
+    bench.part("passes", lambda: passes(bench, loaded(bench).target.model, "target", grid(quick)))
+    bench.part("draft steps", lambda: draft_steps(bench, loaded(bench).draft.model))
     bench.part("shapes", lambda: shapes(bench))
     bench.part("answers", lambda: answers(bench, None, (1, 2) if quick else (1, 8, 32)))
     for size in () if quick else ("1B", "8B", "32B"):

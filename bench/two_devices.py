@@ -1,12 +1,16 @@
 """Emulate two devices on a CPU: target and drafter in separate processes, each on one core, with stated pass times.
 
-Run: python bench/two_devices.py --tasks A.jsonl,B.jsonl [--ratio 7] [--prompts 2] [--tokens 64] [--pass-ms 40]
-     [--methods card,planned,pearl,ssd,in-turn,auto] [--nodes 16] [--width 8] [--out FILE.jsonl]
+Run: python bench/two_devices.py --trace FILE --tasks A.jsonl,B.jsonl [--ratio 7] [--prompts 2] [--tokens 64]
+     [--pass-ms 40] [--methods card,planned,pearl,ssd,in-turn,auto] [--nodes 16] [--width 8] [--out FILE.jsonl]
 A target pass lasts --pass-ms and a forward of the draft model --pass-ms / --ratio, for any number of rows: both sleep
 for the rest of that time, so they share only caches and memory. Messages, waits, planning and all other host work are
-real. The table also has the speedup that the simulator predicts from the measured times and a trace of the same
-answers. Sequential methods draft in the process of the target. Needs Linux and two cores. The exit status is 1 if a
-text differs from that of plain decoding. The last line is JSON.
+real. The table also has the speedup that the simulator predicts from the measured times and the trace, which is
+recorded from the tasks if the file does not exist. Sequential methods draft in the process of the target. Plain
+decoding is timed on the first two answers, since all its passes take the stated time.
+
+Each row is appended to --out at once; methods whose rows it has for the same sizes are not measured again, so the same
+command continues a run that stopped. Needs Linux and two cores. The exit status is 1 if a text differs from that of
+plain decoding. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,16 +44,17 @@ from outpace.simulate.setups import LENGTHS, PLAIN, Setup
 
 TARGET_CORE, DRAFT_CORE = 0, 1
 STARTING = 60.0  # seconds allowed for the start of the drafter process
+PLAIN_ANSWERS = 2
 
 
 class Measured(NamedTuple):
-    """Results of one method: seconds per token, per round and per drafter step, tokens per pass, and the texts."""
+    """Results of one method: seconds per token, per round and per draft step, tokens per pass, and the texts."""
 
     seconds: float
     round: float
-    turn: float
+    step: float
     length: float
-    texts: list[list[int]]
+    texts: list[tuple[int, ...]]
 
 
 def setups(args: argparse.Namespace) -> list[Setup]:
@@ -76,7 +81,7 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
         until_ready(worker)
     elif decoder.drafting == "sequential":
         drafter = recipe(None)
-    steps, texts = [], []
+    rounds, texts = [], []
     with Engine(target, drafter, worker, EngineOptions(nodes=setup.nodes, reuse=False)) as engine:
         for request in requests:
             run = engine.submit(request, decoder, registry.build_options(decoder, setup.options))
@@ -84,12 +89,12 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
                 engine.step()
             if run.error is not None:
                 raise run.error
-            steps += run.history.steps[1:]  # the first round includes the prefill
-            texts.append(list(run.tokens))
-        turn = worker.step_seconds if worker else seconds
-    tokens = sum(step.emitted for step in steps)
-    spent = sum(step.seconds for step in steps) / tokens
-    return Measured(spent, median(step.seconds for step in steps), turn, tokens / len(steps), texts)
+            rounds += run.history.steps[1:]  # the first round includes the prefill
+            texts.append(tuple(run.tokens))
+        step = worker.step_seconds if worker else seconds
+    tokens = sum(one.emitted for one in rounds)
+    spent = sum(one.seconds for one in rounds) / tokens
+    return Measured(spent, median(one.seconds for one in rounds), step, tokens / len(rounds), texts)
 
 
 def until_ready(worker: ProcessWorker) -> None:
@@ -114,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--tasks", required=True)
     parser.add_argument("--ratio", type=float, default=7.0)
     parser.add_argument("--prompts", type=int, default=2)
@@ -128,39 +134,46 @@ def main() -> None:
     target = load_model(args.target)
     draft = load_draft(args.draft, target)
     assert draft is not None
-    prompts = [target.tokenizer.encode_prompt(one.text) for one in collect(args.tasks.split(","), args.prompts)]
-    recorded = trace.record(target, draft, prompts, trace.RecordOptions(max_tokens=args.tokens))
+    if not args.trace.exists():
+        prompts = [target.tokenizer.encode_prompt(one.text) for one in collect(args.tasks.split(","), args.prompts)]
+        trace.record(target, draft, prompts, trace.RecordOptions(max_tokens=args.tokens)).save(args.trace)
+    recorded = trace.load(args.trace)
     stops = frozenset(target.tokenizer.stop_ids)
-    requests = [Request(tuple(prompt), Greedy(), args.tokens, stop_ids=stops) for prompt in prompts]
-    seconds = args.pass_ms / 1e3
-    found, plain = [], Measured(0.0, 0.0, 0.0, 0.0, [])
+    requests = [Request(one.prompt, Greedy(), len(one.tokens), stop_ids=stops) for one in recorded.answers]
+    seconds, found = args.pass_ms / 1e3, []
+    sizes = {name: getattr(args, name) for name in ("ratio", "pass_ms", "nodes", "width")}
+    known = args.out.read_text(encoding="utf-8").splitlines() if args.out is not None and args.out.exists() else []
     for setup in setups(args):
-        chosen = with_length(setup, recorded, costs.by_ratio(args.ratio))
-        result = measure(chosen, SlowedModel(target.model, seconds), draft, requests, seconds / args.ratio)
-        plain = result if setup.method == PLAIN else plain
-        times = costs.by_ratio(plain.round / result.turn)
-        *_, predicted = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), chosen], [times])
-        found.append(
-            {
-                "ratio": args.ratio,
-                "method": setup.name,
-                "speedup": round(plain.seconds / result.seconds, 3),
+        key = sizes | {"method": setup.name, "answers": len(requests)}
+        rows = [row for row in map(json.loads, known) if key.items() <= row.items()]
+        row = rows[0] if rows else None
+        if row is None:
+            asked = requests[:PLAIN_ANSWERS] if setup.method == PLAIN else requests
+            chosen = with_length(setup, recorded, costs.by_ratio(args.ratio))
+            result = measure(chosen, SlowedModel(target.model, seconds), draft, asked, seconds / args.ratio)
+            plain = found[0] if found else {"seconds_per_token": result.seconds, "round_s": result.round}
+            times = costs.by_ratio(plain["round_s"] / result.step)
+            *_, predicted = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), chosen], [times])
+            row = key | {
+                "speedup": round(plain["seconds_per_token"] / result.seconds, 3),
                 "predicted": round(predicted.speedup, 3),
                 "tokens_a_pass": round(result.length, 3),
                 "predicted_tokens_a_pass": round(predicted.figures.mean_accepted_length, 3),
-                "turn_ms": round(result.turn * 1e3, 2),
-                "equal": result.texts == plain.texts,
+                "seconds_per_token": result.seconds,
+                "round_s": result.round,
+                "step_ms": round(result.step * 1e3, 2),
+                "equal": all(text == one.tokens for text, one in zip(result.texts, recorded.answers, strict=False)),
             }
-        )
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    if args.out is not None:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in found)
-    table = Table(title=f"ratio {args.ratio:g}, plain round {plain.round * 1e3:.1f} ms, over plain decoding")
-    for column in found[0]:
+            if args.out is not None:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+        found.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    table = Table(title=f"ratio {args.ratio:g}, passes of {args.pass_ms:g} ms, over plain decoding")
+    for column in (shown := [name for name in found[0] if name not in sizes]):
         table.add_column(column)
     for row in found:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in shown))
     Console(width=150).print(table)
     print(json.dumps({"pass_ms": args.pass_ms, "answers": len(requests), "rows": found}))
     sys.exit(0 if all(row["equal"] for row in found) else 1)

@@ -76,15 +76,20 @@ class DraftedRequest:
     @property
     def is_done(self) -> bool:
         """Whether the directives say to stop growing."""
-        layers, depth, *_ = self.state.directives
+        layers, depth = self.state.directives[:2]
         return (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
 
 
 class StepTimes:
-    """Fits a line to the seconds of draft steps by the nodes that they expand; older steps count less."""
+    """Fits a line to the seconds of draft steps by the nodes that they expand; older steps count less.
+
+    `line`: fixed seconds of a step, and seconds per expanded node; 0 where nothing is known. `trial_width`: a width to
+    try, to learn what a node costs, if recent steps had nearly equal widths; else 0.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, rows, seconds, rows^2, rows * seconds
+        self.line, self.trial_width = (0.0, 0.0), 0
 
     def learn(self, rows: int, seconds: float) -> None:
         """Record a step; one that was interrupted counts as a few times the expected duration at most."""
@@ -93,23 +98,13 @@ class StepTimes:
             seconds = min(seconds, _MOST * (fixed + per_row * rows))
         now = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = [_MEMORY * old + new for old, new in zip(self._sums, now, strict=True)]
-
-    @property
-    def trial_width(self) -> int:
-        """A width to try, to learn what a node costs, if recent steps had nearly equal widths; else 0."""
-        count, rows, _, squares, _ = self._sums
-        if not count or count * squares - rows * rows >= _SPREAD * rows * rows:
-            return 0
-        return round(rows / count / 4) or 1 if rows > 1.5 * count else 4
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """Fixed seconds of a step, and seconds per expanded node; 0 where nothing is known."""
-        count, rows, seconds, squares, products = self._sums
-        spread = count * squares - rows * rows
-        per_row = (count * products - rows * seconds) / spread if spread > 1e-6 * (count + squares) else 0.0
-        per_row = min(max(per_row, 0.0), seconds / rows if rows else 0.0)
-        return ((seconds - per_row * rows) / count if count else 0.0), per_row
+        count, nodes, total, squares, products = self._sums
+        spread = count * squares - nodes * nodes
+        slope = (count * products - nodes * total) / spread if spread > 1e-6 * (count + squares) else 0.0
+        slope = min(max(slope, 0.0), total / nodes)
+        self.line = (total - slope * nodes) / count, slope
+        narrow = round(nodes / count / 4) or 1 if nodes > 1.5 * count else 4
+        self.trial_width = narrow if spread < _SPREAD * nodes * nodes else 0
 
 
 def check_concurrent(drafter: Drafter) -> None:
@@ -140,20 +135,20 @@ class DraftLoop:
         """Read the messages and grow the trees that can grow. Return the new layers by request; none at all if there is
         nothing to do. A layer without nodes says that the tree grows no more before the next correction."""
         self._read_inbox()
-        keys = self._next()
-        if not keys:
+        chosen = self._next()
+        if not chosen:
             return []
-        requests = [self._requests[key] for key in keys]
-        self._rows = sum([self._choose_width(drafted) for drafted in requests]) if self._width > 1 else 0
-        if any(drafted.reads_text for drafted in requests):
-            self._rows = 0  # not recorded: reading takes part of the time
+        requests = [drafted for _, drafted in chosen]
+        rows = [self._choose_width(drafted) for drafted in requests]
+        reads_text = [drafted for drafted in requests if drafted.reads_text]
+        self._rows = sum(rows) if not reads_text and self._width > 1 else 0  # reading text takes part of the time
         self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
         for drafted in requests:
             has_grown = len(drafted.tree) > drafted.published
             drafted.layers += has_grown
             drafted.reads_text = False
             drafted.idle = not has_grown or drafted.is_done
-        return [(key, self._delta(self._requests[key])) for key in keys]
+        return [(key, self._delta(drafted)) for key, drafted in chosen]
 
     def learn_time(self, seconds: float) -> None:
         """Record how long the last `grow` took."""
@@ -194,12 +189,12 @@ class DraftLoop:
             tree.width = min(most, self._times.trial_width) or tree.best_width(most, *self._times.line)
         return tree.width
 
-    def _next(self) -> list[int]:
+    def _next(self) -> list[tuple[int, DraftedRequest]]:
         """Choose the requests of the next forward, round robin."""
-        keys = [key for key, drafted in self._requests.items() if not drafted.idle][: self._most]
-        for key in keys:
+        chosen = [(key, drafted) for key, drafted in self._requests.items() if not drafted.idle][: self._most]
+        for key, _ in chosen:
             self._requests[key] = self._requests.pop(key)
-        return keys
+        return chosen
 
     def _delta(self, drafted: DraftedRequest) -> CandidateLayer:
         """Return the nodes of a tree that were not published yet."""

@@ -7,7 +7,7 @@ decides for itself which children the scores become.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any, NamedTuple
@@ -200,9 +200,7 @@ class TreeExpander:
         left to read while others wait gets one chunk read now, and no job."""
         for state in states if self._on_base else ():
             state.session = state.base
-        reading: Collection[int] = (
-            self._read_long_texts(states) if any(state.has_other_requests for state in states) else ()
-        )
+        reading = self._read_long_texts(states)
         jobs = []
         for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
             if number not in reading and (some := self._frontier(state, tree)):
