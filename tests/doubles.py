@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from outpace.card.cache import CandidateLayer
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.thread import ThreadWorker
 from outpace.core import registry
+from outpace.core.logits import SparseLogits
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.tree import TokenTree
@@ -37,7 +39,9 @@ from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model
+from outpace.models.base import Model, Part
+from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.eagle3 import EagleModel, FeatureSession
 
 T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
@@ -92,6 +96,27 @@ class QuickToy(Toy):
         if seen not in self._rows:
             self._rows[seen] = super()._row(seen)
         return self._rows[seen].clone()
+
+
+class ToyFeatureSession(FeatureSession, ToySession):
+    """A toy's session with features."""
+
+
+class ToyHead(EagleModel, QuickToy):
+    """A head whose features do not matter: it predicts as the toy does after all tokens but the first."""
+
+    head = cast(HeadConfig, SimpleNamespace(taps=(1,), norm_output=False, norm_before_residual=False, logit_scale=1.0))
+
+    def open(self, capacity: int, max_pending: int) -> ToyFeatureSession:
+        return ToyFeatureSession(capacity, max_pending)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        return hidden[0]
+
+    def score_shown(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:  # type: ignore[override]
+        found = self._score_hidden([part._replace(inputs=None) for part in forest], layers)
+        hidden = torch.empty(1, 0) if found.hidden is None else found.hidden
+        return SparseLogits(found.logits, None, self.vocab_size), hidden
 
 
 class Watched(draft_model.ModelDrafter):

@@ -137,5 +137,5 @@ def of_layers(model: Any, layers: Sequence[int]) -> Any:
     """A model of these layers only, which shares their weights."""
     config, chosen = model.config.of_layers(layers), [model._layers[layer] for layer in layers]
     if isinstance(model, NativeLlama):
-        return NativeLlama(config, chosen, model._ends, model.options)
-    return type(model)(config, chosen, model._embedding, model._head, model.exact, kv_dtype=model.kv_dtype)
+        return NativeLlama(config, chosen, model.ends, model.options)
+    return type(model)(config, chosen, model.embedding, model._head, model.exact, kv_dtype=model.kv_dtype)

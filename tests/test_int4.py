@@ -67,7 +67,7 @@ def test_what_four_bits_can_represent_stays() -> None:
 def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
     four, eight = native_tiny(WHOLE, weights="int4"), native_tiny(WHOLE)
     assert four.precision == "int4"
-    assert four._ends.head.formats == eight._ends.head.formats == ["Q8_0"]
+    assert four.ends.head.formats == eight.ends.head.formats == ["Q8_0"]
     layers = [sum(layer.bytes for layer in model._layers) for model in (four, eight)]
     assert layers[0] < 0.65 * layers[1]
 

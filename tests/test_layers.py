@@ -43,6 +43,7 @@ MODELS = {
     "host": 2,
     "text": 3,
     "hf": 4,
+    "heads": 4,
     "runtimes": 5,
     "load": 6,
 }

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from constraints import Table, rings
-from doubles import Outcome, QuickToy, decode, make_request, write
+from doubles import Outcome, QuickToy, ToyHead, decode, make_request, write
 from timed import Stopwatch, Timed
 from turns import one_of
 
@@ -39,6 +39,9 @@ pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
 TARGET = QuickToy(16, 3, 0)
 NEAR = QuickToy(16, 3, 0)
 NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
+HEADS = {"perfect": ToyHead(16, 3, 0), "partial": ToyHead(16, 3, 0), "garbage": ToyHead(16, 2, 99)}
+HEADS["partial"]._tables = NEAR._tables
+HEADS["chain"] = HEADS["partial"]
 DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99), "chain": NEAR}  # chain: of width 1
 FOLDER = tempfile.TemporaryDirectory()
 SAMPLINGS = (
@@ -107,7 +110,15 @@ class Silent(Drafter):
 def drafters() -> list[str]:
     """Every drafter, and every two of them on one tree."""
     single = registry.names("drafters")
-    return [*single, *("+".join(pair) for pair in itertools.combinations(single, 2))]
+    on_drafts = [name for name in single if registry.describe("drafters", name).needs == registry.DRAFT_MODEL]
+    pairs = [pair for pair in itertools.combinations(single, 2) if "eagle" not in pair or not {*pair} <= {*on_drafts}]
+    return [*single, *map("+".join, pairs)]
+
+
+def given(drafter: str, draft: Any = TARGET) -> BuildContext:
+    """What a drafter is built from; the draft of drafter eagle is a head."""
+    is_head = "eagle" in drafter.split("+") and not isinstance(draft, ToyHead)
+    return GIVEN._replace(draft=HEADS["perfect"] if is_head else draft)
 
 
 def files_of(drafter: str) -> dict[str, str]:
@@ -120,7 +131,7 @@ def files_of(drafter: str) -> dict[str, str]:
 @cache
 def runs_model(drafter: str) -> bool:
     """Whether a drafter, or one of several, is given a model to run."""
-    return build_drafter(drafter, GIVEN, files_of(drafter)).capabilities.runs_model
+    return build_drafter(drafter, given(drafter), files_of(drafter)).capabilities.runs_model
 
 
 @cache
@@ -202,9 +213,11 @@ def _nearly(request: Request) -> tuple[int, ...]:
 def drafter_of(cell: Cell, watch: Stopwatch) -> Drafter | None:
     if cell.drafter is None:
         return None
-    draft = Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01)
+    draft: Any = Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01)
+    if "eagle" in cell.drafter.split("+"):
+        draft = HEADS.get(cell.draft or "", HEADS["perfect"])
     options = files_of(cell.drafter) | ({"width": 1, "branches": 1} if cell.draft == "chain" else {})
-    built = build_drafter(cell.drafter, GIVEN._replace(draft=draft), options)
+    built = build_drafter(cell.drafter, given(cell.drafter, draft), options)
     return Silent(built) if cell.draft == "silent" else built
 
 

@@ -95,9 +95,9 @@ def test_hidden_states_are_what_the_layers_before_them_give(build: Any) -> None:
     assert torch.equal(hidden[0], fresh_hidden(of_layers(model, [0, 1]), tokens, (2,))[1][0])
     embedding = np.empty((1, model.config.hidden_size), np.float32)
     if isinstance(model, NativeLlama):
-        model._ends.embedding.read(np.array(tokens[-1:], np.int32), embedding)
+        model.ends.embedding.read(np.array(tokens[-1:], np.int32), embedding)
     else:
-        embedding[0] = model._embedding[tokens[-1]]
+        embedding[0] = model.embedding[tokens[-1]]
     assert np.array_equal(hidden[1:].numpy(), embedding)
 
 

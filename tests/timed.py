@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from toy import Toy, ToySession
 
-from outpace.models.base import Model, Part
+from outpace.core.logits import TargetOutput
+from outpace.models.base import Capability, Model, Part
 
 
 class Stopwatch:
@@ -26,6 +27,7 @@ class Timed(Model):
     def __init__(self, toy: Toy, watch: Stopwatch, first: float, row: float) -> None:
         self.vocab_size, self.max_positions, self.device = toy.vocab_size, toy.max_positions, toy.device
         self._toy, self._watch, self._first, self._row = toy, watch, first, row
+        self.num_layers, self.capabilities = toy.num_layers, frozenset({Capability.HIDDEN})
 
     @property
     def token_bytes(self) -> int:
@@ -35,6 +37,13 @@ class Timed(Model):
         return self._toy.open(capacity, room)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
+        self._take(forest)
+        return self._toy.score(forest)
+
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
+        self._take(forest)
+        return self._toy.score_hidden(forest, layers)
+
+    def _take(self, forest: Sequence[Part]) -> None:
         rows = sum(len(part.tokens) for part in forest)
         self._watch.now += self._first + self._row * max(rows - 1, 0)
-        return self._toy.score(forest)

@@ -61,6 +61,7 @@ class Layer:
     window: int = 0
     mixed_norm: Sequence[float] = field(default_factory=list)
     fed_norm: Sequence[float] = field(default_factory=list)
+    token_norm: Sequence[float] = field(default_factory=list)
 
 
 @dataclass
@@ -160,6 +161,7 @@ class Model:
         self.embedding.read(tokens, x)
         x *= self.embedding_scale
         rows = _rows_of(spans)
+        embedded = x.copy()
         for number, vectors in inputs.items():
             x[rows[number]] = vectors
         for number in range(len(self.layers) + 1):
@@ -167,7 +169,7 @@ class Model:
                 hidden[place] = x[shown]  # type: ignore[index]
             if number < len(self.layers):
                 passes = (False, False) if skipped is None else skipped[number]
-                x = x if passes[0] else self._mixed(number, x, turns, spans, gaps)
+                x = x if passes[0] else self._mixed(number, x, turns, spans, gaps, embedded)
                 x = x if passes[1] else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
         if len(wanted):
             self.project(x[wanted], scores)
@@ -195,11 +197,20 @@ class Model:
         scores[:] = self.head(self._normed(hidden, self.norm))
 
     def _mixed(
-        self, number: int, x: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
+        self,
+        number: int,
+        x: np.ndarray,
+        turns: np.ndarray,
+        spans: Sequence[Any],
+        gaps: Mapping[int, int],
+        embedded: np.ndarray,
     ) -> np.ndarray:
         """Run a layer's attention."""
-        layer = self.layers[number]
-        mixed = layer.qkv(self._normed(x, layer.attention_norm))
+        layer, normed = self.layers[number], self._normed(x, self.layers[number].attention_norm)
+        if len(layer.token_norm):
+            tokens = self._normed(embedded, np.array(layer.token_norm, F))
+            normed = np.concatenate([_whole_groups(tokens), _whole_groups(normed)], axis=1)
+        mixed = layer.qkv(normed)
         return self._added(x, layer.output(self._attend(number, mixed, turns, spans, gaps)), layer.mixed_norm)
 
     def _fed(self, number: int, x: np.ndarray, steer: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
@@ -216,7 +227,7 @@ class Model:
         return x + (self._normed(branch, np.array(norm, F)) if len(norm) else branch)
 
     def _normed(self, x: np.ndarray, norm: np.ndarray) -> np.ndarray:
-        return x * inverse_rms(x, self.epsilon) * norm
+        return x * inverse_rms(x, self.epsilon) * norm if len(norm) else x
 
     def _attend(
         self, number: int, mixed: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
@@ -261,6 +272,11 @@ class Model:
         for position in range(keys.shape[1]):
             total = fma(weights[:, position, None], values[:, position], total)
         return total * (F(1) / sum_lanes(weights))[:, None]
+
+
+def _whole_groups(x: np.ndarray) -> np.ndarray:
+    """Pad rows with zeros to whole groups."""
+    return np.pad(x, [(0, 0), (0, -x.shape[1] % GROUP)])
 
 
 def _rows_of(spans: Sequence[Any]) -> list[slice]:

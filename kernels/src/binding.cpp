@@ -135,10 +135,12 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
                                   std::shared_ptr<Matrix> output, std::shared_ptr<Matrix> gate_up,
                                   std::shared_ptr<Matrix> down, const std::vector<float>& query_norm,
                                   const std::vector<float>& key_norm, bool turns, int rotation, int window,
-                                  const std::vector<float>& mixed_norm, const std::vector<float>& fed_norm) {
+                                  const std::vector<float>& mixed_norm, const std::vector<float>& fed_norm,
+                                  const std::vector<float>& token_norm) {
     if (rotation < 0) throw std::invalid_argument("rotation is at least 0");
     auto layer = std::make_shared<Layer>();
-    layer->attention_norm = padded(to_vector(attention_norm));
+    if (attention_norm.size()) layer->attention_norm = padded(to_vector(attention_norm));
+    if (!token_norm.empty()) layer->token_norm = padded(token_norm);
     layer->mlp_norm = padded(to_vector(mlp_norm));
     layer->query_norm = query_norm;
     layer->key_norm = key_norm;
@@ -262,8 +264,9 @@ NB_MODULE(_native, m) {
     nb::class_<Layer>(m, "Layer")
         .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a, "down"_a,
              "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "turns"_a = true,
-             "rotation"_a = 0, "window"_a = 0, "mixed_norm"_a = std::vector<float>{}, "fed_norm"_a = std::vector<float>{})
-        .def_prop_ro("window", [](const Layer& layer) { return layer.window; })
+             "rotation"_a = 0, "window"_a = 0, "mixed_norm"_a = std::vector<float>{}, "fed_norm"_a = std::vector<float>{},
+             "token_norm"_a = std::vector<float>{})
+        .def_rw("window", &Layer::window)
         .def_prop_ro("bytes", [](const Layer& layer) {
             return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes();
         });

@@ -10,10 +10,11 @@ namespace outpace {
 
 constexpr int kRotateRows = 16;  // rows per unit of Rotate
 
-/// Converts x (rows of `stride` floats, zero after `size`) to x / rms(x) * weight in int8. One unit: one row.
+/// Converts x (rows of `stride` floats, zero after `size`) to x / rms(x) * weight in int8, or x itself without a weight.
+/// One unit: one row.
 struct Normalize {
     const float* x;
-    const float* weight;  // [stride], zero after `size`
+    const float* weight;  // [stride], zero after `size`; may be null
     int size;
     int stride;
     float epsilon;

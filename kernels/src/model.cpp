@@ -43,7 +43,7 @@ Model::Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layer
       scratch_(std::make_shared<Scratch>()),
       team_(threads) {
     check();
-    norm_ = padded(norm_);
+    if (!norm_.empty()) norm_ = padded(norm_);
 }
 
 void Model::check() const {
@@ -54,17 +54,19 @@ void Model::check() const {
     require(shape_.rotations >= 1, "rotations is out of range");
     require(embedding_ && embedding_->inputs() == shape_.hidden, "embedding does not fit");
     require(head_ && head_->inputs() == shape_.hidden, "head does not fit");
-    require_size(norm_, shape_.hidden, "norm");
+    if (!norm_.empty()) require_size(norm_, shape_.hidden, "norm");
     for (const auto& layer : layers_) {
-        require_size(layer->attention_norm, round_up(shape_.hidden, kGroup), "attention_norm");
-        require_size(layer->mlp_norm, round_up(shape_.hidden, kGroup), "mlp_norm");
+        const int stride = round_up(shape_.hidden, kGroup);
+        const bool takes_states = !layer->token_norm.empty();
+        require(!takes_states || layer == layers_[0], "token_norm is for the first layer");
+        require_size(layer->mlp_norm, stride, "mlp_norm");
         if (!layer->query_norm.empty()) require_size(layer->query_norm, heads.depth, "query_norm");
-        for (const auto* norm : {&layer->mixed_norm, &layer->fed_norm})
-            if (!norm->empty()) require_size(*norm, round_up(shape_.hidden, kGroup), "a norm behind a sublayer");
+        for (const auto* norm : {&layer->attention_norm, &layer->token_norm, &layer->mixed_norm, &layer->fed_norm})
+            if (!norm->empty()) require_size(*norm, stride, "a norm of the hidden state");
         require(layer->rotation < shape_.rotations, "rotation is out of range");
         require(layer->window >= 0, "window is below 0");
         if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth, "key_norm");
-        require_shape(layer->qkv, heads.outputs(), shape_.hidden, "qkv");
+        require_shape(layer->qkv, heads.outputs(), takes_states ? 2 * stride : shape_.hidden, "qkv");
         require_shape(layer->output, shape_.hidden, heads.queries * heads.head_groups() * kGroup, "output");
         require_shape(layer->gate_up, 2 * shape_.middle, shape_.hidden, "gate_up");
         require_shape(layer->down, shape_.hidden, shape_.middle, "down");
@@ -82,6 +84,7 @@ void Model::check(const Forest& forest) const {
                     span.committed + span.pending + span.tokens <= span.store->slots(),
                 "a span does not fit its store");
         require(span.gap >= 0 && span.gap <= span.committed, "a gap is longer than what is committed");
+        require(!takes_states() || span.inputs || !span.tokens, "inputs are missing");
         for (int node = 0; node < span.tokens; ++node)
             require(span.sees[static_cast<int64_t>(node) * (span.pending + span.tokens) + span.pending + node],
                     "a node does not see itself");

@@ -14,17 +14,19 @@
 
 namespace outpace {
 
-/// One layer's weights. All norms except the first two may be empty.
+/// One layer's weights. All norms except `mlp_norm` may be empty. With a `token_norm` (first layer only), the state
+/// comes from the spans' inputs, and qkv takes the normalized embedding of each row's token, then the state.
 struct Layer {
-    std::vector<float> attention_norm;  // [hidden]
+    std::vector<float> attention_norm;  // [hidden]; empty: the state is not normalized
     std::vector<float> mlp_norm;
     std::vector<float> query_norm;  // [depth]
     std::vector<float> key_norm;
     std::vector<float> mixed_norm;  // [hidden]: applied to the output of attention before it is added
     std::vector<float> fed_norm;  // the same for the MLP
+    std::vector<float> token_norm;  // [hidden]
     int rotation = 0;  // index of the rotation of queries and keys; negative: no positions
     int window = 0;  // number of tokens that a row sees, itself included; 0: all
-    std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden
+    std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden, or from two of it, each padded
     std::shared_ptr<const Matrix> output;  // hidden from heads, each padded to whole groups of inputs
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
     std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
@@ -52,7 +54,7 @@ struct Span {
     int tokens;
     const bool* sees;
     int gap = 0;  // number of committed slots, the last ones, that these nodes do not see
-    const float* inputs = nullptr;  // [tokens, hidden], used instead of the tokens' embeddings
+    const float* inputs = nullptr;  // [tokens, hidden]: the first layer's state, instead of the tokens' embeddings
     const float* steer = nullptr;  // [layers, middle], added to the up projection of each MLP
 };
 
@@ -85,6 +87,7 @@ class Model {
 
     const Shape& shape() const { return shape_; }
     int num_layers() const { return static_cast<int>(layers_.size()); }
+    bool takes_states() const { return !layers_.empty() && !layers_[0]->token_norm.empty(); }
     int outputs() const { return head_->outputs(); }
     const Kernels& kernels() const { return *kernels_; }
     int threads() const { return team_.size(); }
@@ -92,7 +95,7 @@ class Model {
     /// Computes logits [num_wanted, outputs]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
     void forward(const Forest& forest, float* scores);
 
-    /// Computes logits [rows, outputs] of hidden states [rows, hidden] from before the final norm.
+    /// Computes logits [rows, outputs] of hidden states [rows, hidden] from before the final norm, if there is one.
     void project(const float* hidden, int rows, float* scores);
 
   private:

@@ -45,7 +45,12 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     const auto is_normed = [](const auto& layer) { return !layer->mixed_norm.empty() || !layer->fed_norm.empty(); };
     if (std::any_of(model.layers_.begin(), model.layers_.end(), is_normed))
         scratch_.branch.reserve(static_cast<std::size_t>(rows) * stride_);
-    normed_ = scratch_.normed.view(rows, stride_ / kGroup);
+    const int groups = stride_ / kGroup;
+    if (model.takes_states()) {
+        scratch_.tokens.reserve(static_cast<std::size_t>(rows) * stride_);
+        both_ = scratch_.normed.view(rows, 2 * groups);
+    }
+    normed_ = scratch_.normed.view(rows, groups);
     attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
     model.trial_.begin_pass();
@@ -167,15 +172,16 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
 /// Computes logits of these rows of x; null: of the first ones in order.
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
-    normalize(model_.norm_.data(), *model_.head_, rows, count, member);
+    normalize(model_.norm_, *model_.head_, rows, count, member);
     multiply(model_.num_layers(), *model_.head_, *model_.head_, normed_, count, scores_, model_.outputs(), false, member);
 }
 
 void Model::Pass::embed(int row) {
     const Span& span = forest_.spans[scratch_.row_spans[row]];
     const int64_t node = scratch_.slots[row] - span.committed - span.pending;
-    if (span.inputs) return take(span.inputs + node * model_.shape_.hidden, row);
-    float* x = scratch_.x.data() + static_cast<int64_t>(row) * stride_;
+    if (span.inputs) take(span.inputs + node * model_.shape_.hidden, row);
+    if (span.inputs && !model_.takes_states()) return;
+    float* x = (span.inputs ? scratch_.tokens : scratch_.x).data() + static_cast<int64_t>(row) * stride_;
     model_.embedding_->row(forest_.tokens[row], x);
     const float scale = model_.shape_.embedding_scale;
     if (scale != 1.0f)
@@ -208,8 +214,12 @@ void Model::Pass::show(int number, Team::Member& member) {
 void Model::Pass::mix(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
-    normalize(layer.attention_norm.data(), *layer.qkv, nullptr, forest_.rows, member);
-    multiply(number, *layer.qkv, *layer.output, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
+    const bool takes_states = !layer.token_norm.empty();
+    if (takes_states)
+        normalize_both(layer, member);
+    else
+        normalize(layer.attention_norm, *layer.qkv, nullptr, forest_.rows, member);
+    multiply(number, *layer.qkv, *layer.output, takes_states ? both_ : normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
              false, member);
     rotate(layer, spans, member);
     if (is_narrow(number)) team_.share(member, 1, [&](int) { narrow(); });
@@ -221,7 +231,7 @@ void Model::Pass::mix(int number, Team::Member& member) {
 void Model::Pass::feed(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const int middle = model_.shape_.middle, rows = rows_behind(number);
-    normalize(layer.mlp_norm.data(), *layer.gate_up, nullptr, rows, member);
+    normalize(layer.mlp_norm, *layer.gate_up, nullptr, rows, member);
     const int groups = middle / kGroup;
     const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member),
                              rounded_for(*layer.gate_up, normed_), rows, rounded_for(*layer.down, gated_),
@@ -268,11 +278,25 @@ void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles
 }
 
 /// Normalizes the input of the product with `weights`.
-void Model::Pass::normalize(const float* norm, const Matrix& weights, const int* rows, int count, Team::Member& member) {
+void Model::Pass::normalize(const std::vector<float>& norm, const Matrix& weights, const int* rows, int count,
+                            Team::Member& member) {
     const Shape& shape = model_.shape_;
-    const Activations out = rounded_for(weights, normed_);
-    const Normalize task{scratch_.x.data(), norm, shape.hidden, stride_, shape.epsilon, rows, out};
+    const float* weight = norm.empty() ? nullptr : norm.data();
+    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_, shape.epsilon, rows, rounded_for(weights, normed_)};
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
+}
+
+/// Normalizes the tokens' embeddings and the states side by side.
+void Model::Pass::normalize_both(const Layer& layer, Team::Member& member) {
+    const Shape& shape = model_.shape_;
+    const Activations out = rounded_for(*layer.qkv, both_);
+    Activations states = out.from(0, out.groups / 2), tokens = out;
+    tokens.groups = states.groups = out.groups / 2;
+    const float* norm = layer.attention_norm.empty() ? nullptr : layer.attention_norm.data();
+    const Normalize tasks[2]{
+        {scratch_.tokens.data(), layer.token_norm.data(), shape.hidden, stride_, shape.epsilon, nullptr, tokens},
+        {scratch_.x.data(), norm, shape.hidden, stride_, shape.epsilon, nullptr, states}};
+    team_.share(member, 2 * forest_.rows, [&](int unit) { kernels_.normalize(tasks[unit % 2], unit / 2); });
 }
 
 /// Plans what a member prefetches after its own units, where `next` are the weights of the next product in layer

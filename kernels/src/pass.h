@@ -15,7 +15,7 @@ struct ActivationBuffer {
 
 /// Buffers that outlive a pass, so that it need not allocate once they are large enough.
 struct Model::Scratch {
-    Block<float> x, mixed, branch, scores;
+    Block<float> x, tokens, mixed, branch, scores;  // tokens: embeddings, if the first layer takes them and x
     ActivationBuffer normed, attended, gated;
     std::vector<int> slots, row_spans, more;
     std::vector<Reach> reaches;
@@ -55,7 +55,9 @@ class Model::Pass {
     void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
-    void normalize(const float* norm, const Matrix& weights, const int* rows, int count, Team::Member& member);
+    void normalize(const std::vector<float>& norm, const Matrix& weights, const int* rows, int count,
+                   Team::Member& member);
+    void normalize_both(const Layer& layer, Team::Member& member);
     Following following(int number, int units, const Matrix& next, const Team::Member& member) const;
     void add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
              const std::vector<float>& norm, Team::Member& member);
@@ -71,7 +73,7 @@ class Model::Pass {
     int stride_;  // of x
     int most_slots_;  // of any session's store
     bool narrows_;  // the last layer's attention, and what follows, runs for wanted rows only
-    Activations normed_, attended_, gated_;
+    Activations normed_, both_, attended_, gated_;  // both_: of tokens, then of x
 };
 
 }  // namespace outpace

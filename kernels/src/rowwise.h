@@ -66,6 +66,10 @@ void normalize(const Normalize& task, int row) {
     const int64_t source = task.rows ? task.rows[row] : row;
     const float* x = task.x + source * task.stride;
     for (int group = 0; group < task.out.groups; ++group) task.out.from(row, group).claim();
+    if (!task.weight) {
+        for (int group = 0; group < task.out.groups; ++group) quantize_group(x + group * kGroup, task.out, row, group);
+        return;
+    }
     const Floats inverse = Floats::all(inverse_rms(sum_of_squares(x, task.stride), task.size, task.epsilon));
     alignas(64) float normed[kGroup];
     for (int group = 0; group < task.out.groups; ++group) {

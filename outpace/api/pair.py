@@ -14,7 +14,8 @@ from outpace.engine.build import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
-from outpace.models.load import Progress, fit_draft, load_draft, load_model, open_draft, silent
+from outpace.models.heads.load import target_of_head
+from outpace.models.load import Progress, find_head, fit_draft, load_draft, load_model, open_draft, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -36,6 +37,8 @@ def load_pair(
         return _load_several(target, draft, options, build, tokenizer, progress)
     has_default = draft is None
     draft = None if draft == NO_DRAFT else draft
+    if target is None and (head := find_head(draft, progress)) is not None:
+        target = target_of_head(head)
     if isinstance(target, Loaded) and (draft is None or isinstance(draft, Loaded)):
         _refuse_load_options(options, build, tokenizer)
         return target, draft
@@ -71,6 +74,8 @@ def _load_several(
         other if isinstance(other, Loaded) else load_draft(other, target, draft_options, progress=progress)
         for other in others
     ]
+    if head := next((one for one in (draft, *loaded) if one.drafter == "eagle"), None):
+        raise UserError(f"{head.name} is a trained head, and rounds choose among draft models: name it alone")
     return target, replace(draft, others=tuple(loaded))
 
 

@@ -174,7 +174,7 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
 
 def _rule_problem(name: str, method: Contender, sampling: Sampling) -> UserError | None:
     """Return why a rule does not fit a method or the temperature; None if it does."""
-    drafter = method.options.get("drafter") or default_drafter(method.name, has_draft=True)
+    drafter = method.options.get("drafter") or default_drafter(method.name, "model")
     try:
         find_rule(name, sampling)
         check_rule(name, registry.find("decoders", method.name), str(drafter))

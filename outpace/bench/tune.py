@@ -66,11 +66,12 @@ class TuneResult:
 
 def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> TuneResult:
     """Measure all methods, choose one, and write the profile that method "auto" starts with."""
-    drafter = default_drafter(AUTO, draft is not None)
+    runs = draft.drafter if draft is not None else None
+    drafter = default_drafter(AUTO, runs)
     singles = [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
     setups: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
         AUTO: (draft, {"method": AUTO}),
-        PLANNED: (draft, {"method": PLANNED, "drafter": drafter}),
+        **({} if runs == "eagle" else {PLANNED: (draft, {"method": PLANNED, "drafter": drafter})}),
         PLAIN: (None, {"method": PLAIN}),
         **{f"{SINGLE}{one.name}": (one, {"method": AUTO}) for one in singles},
     }
@@ -88,7 +89,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
                 costs.load_state_dict(costs.state_dict() | {"rounds": llm.engine.costs.state_dict()["rounds"]})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
-        chosen = PLANNED if rates[PLANNED] > PARALLEL_GAIN * rates[AUTO] else AUTO
+        chosen = PLANNED if rates.get(PLANNED, 0.0) > PARALLEL_GAIN * rates[AUTO] else AUTO
         path = Profile(subject(target, draft)).save(*_learnt(llms[AUTO]), tuned=chosen)
         for one in singles:
             Profile(subject(target, one)).save(*_learnt(llms[f"{SINGLE}{one.name}"]))
@@ -96,7 +97,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     rounds = {int(rows): seconds for rows, seconds in learned["rounds"].items()}
     drafts = {one.name: rates.pop(f"{SINGLE}{one.name}") for one in singles}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
-    return TuneResult(dict(sorted(rounds.items())), learned["draft"].get("model"), rates, chosen, path, ranked)
+    return TuneResult(dict(sorted(rounds.items())), learned["draft"].get(runs), rates, chosen, path, ranked)
 
 
 def _learnt(llm: LLM) -> tuple[CostModel, Iterable[Drafter]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import display, process
+from outpace.cli import display, head_report, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, install_command
@@ -51,11 +51,20 @@ def doctor(
         "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are made"
         " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
     ),
+    draft: str | None = flag(None, "Examine this trained head: answer a dozen prompts, and say what may be wrong."),
+    target: str | None = flag(None, "The head's target; the default is the one that the head names."),
 ) -> None:
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
-    found = _clean_cache() if clean else collect(quiet=as_json)
+    if draft is None and target is not None:
+        raise UserError("--target is for the target of a head, name the head with --draft")
+    if draft is not None:
+        found = head_report.examine(target, draft, quiet=as_json)
+    else:
+        found = _clean_cache() if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)
+    elif draft is not None:
+        display.stdout().print(_grid(head_report.rows_of(found)))
     elif clean:
         for line in _clean_report(found):
             display.stdout().print(line, soft_wrap=True)
@@ -143,13 +152,17 @@ def _is_installed(name: str) -> bool:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column()
     rows = [*_machine(found), *_default_model(found["model"]), *_cache_rows(found["cache"])]
     for name, (purpose, _) in EXTRAS.items():
         there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
         rows.append((f"extra {name}", f"{there} ({purpose})"))
+    return _grid(rows)
+
+
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
     for name, value in rows:
         table.add_row(name, Text(value))
     return table

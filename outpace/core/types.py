@@ -401,6 +401,11 @@ class DraftState:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
 
+    @property
+    def held_prefix(self) -> int:
+        """Number of the text's first positions whose target output another request can copy; see `copy_prefix`."""
+        return 0
+
 
 class Drafter:
     """Proposes tokens: it adds nodes to the token trees of all requests.
@@ -440,6 +445,13 @@ class Drafter:
         """Update the state after one or more rounds of the target: append `seen.tokens` to `state.tokens`, and forget
         what is not below the root of `seen.tree`, which is the tree of the next `grow`."""
         state.tokens += seen.tokens
+
+    def copy_prefix(self, state: Any, other: Any, length: int) -> None:
+        """Copy what `other`, the state of a text with the same first `length` + 1 tokens, holds of `length` positions.
+
+        Called right after `open`, for drafters with `needs.prompt`: the target's output for these positions is not
+        given again, because the prefix cache has their keys and values.
+        """
 
     def pause(self, state: Any) -> None:
         """Free the keys and values of a request that waits for memory; they are computed again when it drafts next."""

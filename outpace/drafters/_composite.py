@@ -29,6 +29,10 @@ class CompositeState(DraftState):
 
     parts: list[Any] = field(default_factory=list)
 
+    @property
+    def held_prefix(self) -> int:
+        return max(part.held_prefix for part in self.parts)
+
     def part(self, number: int) -> Any:
         """Return a part's own state, with what was set for the next growth."""
         own = self.parts[number]
@@ -78,6 +82,10 @@ class CompositeDrafter(Drafter):
         """`parts` are drafters."""
         self.parts = parts
         self.capabilities = joined([part.capabilities for part in parts])
+
+    def copy_prefix(self, state: CompositeState, other: CompositeState, length: int) -> None:
+        for part, mine, its in zip(self.parts, state.parts, other.parts, strict=True):
+            part.copy_prefix(mine, its, length)
 
     def pause(self, state: CompositeState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):

@@ -83,7 +83,8 @@ class BuildOptions:
         decoder = registry.find("decoders", method)
         drafter = self.drafter
         if decoder.drafting:
-            drafter = drafter or default_drafter(method, draft is not None)
+            drafter = drafter or default_drafter(method, draft.drafter if draft else None)
+            _check_draft(drafter, draft)
         rule = default_rule(decoder, self.rule)
         check_rule(rule, decoder, drafter)
         return replace(
@@ -152,11 +153,20 @@ def _device(loaded: Loaded) -> str | None:
     return None if device is None else str(device)
 
 
-def default_drafter(method: str, has_draft: bool) -> str:
-    """Return the default drafter: the draft model if there is one; for a planner also the lookup drafters."""
-    if not has_draft:
+def default_drafter(method: str, of_draft: str | None) -> str:
+    """Return the default drafter: that of the draft if there is one; for a planner also the lookup drafters."""
+    if of_draft is None:
         return LOOKUP_DRAFTERS if method == AUTO else "ngram"
-    return f"model+{LOOKUP_DRAFTERS}" if method == AUTO else "model"
+    return f"{of_draft}+{LOOKUP_DRAFTERS}" if method == AUTO else of_draft
+
+
+def _check_draft(drafter: str, draft: Loaded | None) -> None:
+    """Raise UserError for a drafter that cannot run this draft: a head and a draft model are different things."""
+    for part in drafter_modules(drafter) if draft else ():
+        needs = registry.describe("drafters", part).needs
+        if draft and needs == registry.DRAFT_MODEL and (part == "eagle") != (draft.drafter == "eagle"):
+            kind = "a trained head" if draft.drafter == "eagle" else "a draft model"
+            raise UserError(f"drafter {part} does not run {draft.name}, which is {kind}: use drafter {draft.drafter}")
 
 
 def check_prediction(drafter: str | None) -> None:
@@ -252,7 +262,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
             )
         registry.check_known(modules, values)
         return Engine(target.model, options=settings, needs=needs)
-    name = options.drafter or default_drafter(options.method, draft is not None)
+    name = options.drafter or default_drafter(options.method, draft.drafter if draft else None)
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     names = [*drafter_names(name), *([options.structured_drafter] if options.structured_drafter else [])]
     registry.check_known(modules, values, [module for one in names for module in drafter_modules(one).values()])

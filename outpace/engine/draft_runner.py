@@ -84,6 +84,9 @@ class DraftRunner:
             worker.open(sequence.key, sequence.request, context.candidates)
         elif (drafter := self._of(sequence)) is not None:
             sequence.draft.state = state = self.guarded(sequence.draft.name, drafter.open, sequence.request)
+            if state is not None and sequence.draft.source is not None:
+                self._call(sequence, "copy_prefix", sequence.draft.source, sequence.draft.prompt_read)
+            sequence.draft.source = None
             if state is not None:
                 context.sources = drafter.capabilities.sources if state.sources is None else state.sources
 
@@ -105,7 +108,8 @@ class DraftRunner:
         """Stop drafting for a sequence."""
         self._call(sequence, "catch_up")
         self._call(sequence, "close")
-        sequence.draft.state = None
+        if not sequence.draft.needs.prompt:
+            sequence.draft.state = None
         if worker := self._worker_of(sequence):
             sequence.history.stale += worker.forget(sequence.key)
 

@@ -13,7 +13,7 @@ bit what reading would give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.machine import available_bytes
 from outpace.engine.prefix_index import HashedTokens, PrefixIndex
-from outpace.engine.sequence import TokenSequence
+from outpace.engine.sequence import DraftLink, TokenSequence
 from outpace.models.base import Model, Session
 
 _AHEAD = 64  # slots that every running sequence should still get when another one is admitted
@@ -37,10 +37,16 @@ Drafts = Callable[[Sequence[tuple[TokenSequence, int]]], int]
 
 @dataclass(eq=False)
 class _KeptText:
-    """The session of a finished sequence, and the text whose keys and values it holds."""
+    """The session of a finished sequence, and the text whose keys and values it holds.
+
+    `draft`: the link to a drafter that needs the target's output for prompts, for what that holds of the text;
+    `draft_bytes` bounds it.
+    """
 
     text: HashedTokens
     session: Session
+    draft: DraftLink
+    draft_bytes: int
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -73,7 +79,7 @@ class KVMemory:
     @property
     def used(self) -> int:
         """Bytes used by running sequences, their drafts and kept texts."""
-        return self._bytes(self._slots(), (kept.session.slots for kept in self._kept))
+        return self._bytes(self._slots(), self._kept)
 
     def check(self, sequence: TokenSequence) -> None:
         """Raise UserError for a request that could not run even alone."""
@@ -111,6 +117,8 @@ class KVMemory:
         """Open the session of a sequence that fits in, with the prefix of its text that is in memory."""
         self._followed.pop(sequence, None)
         holder, length = self._best_start(sequence)
+        if holder is not None and sequence.needs_prompt_feedback and sequence.draft.state is None:
+            sequence.draft.source, sequence.draft.prompt_read = holder.draft.state, length
         session, slots = (
             self._target.open(self._capacity(sequence), self._room),
             self._slots_for(sequence, len(sequence.committed)),
@@ -154,6 +162,7 @@ class KVMemory:
         if self._max_kept and kv.is_open and not kv.is_broken:
             kv.is_broken = True  # unknown content, if an interrupt comes before the end and this is repeated
             self._keep(sequence)
+        sequence.draft.state = None
         self.release(sequence)
 
     def _keep(self, sequence: TokenSequence) -> None:
@@ -161,7 +170,9 @@ class KVMemory:
         session, keep = sequence.kv.session, sequence.kv.keep
         session.keep(keep[: len(sequence.committed) - session.length])  # without what a stop or the limit cut off
         session.trim()
-        kept = _KeptText(sequence.text.upto(session.length), session)
+        draft, state = sequence.draft, sequence.draft.state
+        held = self._drafts([(sequence, session.length)]) if state is not None else 0
+        kept = _KeptText(sequence.text.upto(session.length), session, DraftLink(draft.name, state=state), held)
         self._kept.append(kept)
         self._stored.hold(kept, session.length)
         for oldest in self._kept[: -self._max_kept]:
@@ -197,7 +208,9 @@ class KVMemory:
             for holder in self._stored.nearest(sequence.text, most):
                 held = holder.session.length if isinstance(holder, _KeptText) else holder.prefilled
                 length = sequence.text.common(holder.text, min(most, held))
-                if (length, isinstance(holder, _KeptText)) > (best[1], isinstance(best[0], _KeptText)):
+                if sequence.needs_prompt_feedback:
+                    length = _shared_by_drafts(holder, sequence, length)
+                if length > 0 and (length, isinstance(holder, _KeptText)) > (best[1], isinstance(best[0], _KeptText)):
                     best = (holder, length)
         return best
 
@@ -208,7 +221,7 @@ class KVMemory:
         lost = len(kept.text.tokens) - length
         if not lost or _SHORT * lost <= length or kept.text.tokens[: length + 1] == sequence.committed:
             return True
-        return self._bytes([*self._slots(), (sequence, slots)], [kept.session.slots]) > self.budget
+        return self._bytes([*self._slots(), (sequence, slots)], [kept]) > self.budget
 
     def _copy(self, holder: TokenSequence | _KeptText, session: Session, length: int) -> None:
         if isinstance(holder, _KeptText):
@@ -218,8 +231,8 @@ class KVMemory:
         session.start_from(holder.session if isinstance(holder, _KeptText) else holder.kv.session, length)
 
     def _may_reuse(self, sequence: TokenSequence) -> bool:
-        """Return whether it may start from a copy: not if its log-probabilities or drafter need the whole prompt."""
-        return self._max_kept > 0 and not sequence.must_read_prompt
+        """Return whether it may start from a copy: not if its log-probabilities need the whole prompt."""
+        return self._max_kept > 0 and not sequence.needs_prompt_logprobs
 
     def _reserve(
         self,
@@ -248,7 +261,7 @@ class KVMemory:
     def _make_room(self, needed: Sequence[tuple[TokenSequence, int]], spared: TokenSequence | _KeptText | None) -> None:
         """Drop kept texts, least recently used first, until the rest fits in with what these sequences need."""
         for kept in [kept for kept in self._kept if kept is not spared]:
-            if self._bytes(needed, (other.session.slots for other in self._kept)) <= self.budget:
+            if self._bytes(needed, self._kept) <= self.budget:
                 return
             self._drop(kept)
 
@@ -262,9 +275,10 @@ class KVMemory:
         """Return the slots that a sequence needs for the text it still has to read; 0 if it has read all."""
         return self._slots_for(sequence, len(sequence.committed)) if (sequence.unread > 0) else 0
 
-    def _bytes(self, texts: Sequence[tuple[TokenSequence, int]], kept: Iterable[int] = ()) -> int:
-        """Return the bytes of sequences with these slots, of their drafts, and of kept texts with these slots."""
-        return self._target.stored_bytes([*(slots for _, slots in texts), *kept]) + self._drafts(texts)
+    def _bytes(self, texts: Sequence[tuple[TokenSequence, int]], kept: Sequence[_KeptText] = ()) -> int:
+        """Return the bytes of sequences with these slots, of kept texts, and of the drafts of both."""
+        slots = [*(slots for _, slots in texts), *(one.session.slots for one in kept)]
+        return self._target.stored_bytes(slots) + self._drafts(texts) + sum(one.draft_bytes for one in kept)
 
     def _slots_for(self, sequence: TokenSequence, tokens: int) -> int:
         """Return the slots for `tokens` tokens of a sequence and for the nodes that its drafter may add to them."""
@@ -279,6 +293,18 @@ class KVMemory:
 
     def _capacity(self, sequence: TokenSequence) -> int:
         return min(len(sequence.request.prompt) + sequence.request.max_tokens, self._target.max_positions)
+
+
+def _shared_by_drafts(holder: TokenSequence | _KeptText, sequence: TokenSequence, length: int) -> int:
+    """Return how many of the `length` positions that two texts share the target need not compute for a drafter that
+    needs its output: those that the drafter holds already, or copies from the other text's draft.
+
+    The last position is computed again: what the drafter makes of it depends on the token after it.
+    """
+    mine, its = sequence.draft, holder.draft
+    if mine.state is not None:  # it was paused
+        return min(length, mine.prompt_read)
+    return min(length - 1, its.state.held_prefix) if its.state is not None and its.name == mine.name else 0
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -83,7 +83,8 @@ class DraftLink:
     name: str | None = None  # of the drafter
     needs: Needs = NO_NEEDS  # of the drafter
     prompt_read: int = 0  # prompt tokens whose target output the drafter has received (if `needs.prompt`)
-    state: DraftState | None = None
+    state: DraftState | None = None  # kept after the end for the prefix cache (if `needs.prompt`)
+    source: DraftState | None = None  # whose first `prompt_read` positions it copies when it is opened
     seconds: float = 0.0  # spent on drafting in this round
 
 
@@ -192,11 +193,6 @@ class TokenSequence:
         """Number of tokens that may still be written."""
         prompt = len(self.request.prompt)
         return min(self.request.max_tokens, self.kv.session.capacity - prompt) - (len(self.committed) - prompt)
-
-    @property
-    def must_read_prompt(self) -> bool:
-        """Whether the whole prompt must go through a pass, even what could be copied."""
-        return self.needs_prompt_logprobs or self.needs_prompt_feedback
 
     @property
     def needs_prompt_feedback(self) -> bool:

@@ -15,6 +15,9 @@ from outpace.models.devices import check_options
 from outpace.models.files.find import locate
 from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
+from outpace.models.files.reading import read_optional_json
+from outpace.models.heads.config import head_kind
+from outpace.models.heads.load import kind_of_head, load_head
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 
@@ -44,6 +47,8 @@ def load_model(
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
     check_options(options)
+    if spec is not None and (kind := head_kind(read_optional_json(Path(spec) / "config.json"))):
+        raise UserError(f"{spec} is a trained head ({kind}), which drafts for another model: name it as the draft")
     loaded = runtimes.open_model(spec, options, progress)
     files = partial(locate, None if spec is None else str(spec))
     return replace(loaded, again=partial(load_model, spec, options), files=files)
@@ -76,8 +81,35 @@ def load_draft(
         draft = target.again(progress=progress, **(vars(options) if options else {}) | changes | own)
         return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)
+    if (path := find_head(spec, progress)) is not None:
+        return _load_head(spec, path, target, options)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
     return fit_draft(draft, target) if same_tokens else draft
+
+
+def find_head(spec: Any, progress: Progress = silent) -> Path | None:
+    """Return the folder or file of a draft that is a trained head; None if it is anything else."""
+    if not isinstance(spec, str | os.PathLike):
+        return None
+    name = os.fspath(spec)
+    if name == "auto" or name.startswith(LAYERS) or is_packed(Path(name)):
+        return None
+    try:
+        path = locate(name, progress=progress)
+    except UserError:  # transformers may load it, else its loader says the same
+        return None
+    return path if kind_of_head(path) is not None else None
+
+
+def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> Loaded:
+    """Load a head for this target, on whose device it runs."""
+    if options.device != str(target.model.device).split(":")[0] and options.device != str(target.model.device):
+        raise UserError(
+            f"the head {spec} runs on the device of the target, {target.model.device}: leave out draft_device"
+        )
+    model = load_head(path, target.model, target.config, target.tokenizer.size, target.files, options)
+    model.vocab_size = min(model.vocab_size, target.model.vocab_size)
+    return Loaded(model, target.tokenizer, str(spec), notice=model.notice, drafter="eagle")
 
 
 def open_draft(

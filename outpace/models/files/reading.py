@@ -92,7 +92,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 # bfloat16: the upper half of a float32's bits
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_ALL = DTYPES | {"I32": "<i4"}  # packed 4-bit words, read but never written
+_ALL = DTYPES | {"I32": "<i4", "I64": "<i8", "BOOL": "|b1"}  # packed 4-bit words and ids, read but never written
 _ORDER = ("F64", "F32", "BF16", "F16")  # order of tensors in a file, then by name
 _LENGTH = 8  # bytes of the header's length field
 
@@ -164,7 +164,7 @@ class SafetensorsFile:
         self._values = np.frombuffer(self._mapped, np.uint8, offset=self._start)
 
     def raw(self, name: str) -> RawTensor:
-        """Return one tensor of a type in DTYPES, or I32, as a view of the mapping."""
+        """Return one tensor of a type in DTYPES, or integers, as a view of the mapping."""
         self._check_unchanged(name)
         kind, shape, start, end = self.entries[name]
         return RawTensor(kind, self._values[start:end].view(_ALL[kind]).reshape(shape))

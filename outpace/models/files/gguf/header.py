@@ -38,12 +38,13 @@ COMMON_TYPES = {
     20: BlockFormat("IQ4_NL", 32, 18),
     30: BlockFormat("BF16", 1, 2),
 }
+INTEGER_TYPES = {26: BlockFormat("I32", 1, 4), 27: BlockFormat("I64", 1, 8)}
 
 
 def ggml_type(kind: int) -> BlockFormat:
     """Return the ggml type of this number; ValueError or KeyError if there is none."""
-    if kind in COMMON_TYPES:
-        return COMMON_TYPES[kind]
+    if kind in COMMON_TYPES | INTEGER_TYPES:
+        return (COMMON_TYPES | INTEGER_TYPES)[kind]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     found = GGMLQuantizationType(kind)

@@ -60,7 +60,7 @@ class FusedLlama(SteppingLlama):
 
     def by_torch(self, reason: str) -> SteppingLlama:
         """Return the same model without our kernels, with the reason in its notice."""
-        weights = self._layers, self._embedding, self._head
+        weights = self._layers, self.embedding, self._head
         model = SteppingLlama(self.config, *weights, self.exact, self._head_ids, self.kv_dtype)
         model.captures = Captures(self.captures.is_eager)
         model.notice = slow_path_warning(reason)

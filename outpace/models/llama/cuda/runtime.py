@@ -74,7 +74,7 @@ class GraphLlama(Llama):
         super().__init__(*args, **options)
         self.pool = Pool(self.config, self._kv_format, self.device)
         self.captures = Captures(self.device.type != "cuda")
-        self._hidden = self._embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
+        self._hidden = self.embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
 
     @classmethod
     def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> Self:
@@ -214,7 +214,7 @@ class GraphLlama(Llama):
         inputs, key = self._inputs(("head", count), {"rows": (count,)}), ("head", count, self.vocab_size)
         logits: Tensor = self.captures.buffers(
             ("logits", count, self.vocab_size),
-            lambda: self._embedding.new_zeros(count, self.vocab_size, dtype=self.score_dtype),
+            lambda: self.embedding.new_zeros(count, self.vocab_size, dtype=self.score_dtype),
         )
         work = partial(self._head_pass, inputs.device["rows"], logits)
         self.captures.begin(key, inputs, work, self._hidden, logits)["rows"][: len(places)] = places

@@ -143,6 +143,7 @@ class NativeLlama(Model):
     exact = True
     device = "cpu"
     precision = INT8
+    session_type: type[NativeSession] = NativeSession
     usual_kv = NATIVE_KV  # the type of keys and values that a profile does not name
     capabilities = frozenset(Capability)
 
@@ -157,7 +158,7 @@ class NativeLlama(Model):
         self.config, self.options = config, options
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
-        self._layers, self._ends = layers, ends
+        self._layers, self.ends = layers, ends
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         scale = {"scale": config.query_scale} if config.query_scale else {}
@@ -174,7 +175,7 @@ class NativeLlama(Model):
 
     def _with_threads(self, threads: int) -> Any:
         """Create a kernels' model with this number of threads; all of them share the weights."""
-        config, ends = self.config, self._ends
+        config, ends = self.config, self.ends
         return self.kernels.Model(
             self.heads,
             config.hidden_size,
@@ -212,7 +213,7 @@ class NativeLlama(Model):
 
     @property
     def weight_bytes(self) -> int:
-        total: int = sum(layer.bytes for layer in self._layers) + self._ends.head.bytes
+        total: int = sum(layer.bytes for layer in self._layers) + self.ends.head.bytes
         return total
 
     @property
@@ -263,7 +264,7 @@ class NativeLlama(Model):
     def open(self, capacity: int, max_pending: int) -> NativeSession:
         capacity = min(capacity, self.max_positions)
         self.rope_table.reach(min(capacity + max_pending, self.max_positions))
-        return NativeSession(capacity, max_pending, self)
+        return self.session_type(capacity, max_pending, self)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         check_forest(self, forest)
@@ -274,10 +275,14 @@ class NativeLlama(Model):
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
+        logits, hidden = self.score_shown(forest, layers)
+        return TargetOutput(logits.wide(), hidden)
+
+    def score_shown(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
+        """Do the same for parts without a `keep`, but return logits only for the output layer's tokens."""
         rows = self._forest(forest)
         hidden = rows.show(hidden_row_numbers(forest), layers, self.config.hidden_size)
-        logits = self._forward(rows)
-        return TargetOutput(logits.wide(), hidden)
+        return self._forward(rows), hidden
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:
         other = copy(self)
@@ -313,7 +318,7 @@ class NativeLlama(Model):
 
         `vocab_size` may be smaller than the output layer: another model of the pair may know fewer tokens.
         """
-        ids, vocab = self._ends.kept, self.vocab_size
+        ids, vocab = self.ends.kept, self.vocab_size
         if ids is None:
             return vocab, None
         if self._last_kept >= vocab:

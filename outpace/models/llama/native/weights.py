@@ -150,7 +150,7 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         return _norm(config, fetch, prefix + name).tolist() if is_there else []
 
     return packing.kernels.Layer(
-        _norm(config, fetch, prefix + "input_layernorm"),
+        _state_norm(config, fetch, prefix),
         _norm(config, fetch, prefix + config.mlp_norm),
         _qkv(packing, config, attention, fetch),
         _padded_inputs(packing, fetch, attention + "o_proj", config.head_dim, config.output_bias),
@@ -163,7 +163,15 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         window=config.window(number) or 0,
         mixed_norm=norm(gemma.ATTENTION_NORM, config.sandwich_norms),
         fed_norm=norm(gemma.MLP_OUTPUT_NORM, config.sandwich_norms),
+        **({"token_norm": norm("input_layernorm", True)} if config.takes_features else {}),
     )
+
+
+def _state_norm(config: LlamaConfig, fetch: Fetch, prefix: str) -> np.ndarray:
+    """Fetch the norm of the state before attention; empty if the state is normed already."""
+    if not config.norms_features:
+        return np.zeros(0, np.float32)
+    return _norm(config, fetch, prefix + ("hidden_norm" if config.takes_features else "input_layernorm"))
 
 
 def _norm(config: LlamaConfig, fetch: Fetch, name: str) -> np.ndarray:
@@ -179,8 +187,14 @@ def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
     found = fetch.layer_matrices(packing, *(name + ".weight" for name in names))
-    packed = stack_stored(packing, found.blocks, bias, fetch.rounded) if found.blocks else None
-    return packed or packing.of_floats(np.concatenate(found.floats()), bias)
+    padding = -config.hidden_size % packing.kernels.GROUP if config.takes_features else 0  # of each half of the inputs
+    packed = stack_stored(packing, found.blocks, bias, fetch.rounded) if found.blocks and not padding else None
+    if packed:
+        return packed
+    weight = np.concatenate(found.floats())
+    if padding:
+        weight = _padded(weight.reshape(len(weight), 2, -1), 2, padding).reshape(len(weight), -1)
+    return packing.of_floats(weight, bias)
 
 
 def _padded_inputs(packing: Packing, fetch: Fetch, name: str, chunk: int, has_bias: bool) -> Any:
@@ -219,7 +233,7 @@ def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
     return np.pad(weight, [(0, count if place == axis else 0) for place in range(weight.ndim)])
 
 
-def _matrix_of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
+def matrix_of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
     """Pack a matrix without a bias, or only some of its rows."""
     found = fetch.matrices(name)
     if found.blocks:
@@ -244,12 +258,12 @@ class EmbeddingAndHead:
     ) -> EmbeddingAndHead:
         """Build them from Hugging Face weight names; an output layer that is the embedding is stored once."""
         name, kept = "model.embed_tokens.weight", None
-        embedding, norm = _matrix_of_rows(packing, fetch, name), _norm(config, fetch, "model.norm")
+        embedding, norm = matrix_of_rows(packing, fetch, name), _norm(config, fetch, "model.norm")
         if config.tie_embeddings and head_ids is None:
             return cls(embedding, norm, embedding, None)
         if head_ids is not None:
             kept = np.sort(checked_ids(head_ids, config.vocab_size))
-        head = _matrix_of_rows(packing, fetch, name if config.tie_embeddings else "lm_head.weight", kept)
+        head = matrix_of_rows(packing, fetch, name if config.tie_embeddings else "lm_head.weight", kept)
         return cls(embedding, norm, head, kept)
 
 

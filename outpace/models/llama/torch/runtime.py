@@ -51,6 +51,7 @@ class Llama(Model):
     """A Llama-family model. Sessions are independent; call `score` from one thread at a time."""
 
     capabilities = frozenset(Capability)
+    session_type: type[LlamaSession] = LlamaSession
     exact_where = "only for float32, for bfloat16 where this CPU's products keep a row's bits, or with graphs"
 
     def __init__(
@@ -69,7 +70,7 @@ class Llama(Model):
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
         self.device, self.dtype, self.score_dtype = embedding.device, embedding.dtype, embedding.dtype
-        self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
+        self._layers, self.embedding, self._head, self._head_ids = layers, embedding, head, head_ids
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
         head_eps = config.head_norm_eps or config.rms_norm_eps
@@ -134,7 +135,7 @@ class Llama(Model):
     def open(self, capacity: int, max_pending: int) -> LlamaSession:
         capacity = min(capacity, self.max_positions)
         self._rope.reach(min(capacity + max_pending, self.max_positions))
-        return LlamaSession(capacity, max_pending, self.config, self._kv_format, self.device)
+        return self.session_type(capacity, max_pending, self.config, self._kv_format, self.device)
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Self:
         other = copy(self)
@@ -171,7 +172,7 @@ class Llama(Model):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the first layer's input: [rows, hidden]"""
-        x = F.embedding(tokens, self._embedding)
+        x = F.embedding(tokens, self.embedding)
         return x if self.config.embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def _layer(self, number: int, x: Tensor, factors: RopeFactors, sessions: Sequence[SessionRows]) -> Tensor:
@@ -195,9 +196,12 @@ class Llama(Model):
     def _qkv(self, number: int, x: Tensor, factors: RopeFactors) -> Tensor:
         """Compute a layer's queries, keys and values, normed and rotated: [rows, heads + 2 kv_heads, head_dim]"""
         layer = self._layers[number]
-        qkv = self._apply_normed(layer.qkv, x)
+        qkv = self._qkv_product(layer.qkv, x)
         qkv = qkv if layer.head_norm is None else self._norm_heads(qkv, layer.head_norm)
         return self._attention[number].prepare(qkv, factors[self.config.rotation(number)])
+
+    def _qkv_product(self, normed: Normed, x: Tensor) -> Tensor:
+        return self._apply_normed(normed, x)
 
     def _mlp(self, number: int, x: Tensor, sessions: Sequence[SessionRows] = ()) -> Tensor:
         """Add a layer's MLP to the residual."""
@@ -235,7 +239,7 @@ class Llama(Model):
         return logits[:, : self.vocab_size]
 
     def _no_logits(self) -> Tensor:
-        return self._embedding.new_empty(0, self.vocab_size, dtype=self.score_dtype)
+        return self.embedding.new_empty(0, self.vocab_size, dtype=self.score_dtype)
 
     def _head_product(self, normed: Tensor) -> Tensor:
         """Apply the output layer: [rows, kept tokens]"""

@@ -51,7 +51,7 @@ class LayerWeights:
 def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWeights:
     """Build layer `number` from Hugging Face weight names."""
     prefix = f"model.layers.{number}."
-    input_norm, mlp_norm = (_norm(config, fetch, prefix + name) for name in ("input_layernorm", config.mlp_norm))
+    input_norm, mlp_norm = _input_norm(config, fetch, prefix), _norm(config, fetch, prefix + config.mlp_norm)
     weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
     head_norm = _head_norm(config, prefix + "self_attn.", fetch) if config.head_norm else None
     names = [f"{prefix}mlp.{name}_proj" for name in ("gate", "up")]
@@ -85,6 +85,19 @@ def _norm(config: LlamaConfig, fetch: FetchTensor, name: str) -> Tensor:
     """Fetch a norm's weights; in float32 if they are stored minus an offset."""
     weight = fetch(name + ".weight")
     return weight.float() + config.norm_offset if config.norm_offset else weight
+
+
+def _input_norm(config: LlamaConfig, fetch: FetchTensor, prefix: str) -> Tensor:
+    """Fetch the norm before attention: of the state, or of an embedding and a feature side by side.
+
+    `_scaled` multiplies it by sqrt(inputs), which are twice as many then. A feature that is normed already stays as it
+    is.
+    """
+    norm = _norm(config, fetch, prefix + "input_layernorm")
+    if not config.takes_features:
+        return norm
+    feature = _norm(config, fetch, prefix + "hidden_norm") if config.norms_features else len(norm) ** -0.5
+    return torch.cat([norm, torch.ones_like(norm) * feature]).float() / math.sqrt(2)
 
 
 def _normed(weight: Tensor, bias: Tensor | None, norm: Tensor) -> Normed:

@@ -1,0 +1,114 @@
+"""`outpace doctor --draft HEAD`: what a trained head reads of its target, how many of its tokens are accepted, and what
+is probably wrong where few are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outpace.cli import display, process
+from outpace.core.errors import UserError
+from outpace.core.stats import merge_stats, rates
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain in two sentences why the sky is blue.",
+    "Translate to German: The train to Berlin leaves at nine.",
+    "A shirt costs 20 dollars after a discount of 20 percent. What did it cost before?",
+    "List five things to pack for a weekend in the mountains.",
+    "Write a short poem about the sea.",
+    "What is the difference between a list and a tuple in Python?",
+    "Summarise the plot of Romeo and Juliet in three sentences.",
+    "Write an SQL query that counts the orders of each customer.",
+    "How do I make pancakes?",
+    "Give me three names for a small bakery, with a reason for each.",
+)
+MAX_TOKENS, LENGTH = 64, 4  # of an answer, and of a drafted chain
+POOR = 1.3  # mean accepted length below which something is probably wrong
+MODERATE = ("int4", "int8", "file")  # precisions of a target whose hidden states differ from those of the training
+
+
+def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
+    """Load both, answer the prompts with chains of LENGTH tokens, and return what was found."""
+    from outpace.api.llm import load
+
+    options: dict[str, Any] = {
+        "method": "speculative",
+        "drafter": "eagle",
+        "draft_length": LENGTH,
+        "width": 1,
+        "profile": False,
+    }
+    with display.loading_bar(quiet) as bar:
+        llm = load(target, draft, progress=bar, **options)
+    with llm:
+        if llm.draft is None:
+            raise UserError(f"{draft} is no head: doctor takes a trained head with --draft")
+        answers = []
+        for prompt in PROMPTS:
+            process.check()
+            tokens = llm.tokenizer.encode_prompt(prompt)
+            answers.append(llm.stream(tokens, max_tokens=MAX_TOKENS).finish().figures)
+        figures, head = merge_stats(answers), llm.draft.model.head
+        found = {
+            "head": llm.draft.name,
+            "kind": head.kind,
+            "target": llm.target.name,
+            "trained_for": head.verifier,
+            "taps": list(head.taps),
+            "layers": llm.target.model.num_layers,
+            "output_rows": head.num_rows,
+            "vocabulary": llm.target.model.vocab_size,
+            "norms": [
+                name
+                for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+                if getattr(head, name)
+            ],
+            "target_precision": llm.target.precision,
+            "head_precision": llm.draft.precision,
+            "chat_template": llm.tokenizer.has_template,
+            "trained_length": head.draft_length,
+            "mean_accepted_length": round(figures.mean_accepted_length, 3),
+            "acceptance": [round(rate, 3) for rate in rates(figures.positions)],
+            "draft_step_seconds": round(figures.draft_seconds / max(LENGTH * figures.passes, 1), 6),
+            "target_pass_seconds": round(figures.target_seconds / max(figures.passes, 1), 6),
+        }
+        return found | {"advice": advise(found)}
+
+
+def advise(found: dict[str, Any]) -> str:
+    """Return one sentence about the measured length: the likeliest reason where it is poor."""
+    length = found["mean_accepted_length"]
+    if length >= POOR:
+        return f"{length:.2f} tokens per target pass by chains of {LENGTH}: the head fits the target"
+    trained = found["trained_for"]
+    if trained and Path(trained).name.lower() not in str(found["target"]).lower():
+        return f"the head was trained for {trained}, and the target is {found['target']}"
+    if not found["chat_template"]:
+        return "the target has no chat template, and heads are mostly trained on answers in a chat"
+    if found["target_precision"] in MODERATE:
+        precision = found["target_precision"]
+        return f"the target's weights are {precision}, and heads are trained on 16 bits: try --dtype bfloat16 once"
+    return (
+        f"the head was probably trained with other hidden states than those after layers {found['taps']}, with another"
+        " norm, or for another model of this shape: compare its config.json with its model card"
+    )
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the table."""
+    trained = f", trained for {found['trained_for']}" if found["trained_for"] else ""
+    step, target = 1000 * found["draft_step_seconds"], 1000 * found["target_pass_seconds"]
+    acceptance = ", ".join(f"{rate:.2f}" for rate in found["acceptance"]) or "nothing was drafted"
+    return [
+        ("head", f"{found['head']}: {found['kind']}{trained}, {found['head_precision']}"),
+        ("target", f"{found['target']}, {found['target_precision']}"),
+        ("hidden states", f"after layers {', '.join(map(str, found['taps']))} of {found['layers']}"),
+        ("norms", ", ".join(found["norms"]) or "those of every EAGLE-3 head"),
+        ("vocabulary", f"{found['output_rows']} of {found['vocabulary']} tokens can be proposed"),
+        ("chat template", "the target's" if found["chat_template"] else "none"),
+        ("times", f"a draft step {step:.2f} ms, a target pass {target:.2f} ms"),
+        ("acceptance", f"by position {acceptance}; {found['mean_accepted_length']:.2f} tokens per target pass"),
+        ("finding", found["advice"]),
+    ]

@@ -1,0 +1,64 @@
+"""Expand token trees with a head whose slots read features: the target's hidden states, or the parent's output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace_kernels import OfferMap
+
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation
+from outpace.drafters._tree_expander import CHUNK, ExpansionState, TreeExpander
+from outpace.models.base import chain
+from outpace.models.heads.eagle3 import FeatureSession
+
+
+@dataclass
+class EagleState(ExpansionState):
+    """`offers`: the proposals below a tree node, by id."""
+
+    session: FeatureSession
+    offers: OfferMap = field(default_factory=OfferMap)
+
+    @property
+    def held_prefix(self) -> int:
+        return self.session.length
+
+
+class FeatureExpander(TreeExpander):
+    """Expands nodes whose parents were scored before: a slot reads its parent's output."""
+
+    def _frontier(self, state: Any, tree: TokenTree) -> list[int]:
+        wanted = 0 if state.session.pending else state.missing + 1
+        if state.missing < 0 or len(state.session.features) != wanted:
+            return []  # the root is the first token, or features are missing
+        nodes = super()._frontier(state, tree)
+        chosen = set(nodes)
+        ready = [node for node in nodes if not node or tree.parents[node] not in chosen]
+        if len(ready) < len(nodes):
+            state.frontier.reset()
+        return ready
+
+    def follow(self, state: Any, seen: Observation, extra: Sequence[int] = ()) -> None:
+        """Commit the root's slot and drop all others, which have the head's own features."""
+        state.tokens += seen.tokens
+        state.frontier.reset()
+        path, _ = state.slots.follow(seen.node_ids, seen.tree)
+        state.slots.clear()
+        state.session.keep(path[:1])
+
+    def read_features(self, state: EagleState, most: int) -> None:
+        """Read committed tokens whose features are known, until at most `most` features are stored."""
+        session = state.session
+        while len(session.features) > most and (count := min(len(session.features), state.missing, CHUNK)) > 0:
+            first = state.start + session.length
+            self.model.score_held([chain(session, self.clamp_ids(state.tokens[first : first + count]))])
+            session.keep(range(count))
+
+    def pause(self, state: Any) -> None:
+        """Drop the tree but its root, and keep the rest: hidden states of the text are not given a second time."""
+        state.slots.clear()
+        state.frontier.reset()
+        state.session.keep([0] if state.session.pending else ())  # the root is scored first

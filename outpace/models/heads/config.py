@@ -1,0 +1,283 @@
+"""Recognises trained heads by their config.json and tensors, and reads one `HeadConfig` from every layout.
+
+EAGLE-3: Li et al., arXiv:2503.01840. A wrong tap, order or norm changes no text, it only makes every draft wrong;
+therefore whatever a file says is checked against its tensors and against the target before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+from outpace.models.heads.files import HeadFiles
+from outpace.models.llama.config.fields import flag, number, size
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+
+EAGLE3 = "EAGLE-3"
+EAGLE4 = "EAGLE-4"
+SPECULATORS = {  # speculators_model_type: the kind
+    "eagle3": EAGLE3,
+    "peagle": "P-EAGLE",
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "mtp": "MTP",
+    "eagle": "EAGLE-1",
+    "mlp": "MLP speculator",
+}
+ARCHITECTURES = (  # part of architectures[0], in lower case: the kind
+    ("eagle4", EAGLE4),
+    ("peagle", "P-EAGLE"),
+    ("eagle3", EAGLE3),
+    ("domino", "Domino"),
+    ("dspark", "DSpark"),
+    ("xpress", "XPress"),
+    ("lilicorr", "LiLiCorr"),
+    ("dflash", "DFlash"),
+    ("eagle", "EAGLE-1"),
+    ("medusa", "Medusa"),
+)
+FIELDS = (("dflash_config", "DFlash"), ("medusa_num_heads", "Medusa"))  # config.json's field: the kind
+FALLBACK_TAPS = "2, half of the target's layers, and all but 3 of them"
+REFUSED_IN_LAYER = ("logit_scale", "architectures", "quantization_config", "tie_word_embeddings")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head computes.
+
+    `layer`: its decoder layer, with the target's vocabulary. `taps`: after how many of the target's layers it reads the
+    hidden states, in the order of concatenation. `num_rows`: rows of its output layer. The norms: of all taps together
+    (`norm_before_fc`), of each tap (`fc_norm`), of the state that the next step reads (`norm_output`), and whether the
+    residual carries the normed feature (`norm_before_residual`). `verifier`: the target that it was trained for, and
+    `draft_length` the length of drafts that it was tuned for; None if the file does not say.
+    """
+
+    kind: str
+    layer: LlamaConfig
+    taps: tuple[int, ...]
+    num_rows: int
+    target_width: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    has_fc_bias: bool = False
+    logit_scale: float = 1.0
+    verifier: str | None = None
+    draft_length: int | None = None
+
+
+def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """Return the kind of head that a config.json, and the names of the tensors if they are known, describe; None for
+    anything else."""
+    kind = config.get("speculators_model_type")
+    if isinstance(kind, str):
+        return SPECULATORS.get(kind, kind)
+    listed = config.get("architectures")
+    name = str(listed[0]).lower() if isinstance(listed, list) and listed else ""
+    projector = (config.get("dflash_config") or {}).get("projector_type", config.get("projector_type"))
+    for part, kind in ARCHITECTURES:
+        if part in name or part == projector:
+            return kind
+    if "selector_rank" in config:
+        return "DFlash2"
+    for field, kind in FIELDS:
+        if field in config:
+            return kind
+    if "mask_hidden" in names:
+        return "P-EAGLE"
+    is_single = config.get("num_hidden_layers") == 1
+    if is_single and "draft_vocab_size" in config:
+        return EAGLE3
+    if "fc.weight" in names:
+        return EAGLE3 if "layers.0.hidden_norm.weight" in names else "EAGLE-1"
+    return None
+
+
+def check_runs(kind: str, where: object) -> None:
+    """Raise UserError for a kind of head that does not run here."""
+    if kind == EAGLE4:
+        raise UserError(
+            f"{where} is an EAGLE-4 head, whose licence forbids other implementations: outpace does not run it; use a"
+            " head of another kind or a draft model"
+        )
+    if kind != EAGLE3:
+        raise UserError(
+            f"{where} is a trained head ({kind}) that is not supported yet: outpace runs EAGLE-3 heads, also in"
+            " speculators' format, and draft models"
+        )
+
+
+def verifier_of(config: Mapping[str, Any]) -> str | None:
+    """Return the target that a head in the format of speculators names, None if there is none."""
+    verifier = _verifier(config).get("name_or_path")
+    return verifier if isinstance(verifier, str) and verifier else None
+
+
+def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = (config.get("speculators_config") or {}).get("verifier") or {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def read_head(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
+    """Read and check an EAGLE-3 head for a target with these config.json fields. UserError names the first thing that
+    is wrong, and the file."""
+    try:
+        return _checked(files, target, max_positions, num_layers)
+    except UserError as error:
+        where = str(files.path)
+        raise error if where in str(error) else UserError(f"{where}: {error}") from error
+
+
+def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
+    config = files.config
+    kind = head_kind(config, files.tensors.keys())
+    check_runs(str(kind), files.path)
+    is_speculators = "speculators_model_type" in config
+    own = config.get("transformer_layer_config", {}) if is_speculators else config
+    nested = config.get("eagle_config") or {}
+    if not flag(nested, "use_aux_hidden_state", True):
+        raise UserError("eagle_config.use_aux_hidden_state is false: a head that reads no taps is not supported")
+    layer = _layer_config(files, own, max_positions)
+    width = size(config, "target_hidden_size", size(target, "hidden_size", layer.hidden_size))
+    taps = _taps(config, nested, num_layers, width, files)
+    num_rows = size(config, "draft_vocab_size", layer.vocab_size)
+    norm_before_residual = flag(config, "norm_before_residual", default=is_speculators)
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    head = HeadConfig(
+        kind=EAGLE3,
+        layer=replace(layer, takes_features=True, norms_features=not norm_before_residual),
+        taps=taps,
+        num_rows=num_rows,
+        target_width=width,
+        norm_before_residual=norm_before_residual,
+        norm_before_fc=flag(config, "norm_before_fc", flag(nested, "norm_before_fc")),
+        fc_norm=flag(config, "fc_norm", flag(config, "use_aux_norm")),
+        norm_output=flag(config, "norm_output"),
+        has_fc_bias="fc.bias" in files,
+        logit_scale=number(config, "logit_scale", 1.0, 1e6),
+        verifier=verifier_of(config),
+        draft_length=proposals[0].get("speculative_tokens"),
+    )
+    files.check_shapes(_shapes(head, files))
+    _check_target(config, target, head)
+    return head
+
+
+def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int) -> LlamaConfig:
+    """Read the decoder layer. Its biases are those that the file holds, its positions go as far as the target's."""
+    fields = {name: value for name, value in own.items() if name not in REFUSED_IN_LAYER}
+    fields.setdefault("num_hidden_layers", 1)
+    fields["attention_bias"] = fields["mlp_bias"] = None
+    layer = from_dict({**fields, "model_type": fields.get("model_type", "llama")})
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    if layer.num_layers != 1:
+        raise UserError(f"num_hidden_layers is {layer.num_layers}, EAGLE-3 heads of one layer are supported")
+    return replace(
+        layer,
+        max_positions=max_positions,  # the head's own number only sizes a table
+        tie_embeddings=False,
+        attention_bias=attention + "q_proj.bias" in files,
+        output_bias=attention + "o_proj.bias" in files,
+        mlp_bias=mlp + "gate_proj.bias" in files,
+    )
+
+
+def _taps(
+    config: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, width: int, files: HeadFiles
+) -> tuple[int, ...]:
+    """Return after how many layers the hidden states are taken. The three fields that may say it count differently."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    name, found, added = key, config.get(key), 0
+    if found is None and nested.get(key) is not None:
+        name, found, added = f"eagle_config.{key}", nested[key], 1  # layers counted from 0, whose output is read
+    if found is None and nested.get("layer_ids") is not None:
+        name, found, added = "eagle_config.layer_ids", nested["layer_ids"], 0
+    if found is None:
+        name, found = f"{FALLBACK_TAPS} (no ids in the file)", [2, num_layers // 2, num_layers - 3]
+    is_valid = isinstance(found, list) and found and all(type(layer) is int for layer in found)
+    if not is_valid or not all(0 <= layer + added <= num_layers for layer in found):
+        allowed = f"layers from {-added} to {num_layers - added} of the target"
+        raise UserError(f"{name} is {found!r:.80}, it must be a list of {allowed}")
+    count = config.get("num_aux_hidden_states", config.get("num_aux_layers", len(found)))
+    columns = files.shape("fc.weight")[-1]
+    if columns != len(found) * width or count != len(found):
+        raise UserError(
+            f"fc.weight takes {columns} values, which are not {len(found)} hidden states of {width} of the target"
+            f" (layers {found}): the head is of another target, or reads another number of layers"
+        )
+    return tuple(layer + added for layer in found)
+
+
+def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that the head must have, and of the optional ones that it has."""
+    layer, hidden, taps = head.layer, head.layer.hidden_size, len(head.taps)
+    middle, depth = layer.intermediate_size, layer.head_dim
+    queries, keys = layer.num_heads * depth, layer.num_kv_heads * depth
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    outputs = {
+        attention + "q_proj": (queries, 2 * hidden, layer.attention_bias),
+        attention + "k_proj": (keys, 2 * hidden, layer.attention_bias),
+        attention + "v_proj": (keys, 2 * hidden, layer.attention_bias),
+        attention + "o_proj": (hidden, queries, layer.output_bias),
+        mlp + "gate_proj": (middle, hidden, layer.mlp_bias),
+        mlp + "up_proj": (middle, hidden, layer.mlp_bias),
+        mlp + "down_proj": (hidden, middle, layer.mlp_bias),
+        "fc": (hidden, taps * head.target_width, head.has_fc_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,)}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        shapes[f"layers.0.{name}.weight"] = (hidden,)
+    for name, (rows, columns, has_bias) in outputs.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if layer.head_norm:
+        shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (depth,)
+    if head.norm_before_fc:
+        shapes["input_norm.weight"] = (taps * head.target_width,)
+    if head.fc_norm:
+        shapes |= {f"fc_norm.{tap}.weight": (head.target_width,) for tap in range(taps)}
+    optional = {"embed_tokens.weight": (layer.vocab_size, hidden)}
+    reduced = {"lm_head.weight": (head.num_rows, hidden), "d2t": (head.num_rows,)}
+    is_reduced = head.num_rows != layer.vocab_size
+    return shapes | {
+        name: shape for name, shape in (optional | reduced).items() if name in files or (is_reduced and name in reduced)
+    }
+
+
+def draft_ids(files: HeadFiles, head: HeadConfig) -> np.ndarray | None:
+    """Return the target's token of each row of the head's output layer, int64 [rows]; None if row i is token i."""
+    if "d2t" not in files:
+        return None
+    stored = files.array("d2t").astype(np.int64)
+    ids = stored if files.has_absolute_ids else stored + np.arange(len(stored))
+    vocab, where = head.layer.vocab_size, f"{files.path}: d2t"
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(outside):
+        row = int(outside[0])
+        raise UserError(f"{where} maps row {row} to token {int(ids[row])}, outside of the vocabulary of {vocab} tokens")
+    tokens, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        raise UserError(
+            f"{where} maps {int(counts.max())} rows to token {int(tokens[counts.argmax()])}, one is allowed"
+        )
+    if "t2d" in files and int(np.count_nonzero(files.array("t2d"))) != len(ids):
+        found = int(np.count_nonzero(files.array("t2d")))
+        raise UserError(f"{files.path}: t2d names {found} tokens, and the output layer has {len(ids)} rows")
+    return ids
+
+
+def _check_target(config: Mapping[str, Any], target: Mapping[str, Any], head: HeadConfig) -> None:
+    """Raise UserError for a target that the head was not trained for, as far as the files say."""
+    named, ours = _verifier(config).get("architectures"), target.get("architectures")
+    if isinstance(named, list) and isinstance(ours, list) and named and ours and named[0] != ours[0]:
+        raise UserError(f"the head was trained for a {named[0]} ({head.verifier}), and the target is a {ours[0]}")
+    wanted, width = head.target_width, target.get("hidden_size")
+    if isinstance(width, int) and width != wanted:
+        raise UserError(f"the head reads hidden states of width {wanted}, and the target's have {width}")

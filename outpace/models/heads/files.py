@@ -1,0 +1,218 @@
+"""Opens the files of a head and gives its tensors one set of names, whatever the layout.
+
+A head is a folder with config.json and safetensors or `pytorch_model.bin`, or a .gguf file of the architecture eagle3.
+Layer 0 is called `midlayer` in EAGLE's own files and `layers.0` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outpace.core.errors import UserError, require
+from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint
+from outpace.models.files.gguf.config import read_scaling, shortest_decimal
+from outpace.models.files.gguf.header import GgufHeader, TensorEntry, ggml_type, open_gguf_model
+from outpace.models.files.gguf.source import deinterleave_rope, dequantise
+from outpace.models.files.reading import DTYPES, check_file, read_json
+from outpace.models.llama.weight_sources import StoredMatrix
+
+PICKLE = "pytorch_model.bin"
+INTEGERS = ("I64", "I32", "BOOL")
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # of training only
+GGUF_NAMES = {
+    "output_norm": "norm",
+    "output": "lm_head",
+    "token_embd": "embed_tokens",
+    "enc.output_norm": "input_norm",
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "hidden_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+INTERLEAVED = ("attn_q", "attn_k")  # their rows have rotary pairs as neighbours
+
+
+class HeadTensor(NamedTuple):
+    """One tensor: `read` returns its values as float32 or integers, `weight` a matrix as the file stores it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    weight: Callable[[], StoredMatrix | np.ndarray]
+
+
+class HeadFiles:
+    """A head's config.json fields and tensors. `has_absolute_ids`: `d2t` holds token ids instead of offsets."""
+
+    def __init__(
+        self, path: Path, config: dict[str, Any], tensors: Mapping[str, HeadTensor], has_absolute_ids: bool = False
+    ) -> None:
+        self.path, self.config, self.has_absolute_ids = path, config, has_absolute_ids
+        self.tensors = {_plain(name): tensor for name, tensor in tensors.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor as float32, or as integers if it is stored so."""
+        return self._tensor(name).read()
+
+    def weight(self, name: str) -> StoredMatrix | np.ndarray:
+        """Return a matrix as the file stores it, anything else as `array`."""
+        return self._tensor(name).weight()
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless the file holds exactly these tensors, besides those that only training uses."""
+        for name, expected in shapes.items():
+            if (found := self.shape(name)) != expected:
+                where = f"{self._tensor(name).file}: tensor {name!r}"
+                raise UserError(f"{where} has shape {list(found)}, expected {list(expected)}")
+        if unknown := sorted(self.tensors.keys() - shapes.keys() - set(UNUSED)):
+            raise UserError(f"{self.path} holds the tensor {unknown[0]!r}, which its config.json does not speak of")
+
+    def _tensor(self, name: str) -> HeadTensor:
+        if name not in self.tensors:
+            raise UserError(f"{self.path} holds no tensor {name!r}")
+        return self.tensors[name]
+
+
+def open_head(path: Path) -> HeadFiles:
+    """Open a head's folder or .gguf file; UserError if it is missing, damaged or of an unreadable format."""
+    if path.suffix.lower() == ".gguf":
+        return _open_gguf(open_gguf_model(path))
+    if not (path / SINGLE).exists() and not (path / INDEX).exists() and (path / PICKLE).exists():
+        return HeadFiles(path, read_json(path / "config.json"), _pickled(path / PICKLE))
+    checkpoint = Checkpoint.open(path)
+    return HeadFiles(path, checkpoint.config, {name: _of_folder(checkpoint, name) for name in checkpoint.names()})
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _of_folder(checkpoint: Checkpoint, name: str) -> HeadTensor:
+    kind = checkpoint.held(name).kind
+
+    def read() -> np.ndarray:
+        if kind not in (*DTYPES, *INTEGERS):
+            raise UserError(f"{checkpoint.file_of(name)}: tensor {name!r} has type {kind}, which is not read")
+        return checkpoint.raw(name).values if kind in INTEGERS else checkpoint.array(name)
+
+    weight = read if kind in INTEGERS else partial(checkpoint.weight, name)
+    return HeadTensor(checkpoint.file_of(name), checkpoint.shape(name), read, weight)
+
+
+def _pickled(file: Path) -> dict[str, HeadTensor]:
+    """Read a pickle of tensors by torch's `weights_only` reader, which runs no code and refuses all other objects."""
+    require(f"reading {file.name}, which is a pickle,", "torch")
+    import torch
+
+    check_file(file)
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch raise their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{file} is damaged or holds more than tensors, nothing of it is executed: {reason:.200}"
+        ) from error
+    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise UserError(f"{file} holds more than tensors by name: it must be the state dict of a head")
+
+    def values(tensor: torch.Tensor) -> np.ndarray:
+        return (tensor.float() if tensor.is_floating_point() else tensor).contiguous().numpy()
+
+    return {
+        str(name): HeadTensor(file, tuple(tensor.shape), partial(values, tensor), partial(values, tensor))
+        for name, tensor in held.items()
+    }
+
+
+def _open_gguf(header: GgufHeader) -> HeadFiles:
+    """Open a .gguf file as llama.cpp's converter writes it: d2t with token ids, and interleaved rotary pairs."""
+    own = {key.removeprefix("eagle3."): value for key, value in header.metadata.items() if key.startswith("eagle3.")}
+    missing = next(
+        (name for name in ("embedding_length", "attention.head_count", "feed_forward_length") if name not in own), None
+    )
+    if missing is not None:
+        raise UserError(f"{header.path}: eagle3.{missing} is missing")
+    heads = own["attention.head_count"]
+    head_dim = own.get("attention.key_length", own["embedding_length"] // heads)
+    names = {name: _of_gguf_name(name) for name in header.tensors}
+    scaling = read_scaling(header, {"attention.key_length": head_dim, "context_length": 2048, **own})
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in names.values() else "llama",
+        "hidden_size": own["embedding_length"],
+        "intermediate_size": own["feed_forward_length"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "num_hidden_layers": own.get("block_count", 1),
+        "rms_norm_eps": shortest_decimal(own.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        "rope_theta": shortest_decimal(own.get("rope.freq_base", 10000.0)),
+        "rope_scaling": scaling,
+        "vocab_size": own.get("vocab_size", len(header.metadata.get("tokenizer.ggml.tokens", ())) or None),
+        "target_hidden_size": own.get("target_hidden_size"),
+        "norm_before_residual": bool(own.get("norm_before_residual", False)),
+        "norm_before_fc": bool(own.get("norm_before_fc", False)),
+        "eagle_aux_hidden_state_layer_ids": own.get("target_layers", own.get("extract_layers")),
+    }
+    if "d2t" in header.tensors:
+        config["draft_vocab_size"] = header.tensors["d2t"].shape[0]
+    tensors = {names[name]: _of_gguf(name, entry, head_dim) for name, entry in header.tensors.items()}
+    tensors.pop("rope_freqs.weight", None)  # in `scaling`
+    return HeadFiles(header.path, config, tensors, has_absolute_ids=True)
+
+
+def _of_gguf_name(name: str) -> str:
+    """Translate llama.cpp's tensor name."""
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("blk."):
+        return f"{GGUF_NAMES.get(stem, stem)}.{kind}" if stem else name
+    _, number, part = stem.split(".", 2)
+    return f"layers.{number}.{GGUF_NAMES.get(part, part)}.{kind}"
+
+
+def _of_gguf(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
+    kind = ggml_type(entry.kind).name
+    if kind in INTEGERS:
+        return HeadTensor(entry.path, entry.shape, lambda: _integers(entry, kind), lambda: _integers(entry, kind))
+    is_rotated = name.startswith("blk.") and name.split(".")[2] in INTERLEAVED
+
+    def read() -> np.ndarray:
+        found = dequantise(entry.kind, entry.raw().reshape(entry.shape[0] if len(entry.shape) > 1 else 1, -1))
+        if not found.is_finite():
+            raise UserError(f"{entry.path} is damaged: tensor {name!r} holds values that are not finite")
+        values = found.float32().reshape(entry.shape)
+        return np.ascontiguousarray(deinterleave_rope(values, len(values) // head_dim)) if is_rotated else values
+
+    def weight() -> StoredMatrix | np.ndarray:
+        if len(entry.shape) != 2:
+            return read()
+        rows, columns = entry.shape
+        order = np.arange(rows, dtype=np.int32)
+        order = deinterleave_rope(order, rows // head_dim) if is_rotated else order
+        return StoredMatrix(entry.path, name, kind, entry.raw().reshape(rows, -1), order, columns, read, entry.forget)
+
+    return HeadTensor(entry.path, entry.shape, read, weight)
+
+
+def _integers(entry: TensorEntry, kind: str) -> np.ndarray:
+    return entry.raw().view({"I64": "<i8", "I32": "<i4"}[kind]).reshape(entry.shape)

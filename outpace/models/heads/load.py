@@ -1,0 +1,83 @@
+"""Loads a head for a target that is loaded already, by the target's own runtime and on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.core.errors import UserError, require
+from outpace.models.base import Capability
+from outpace.models.files.find import open_source
+from outpace.models.files.gguf.header import open_gguf_model
+from outpace.models.files.reading import read_optional_json
+from outpace.models.heads.config import EAGLE3, check_runs, head_kind, read_head, verifier_of
+from outpace.models.heads.eagle3 import EagleModel
+from outpace.models.heads.files import open_head
+from outpace.models.heads.native import NativeEagle
+from outpace.models.llama.native.binding import NativeOptions
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.options import AUTO, FILE, INT4, INT8, NATIVE_KV, LoadOptions
+
+MOST_PADDING = 1024  # rows by which the vocabularies of head and target may differ
+GGUF_KINDS = {"eagle3": EAGLE3, "dflash": "DFlash"}  # by general.architecture
+
+
+def kind_of_head(path: Path) -> str | None:
+    """Return the kind of head in a folder or .gguf file; None if it holds something else."""
+    if path.suffix.lower() == ".gguf":
+        return GGUF_KINDS.get(str(open_gguf_model(path).metadata.get("general.architecture")))
+    config = read_optional_json(path / "config.json")
+    kind = head_kind(config)
+    may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config
+    return kind or (head_kind(config, open_head(path).tensors) if may_be_older else None)
+
+
+def target_of_head(path: Path) -> str | None:
+    """Return the target that a head in the format of speculators names; None if there is none."""
+    return verifier_of(read_optional_json(path / "config.json")) if path.is_dir() else None
+
+
+def load_head(
+    path: Path,
+    target: Any,
+    target_config: Mapping[str, Any],
+    num_tokens: int,
+    files: Callable[[], Path] | None,
+    options: LoadOptions,
+) -> EagleModel:
+    """Build the model of a head for a target model, whose tokenizer has `num_tokens` tokens.
+
+    UserError for a kind that does not run, a damaged file, a head of another target, or a target that gives no hidden
+    states. `files` finds the target's files, for an output layer that neither the head nor the target's runtime has.
+    """
+    check_runs(str(kind_of_head(path)), path)
+    target.check_capability(Capability.HIDDEN)
+    opened, config = open_head(path), {**target_config, "hidden_size": target.config.hidden_size}
+    num_layers = target.num_layers or int(target.config.num_hidden_layers)
+    head = read_head(opened, config, target.max_positions, num_layers)
+    tokens, rows = head.layer.vocab_size, int(config.get("vocab_size") or target.vocab_size)
+    if tokens < num_tokens or abs(tokens - rows) > MOST_PADDING:
+        raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} in {rows} rows")
+    if isinstance(target, NativeLlama):
+        weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
+        native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
+        return NativeEagle.from_files(opened, head, target, native)
+    require("a head of a target that torch computes", "torch")
+    from outpace.models.heads.torch import TorchEagle
+
+    module = getattr(target, "module", None)  # of transformers
+
+    def embedding() -> Any:
+        return target.embedding if module is None else module.get_input_embeddings().weight
+
+    def output() -> Any:
+        if module is not None:
+            return module.get_output_embeddings().weight
+        if files is None:
+            raise UserError(f"{path} has no output layer, and the target was not loaded by name")
+        with open_source(files()) as source:
+            return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else "lm_head.weight")
+
+    given = target.device, target.dtype, options.kv_dtype
+    return TorchEagle.from_files(opened, head, embedding, output, *given)

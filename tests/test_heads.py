@@ -1,0 +1,278 @@
+"""EAGLE-3 heads: every layout, the forward against the formulas, and what a bad file or a wrong target gets."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import heads
+import numpy as np
+import pytest
+import torch
+from files import model_folder
+from heads import LAYERS, MISTAKES, ROWS, VARIANTS, VOCAB, WIDTH, Reference, head_config, head_tensors, write_head
+
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX
+from outpace.models.base import Part, chain
+from outpace.models.heads import native as native_heads
+from outpace.models.heads.config import head_kind
+from outpace.models.llama.native import runtime as native_runtime
+from outpace.models.load import load_draft, load_model
+from outpace.models.runtimes import Loaded
+
+RUNTIMES = ("llama", "native")
+PARENTS = (PREFIX, 0, 0, 1, 1, 2, 3, 6)  # a tree below the root
+PROMPT = 13
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+@pytest.fixture(scope="module")
+def targets(folder: Path) -> dict[str, Loaded]:
+    path = model_folder(folder, "target", num_hidden_layers=LAYERS)
+    return {"llama": load_model(path, dtype="float32"), "native": load_model(path)}
+
+
+def load(targets: dict[str, Loaded], path: Path, runtime: str = "llama", **options: Any) -> Any:
+    given = {"dtype": "int8", "kv_dtype": "float32"} if runtime == "native" else {}
+    return load_draft(path, targets[runtime], **(given | options)).model
+
+
+@cache
+def hidden_states(seed: int = 0, count: int = PROMPT) -> np.ndarray:
+    """The target's hidden states of a prompt: [taps, count, width]."""
+    return np.random.default_rng(seed).standard_normal((3, count, WIDTH)).astype(np.float32)
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed + 50).integers(0, VOCAB, count).tolist()
+
+
+def give(model: Any, session: Any, hidden: np.ndarray) -> None:
+    """Queue the features of these hidden states."""
+    session.add_features(
+        model.fuse(hidden if isinstance(model, native_heads.NativeEagle) else torch.from_numpy(hidden))
+    )
+
+
+def opened(model: Any, seed: int, cuts: Sequence[int] = (5, 9)) -> tuple[Any, Part]:
+    """A session that has read a prompt in pieces, and the part that scores a tree below it in steps."""
+    session, tokens = model.open(100, 60), tokens_of(PROMPT + len(PARENTS) - 1, seed)
+    hidden = hidden_states(seed)
+    for start, end in zip((0, *cuts), (*cuts, PROMPT - 1), strict=True):
+        give(model, session, hidden[:, start:end])
+        model.score_held([chain(session, tokens[start:end])])
+        session.keep(range(end - start))
+    give(model, session, hidden[:, PROMPT - 1 :])
+    return session, Part(session, tokens[PROMPT - 1 :], PARENTS, range(len(PARENTS)))
+
+
+def layers_of(part: Part) -> list[Part]:
+    """The same nodes in passes, children after their parents; nodes keep their numbers."""
+    depths = [0]
+    for parent in part.parents[1:]:
+        depths.append(depths[parent] + 1)
+    cuts = [0, *(node for node in range(1, len(depths)) if depths[node] > depths[node - 1]), len(depths)]
+    return [
+        part._replace(tokens=part.tokens[a:b], parents=part.parents[a:b], logit_rows=range(b - a))
+        for a, b in pairwise(cuts)
+    ]
+
+
+def tree_logits(model: Any, seeds: Sequence[int]) -> list[np.ndarray]:
+    """Logits of a tree's nodes for texts of these seeds, all in one batch: [nodes, vocab] each."""
+    parts = [layers_of(opened(model, seed)[1]) for seed in seeds]
+    found: list[list[np.ndarray]] = [[] for _ in seeds]
+    for step in zip(*parts, strict=True):
+        scored = np.asarray(model.score_held(step).wide())
+        for number, rows in enumerate(np.split(scored, len(seeds))):
+            found[number].append(rows)
+    return [np.concatenate(rows) for rows in found]
+
+
+def expected(reference: Reference, seed: int) -> np.ndarray:
+    """The same by the formulas, path by path."""
+    tokens, rows = tokens_of(PROMPT + len(PARENTS) - 1, seed), []
+    for node in range(len(PARENTS)):
+        path = [node]
+        while PARENTS[path[0]] != PREFIX:
+            path.insert(0, PARENTS[path[0]])
+        text = [*tokens[: PROMPT - 1], *(tokens[PROMPT - 1 + one] for one in path)]
+        rows.append(reference(hidden_states(seed), text)[0][-1])
+    wide = np.full((len(rows), VOCAB), -np.inf)
+    wide[:, np.clip(reference.ids, 0, VOCAB - 1)] = np.array(rows)
+    return wide
+
+
+def distance(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference of logits, infinite where only one of them is -inf."""
+    same = np.isneginf(found) & np.isneginf(wanted)
+    with np.errstate(invalid="ignore"):
+        return float(np.where(same, 0.0, np.abs(found - wanted)).max())
+
+
+@pytest.mark.parametrize("layout", heads.LAYOUTS)
+def test_every_layout_gives_the_same_scores(layout: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    one = tree_logits(load(targets, write_head(tmp_path / "one")), [0])[0]
+    other = tree_logits(load(targets, write_head(tmp_path / "other", layout)), [0])[0]
+    assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_forward_is_that_of_the_formulas(variant: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    changes = VARIANTS[variant]
+    model = load(targets, write_head(tmp_path / "head", **changes))
+    reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
+    for seed, found in enumerate(tree_logits(model, [0, 1, 2])):
+        assert distance(found, expected(reference, seed)) < 1e-4
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_forward_is_far_away(mistake: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    found = tree_logits(load(targets, write_head(tmp_path / "head")), [0])[0]
+    assert distance(found, expected(Reference(head_config(), head_tensors(head_config()), mistake), 0)) > 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_native_scores_are_those_of_the_emulation_and_near_the_formulas(
+    variant: str, targets: dict[str, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = VARIANTS[variant]
+    path = write_head(tmp_path / "head", **changes)
+    found = tree_logits(load(targets, path, "native"), [0, 1])
+    reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
+    spread = np.std([row[np.isfinite(row)] for row in expected(reference, 0)])
+    for seed, logits in enumerate(found):
+        assert distance(logits, expected(reference, seed)) < 0.25 * spread
+    from outpace_kernels import emulation
+
+    monkeypatch.setattr(native_heads, "kernels", emulation)
+    monkeypatch.setattr(native_runtime, "kernels", emulation)
+    emulated = tree_logits(load(targets, path, "native"), [0, 1])
+    assert all(np.array_equal(one, other) for one, other in zip(found, emulated, strict=True))
+
+
+CASES = [  # changes of the config, tensors to change, and what the sentence says
+    (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4]},
+        {},
+        r"fc.weight takes 192 values, which are not 2 hidden states of 64",
+    ),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, r"\[2, 4, 9\], it must be a list of layers from 0 to 8"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, {}, r"\[1, 3, 8\], .* layers from -1 to 7"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
+    ({"target_hidden_size": 128}, {}, "fc.weight takes 192 values"),
+    ({"vocab_size": 4096}, {"embed_tokens.weight": None}, "a head for 4096 tokens, and the target has 272 in 272 rows"),
+    ({"num_hidden_layers": 2}, {}, "num_hidden_layers is 2"),
+    ({"model_type": "qwen3"}, {}, "holds no tensor 'layers.0.self_attn.q_norm.weight'"),
+    ({}, {"midlayer.hidden_norm.weight": None}, "holds no tensor 'layers.0.hidden_norm.weight'"),
+    ({}, {"midlayer.extra.weight": np.zeros(3, np.float32)}, "'layers.0.extra.weight', which its config.json does not"),
+    ({}, {"lm_head.weight": np.zeros((ROWS, 32), np.float32)}, r"has shape \[128, 32\], expected \[128, 64\]"),
+    ({}, {"d2t": np.full(ROWS, 200)}, "maps row 72 to token 272, outside of the vocabulary of 272 tokens"),
+    ({}, {"d2t": -np.arange(ROWS)}, "maps 128 rows to token 0, one is allowed"),
+    ({}, {"t2d": np.ones(VOCAB, bool)}, "t2d names 272 tokens, and the output layer has 128 rows"),
+    ({"rope_theta": "x"}, {}, "rope_theta is 'x'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "tensors", "said"), CASES)
+def test_a_head_that_does_not_fit_gets_a_sentence(
+    changes: dict[str, Any], tensors: dict[str, Any], said: str, targets: dict[str, Loaded], tmp_path: Path
+) -> None:
+    config = head_config() | changes
+    whole = head_tensors(head_config()) | tensors
+    path = heads.write_folder(
+        tmp_path / "head", config, {name: value for name, value in whole.items() if value is not None}
+    )
+    with pytest.raises(UserError, match=said) as error:
+        load(targets, path)
+    assert str(path) in str(error.value)
+
+
+def test_a_head_of_another_architecture_is_refused(targets: dict[str, Loaded], tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head", "speculators")
+    config = json.loads((path / "config.json").read_text())
+    config["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"trained for a Qwen3ForCausalLM \(Qwen/Qwen3-8B\), .* a LlamaForCausalLM"):
+        load(targets, path)
+
+
+def test_a_torn_file_and_a_pickle_of_more_than_tensors_are_refused(targets: dict[str, Loaded], tmp_path: Path) -> None:
+    torn = write_head(tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"torn/model.safetensors is not a whole safetensors file"):
+        load(targets, torn)
+    pickled = write_head(tmp_path / "pickled", "pickled")
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(Path("more than a tensor")))
+    with pytest.raises(UserError, match=r"pytorch_model.bin is damaged or holds more than tensors, nothing"):
+        load(targets, pickled)
+    torch.save({"fc.weight": "text"}, pickled / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin holds more than tensors by name"):
+        load(targets, pickled)
+
+
+KINDS = {
+    "DFlash": {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}},
+    "Domino": {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+    "DSpark": {"speculators_model_type": "dspark"},
+    "P-EAGLE": {"speculators_model_type": "peagle"},
+    "MTP": {"speculators_model_type": "mtp"},
+    "Medusa": {"medusa_num_heads": 3},
+    "EAGLE-4": {"architectures": ["LlamaForCausalLMEagle4"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_are_refused_by_name(kind: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    path = heads.write_folder(tmp_path / "head", KINDS[kind], {"fc.weight": np.zeros((2, 2), np.float32)})
+    said = (
+        "whose licence forbids other implementations"
+        if kind == "EAGLE-4"
+        else rf"a trained head \({kind}\) that is not supported yet"
+    )
+    with pytest.raises(UserError, match=said):
+        load(targets, path)
+
+
+def test_an_older_eagle_is_known_by_its_tensors(targets: dict[str, Loaded], tmp_path: Path) -> None:
+    config = {name: value for name, value in head_config().items() if name != "draft_vocab_size"}
+    config["architectures"] = ["LlamaForCausalLM"]
+    path = heads.write_folder(tmp_path / "head", config, {"fc.weight": np.zeros((64, 128), np.float32)})
+    with pytest.raises(UserError, match=r"is a trained head \(EAGLE-1\) that is not supported yet"):
+        load(targets, path)
+    assert head_kind({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 30}) is None
+
+
+@pytest.mark.parametrize("field", ["top", "nested", "layer_ids"])
+def test_taps_are_counted_as_their_field_counts_them(field: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    changes = {
+        "top": {key: [1, 4, 7]},
+        "nested": {"eagle_config": {key: [0, 3, 6]}},
+        "layer_ids": {"eagle_config": {"layer_ids": [1, 4, 7]}},
+    }
+    model = load(targets, write_head(tmp_path / "head", **changes[field]))
+    assert model.head.taps == (1, 4, 7)
+    assert load(targets, write_head(tmp_path / "silent")).head.taps == heads.TAPS
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_what_a_file_leaves_out_is_the_targets(runtime: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    left_out = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+    path = write_head(tmp_path / "head", drop=left_out, draft_vocab_size=VOCAB)
+    reference = Reference(head_config(), head_tensors(head_config()) | {"d2t": np.zeros(VOCAB, np.int64)})
+    table = targets["llama"].model.embedding.numpy()  # the output layer too
+    reference.tensors |= {"embed_tokens.weight": table.astype(float), "lm_head.weight": table.astype(float)}
+    [found] = tree_logits(load(targets, path, runtime), [0])
+    wanted = expected(reference, 0)
+    assert distance(found, wanted) < (1e-3 if runtime == "llama" else 0.25 * np.std(wanted))
