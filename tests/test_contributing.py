@@ -44,6 +44,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (metadata / "entry_points.txt").write_text("\n".join(points))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
+    registry._fault.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
@@ -60,6 +61,23 @@ def test_a_method_is_listed_with_its_help_and_paper(kind: str) -> None:
     method = registry.describe(kind, METHODS[kind])
     assert method.help
     assert re.search(r"\d{4}", method.paper)
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("import missing_library", "No module named 'missing_library'"),
+        ("raise RuntimeError('no licence')", "no licence"),
+        (EXAMPLES["outpace/drafters/bigram.py"].replace("class Options", "class Settings"), "no dataclass Options"),
+        ("class Options: ...", "no dataclass Options"),
+    ],
+)
+def test_a_package_that_does_not_load_is_left_out(package: Path, source: str, fault: str) -> None:
+    (package / "my_package" / "bigram.py").write_text(source)
+    with pytest.warns(UserWarning, match=f"drafter 'bigram' cannot be loaded from my_package.bigram: .*{fault}"):
+        assert "bigram" not in registry.names("drafters")
+    with pytest.raises(UserError, match=fault):
+        registry.find("drafters", "bigram")
 
 
 def test_the_words_on_a_paper_may_take_several_lines() -> None:

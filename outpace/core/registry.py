@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType, NoneType
@@ -52,9 +53,11 @@ class Method:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all methods of one kind, sorted."""
+    """Return the names of all methods of one kind, sorted. Those of other packages that do not load are left out, with
+    a warning."""
     package = importlib.import_module(f"outpace.{kind}")
-    return sorted(_files(tuple(package.__path__)) | {point.name for point in _registered(kind)})
+    others = {point.name for point in _registered(kind) if _fault(kind, point.name, point.module) is None}
+    return sorted(_files(tuple(package.__path__)) | others)
 
 
 @lru_cache
@@ -88,10 +91,26 @@ def drafter_class(name: str) -> Any:
 def _module(kind: str, name: str) -> ModuleType:
     for point in _registered(kind):
         if point.name == name:
+            if fault := _fault(kind, name, point.module):
+                raise UserError(fault)
             return importlib.import_module(point.module)
     if name not in names(kind):
         raise unknown(_CALLED[kind], name, names(kind))
     return importlib.import_module(f"outpace.{kind}.{name}")
+
+
+@lru_cache
+def _fault(kind: str, name: str, module: str) -> str | None:
+    """Import a method of another package; return, and warn of, what is wrong with it."""
+    try:
+        found = importlib.import_module(module)
+        if kind == "drafters" and not is_dataclass(getattr(found, "Options", None)):
+            raise TypeError("it has no dataclass Options")
+    except Exception as error:  # whatever its code raises
+        fault = f"{_CALLED[kind]} {name!r} cannot be loaded from {module}: {type(error).__name__}: {error}"
+        warnings.warn(fault, stacklevel=2)
+        return fault
+    return None
 
 
 def _registered(kind: str) -> Sequence[EntryPoint]:

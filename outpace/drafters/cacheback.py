@@ -25,7 +25,6 @@ from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, look
 from outpace.drafters._phrases import Phrase, PhraseTable, PhraseTables
 from outpace.models.files import token_tables
 
-STORE = "table"  # name of the option for the file
 PHRASE = 3  # tokens per follower
 LEARNT, FROZEN = 0, 1  # origins of followers
 

@@ -31,7 +31,6 @@ from outpace.drafters._lookup import (
 from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
 
-STORE = "datastore"  # name of the option for the file
 DEPTH = 32  # tokens before a place by which places are sorted; a power of two
 LARGEST = 1 << 30  # most tokens of a datastore
 
