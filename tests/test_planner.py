@@ -245,6 +245,14 @@ def test_each_text_finds_out_what_its_draft_is_worth() -> None:
     assert answer(costs, 0.8)[0] > 1.3
 
 
+@pytest.mark.parametrize(("right", "paid"), [(lambda place: place != 4, True), (never, False)])
+def test_a_text_counts_as_a_failure_only_if_its_drafts_did_not_pay(right: Callable[[int], bool], paid: bool) -> None:
+    """One refused draft in an answer that gains says nothing about the next text."""
+    world = World(0.9, right)
+    world.run(60)
+    assert world.costs.exploration.is_due((DRAFT.name, "new text"), 0.9, 0.0, credit=1.0) is paid
+
+
 def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong, do not change the trust in each other or in the model."""
     costs, guesses = CostModel(), Source("prediction", False)

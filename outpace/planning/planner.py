@@ -279,6 +279,8 @@ class Planner:
     def end(self) -> None:
         """End the request."""
         self._acceptance.work_in()
+        for model in self.models:
+            model.end()
 
     def _learn_lookup(self, lookup: LookupSource, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn how many tokens a lookup source added to this round, minus the price of its rows."""

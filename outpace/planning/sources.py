@@ -130,11 +130,11 @@ class ModelSource:
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
         self.doubtful = -1  # the layer of this round that was grown to find out whether it pays
         self.doubtful_worth = 0.0  # tokens that this layer was expected to add once its nodes were known
-        self.is_new_text = True  # whether the request is still finding out what the model gives for its text
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
         self._yields = self._costs.initial_layer_yields(source)
         self._rounds = 0  # in which it drafted
+        self._gain = 0.0  # tokens that these rounds wrote besides the target's own, minus the price of its steps
 
     @property
     def is_first_layer_trial(self) -> bool:
@@ -174,9 +174,17 @@ class ModelSource:
         tokens."""
         self._read = len(self._context.committed) + emitted
         self._rounds += 1
-        if self._rounds <= _EXPLORED and self._context.requests == 1:
-            self._costs.exploration.record_use(self.text_option, emitted - 1 - step)
-        self.is_new_text = self._rounds < _EXPLORED
+        self._gain += emitted - 1 - step * (self.layers - self.first)
+
+    def end(self) -> None:
+        """End the answer: note whether its drafts paid, which decides what a trial on the next text may cost."""
+        if self._rounds and self._context.requests == 1:
+            self._costs.exploration.record_use(self.text_option, self._gain)
+
+    @property
+    def is_new_text(self) -> bool:
+        """Whether the request is still finding out what the model gives for its text."""
+        return self._rounds < _EXPLORED
 
     @property
     def text_option(self) -> tuple[str, str]:
