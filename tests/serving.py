@@ -148,11 +148,11 @@ class Brake:
         self.left = 0
         llm.engine.step = self._braked  # type: ignore[method-assign]
 
-    def _braked(self) -> Any:
+    def _braked(self, *arguments: Any) -> Any:
         while self.left == 0 and not self._go.wait(0.002):
             pass
         self.left = max(self.left - 1, 0)
-        return self._step()
+        return self._step(*arguments)
 
     def release(self) -> None:
         self._go.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from toy import Toy
 
 from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
+from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row, Verify
 from outpace.decoders import Autoregressive, Card, Speculative
@@ -32,7 +34,7 @@ from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget
-from outpace.models.base import Model
+from outpace.models.base import Model, Part
 from outpace.models.llama.torch.runtime import Llama
 from outpace.rules.greedy import Greedy
 
@@ -139,6 +141,61 @@ def test_a_sequential_drafter_that_fails_gives_one_warning_and_the_whole_text() 
         warnings.simplefilter("always")
         assert answer(engine, *asked, method=Speculative) == [plain(one) for one in asked]
     assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); continuing without it"]
+
+
+class LaterLogits:
+    """Logits that a device has not computed yet: reading them waits until `is_done`."""
+
+    dtype = device = None
+
+    def __init__(self, logits: Any, is_done: threading.Event) -> None:
+        self._logits, self._is_done = logits, is_done
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def __getitem__(self, rows: Any) -> LaterLogits:
+        return LaterLogits(self._logits[rows], self._is_done)
+
+    def argmax(self, axis: int) -> Any:
+        assert self._is_done.wait(60), "the host waits for the device before it does its own work"
+        return self._logits.argmax(axis)
+
+
+class AsynchronousToy(Toy):
+    """A target on a device that finishes a pass once the host has done other work."""
+
+    is_asynchronous = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(16, 3, 0)
+        self.is_done = threading.Event()
+
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+        self.is_done.clear()
+        held = super().score_held(forest)
+        return held._replace(values=LaterLogits(held.values, self.is_done))
+
+
+def test_host_work_runs_while_the_device_computes() -> None:
+    target, asked, calls = AsynchronousToy(), [request(5, 12, start) for start in range(3)], 0
+
+    def meanwhile() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # a request may be submitted, and another one aborted
+            runs.extend(submit(engine, asked[2]))
+            engine.abort(runs[0])
+        target.is_done.set()
+
+    with Engine(target) as engine:
+        runs = submit(engine, *asked[:2])
+        while engine.running or engine.waiting:
+            engine.step(meanwhile)
+    assert calls > 12
+    assert [run.finish_reason for run in runs] == ["abort", "length", "length"]
+    assert [run.tokens for run in runs[1:]] == [plain(one) for one in asked[1:]]
+    assert runs[0].tokens == plain(asked[0])[: len(runs[0].tokens)]
 
 
 @pytest.mark.parametrize(

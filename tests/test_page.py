@@ -76,7 +76,7 @@ def test_drafted_tokens_are_coloured(site: Served, page: Any) -> None:
 def test_an_answer_can_be_stopped(site: Served, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step = site.llm.engine.step
     monkeypatch.setattr(
-        site.llm.engine, "step", lambda: (time.sleep(0.01), step())
+        site.llm.engine, "step", lambda *given: (time.sleep(0.01), step(*given))
     )  # otherwise it may end before the click
     ask(page, "hello", 4000)
     until(page, "Number(document.body.dataset.tokens) > 3")

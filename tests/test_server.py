@@ -7,14 +7,17 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from serving import HELLO, Answered, Served, served, wait_for
 
 import outpace
+from outpace.models.base import Model
 from outpace.planning.cost_model import CostModel
 from outpace.server.choices import Choice, ChoiceDelta
+from outpace.server.engine_thread import EngineThread
 
 FREE = {"max_tokens": 16, "ignore_eos": True}
 GREEDY = {"temperature": 0, **FREE}
@@ -24,6 +27,20 @@ GREEDY = {"temperature": 0, **FREE}
 def site(tiny_folder: str) -> Iterator[Served]:
     with outpace.load(tiny_folder, "layers:0", drafter="model+ngram") as llm, served(llm, names=("tiny",)) as site:
         yield site
+
+
+class Recorded:
+    """Counts the calls of a function."""
+
+    def __init__(self, call: Any) -> None:
+        self.calls, self._call = 0, call
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        return self if owner is None else partial(self, owner)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self._call(*arguments)
 
 
 def plain(site: Served, prompt: Any, choice: int = 0, **fields: Any) -> ChoiceDelta:
@@ -62,6 +79,23 @@ def test_a_chat_equals_the_library_s_answer(site: Served, fields: dict[str, Any]
     assert tuple(ids) == expected.tokens
     assert last["choices"][0]["finish_reason"] == "length"
     assert {event["id"] for event in stream.events} == {first["id"]}
+
+
+def test_output_is_delivered_during_the_next_pass_of_an_asynchronous_target(
+    tiny_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "is_asynchronous", True)
+    monkeypatch.setattr(EngineThread, "_deliver_updates", deliver := Recorded(EngineThread._deliver_updates))
+    with outpace.load(tiny_folder, "layers:0", drafter="model+ngram") as llm, served(llm) as site:
+        in_pass = Recorded(llm.engine._runner._score)
+        monkeypatch.setattr(llm.engine._runner, "_score", in_pass)
+        expected = plain(site, HELLO, **GREEDY)
+        stream = site.chat(**GREEDY, stream=True)
+        _, *events, last = stream.events
+        assert streamed(events)[0] == expected.text
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert site.chat(**GREEDY).choice["message"]["content"] == expected.text
+        assert deliver.calls == in_pass.calls + 3, "in each pass, and at the end of each answer"
 
 
 def test_usage(site: Served) -> None:

@@ -276,10 +276,10 @@ def test_an_error_of_one_request_ends_only_that(llm: outpace.LLM, monkeypatch: p
 def test_an_engine_error_ends_the_running_answers(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, faults = llm.engine.step, iter([True])
 
-    def faulty() -> Any:
+    def faulty(*given: Any) -> Any:
         if next(faults, False):
             raise RuntimeError("no more")
-        return step()
+        return step(*given)
 
     monkeypatch.setattr(llm.engine, "step", faulty)
     with served(llm) as site:

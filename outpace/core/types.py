@@ -311,6 +311,9 @@ class PendingObservations:
         self._tokens: list[int] = []
         self._last: Observation | None = None
 
+    def __bool__(self) -> bool:
+        return self._last is not None
+
     def add(self, seen: Observation) -> None:
         """Append one round."""
         self._node_ids += seen.node_ids

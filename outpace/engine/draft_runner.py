@@ -27,7 +27,11 @@ class DraftRunner:
     """Runs the drafters of all sequences."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], worker: DraftWorker | None, costs: CostModel, clock: Callable[[], float]
+        self,
+        drafters: Mapping[str, Drafter],
+        worker: DraftWorker | None,
+        costs: CostModel,
+        clock: Callable[[], float],
     ) -> None:
         """`drafters` by the names that requests choose them by; the first is the default."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
@@ -216,24 +220,28 @@ class DraftRunner:
     def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
         decoders. The time for planning the next growth is recorded as part of the draft step."""
-        began, states, trees = self._clock(), [], []
+        began, states, trees = self._clock(), list[Any](), list[TokenTree]()
+        captures, drafter = self.num_captures, self._of(sequences[0])
+        lends = drafter is not None and drafter.capabilities.needs.session
+        source_name = "" if drafter is None else drafter.name if source is None else source.name
         for sequence in sequences:
-            self._call(sequence, "catch_up")
-        drafter = self._of(sequences[0])
+            state, action = sequence.draft.state, sequence.action
+            assert isinstance(action, Draft)
+            if drafter is not None and state is not None and state.pending:
+                self.guarded(name, drafter.catch_up, state)
+                drafter = self._of(sequence)
+            if drafter is None:
+                break
+            if lends:
+                sequence.lend_session()
+            tree = action.tree
+            tree.current_source, tree.width = source_name, action.width
+            states.append(state)
+            trees.append(tree)
         if drafter is None:
             for sequence in sequences:
                 sequence.advance(0)
             return
-        captures = self.num_captures
-        for sequence in sequences:
-            assert isinstance(sequence.action, Draft)
-            if drafter.capabilities.needs.session:
-                sequence.lend_session()
-            tree = sequence.action.tree
-            tree.current_source, tree.width = drafter.name if source is None else source.name, sequence.action.width
-            assert sequence.draft.state is not None
-            states.append(sequence.draft.state)
-            trees.append(tree)
         sizes = [*map(len, trees)]
         self.guarded(name, drafter.grow, states, trees)
         added = [*map(sub, map(len, trees), sizes)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -199,8 +199,11 @@ class Engine(AbstractContextManager["Engine"]):
             self._is_in_round = False
         return self._scheduler.sweep()
 
-    def step(self) -> list[TokenSequence]:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[TokenSequence]:
         """Run one round of all running requests. Return the requests that wrote tokens or ended.
+
+        `meanwhile` is called once the target's pass was launched, if there is one: on a device that computes
+        asynchronously it runs at the same time. It may submit and abort requests, and must not raise.
 
         An interrupt ends the running requests, because the content of their sessions is unknown afterwards. Waiting
         requests are served by the next step.
@@ -208,40 +211,37 @@ class Engine(AbstractContextManager["Engine"]):
         self.sweep()
         self._is_in_round = True
         try:
-            wrote = self._run_round()
+            wrote = self._run_round(meanwhile)
             self._is_in_round = False
         finally:
             swept = self.sweep()
         return list(dict.fromkeys([*wrote, *swept]))
 
-    def _run_round(self) -> list[TokenSequence]:
+    def _run_round(self, meanwhile: Callable[[], None] | None) -> list[TokenSequence]:
         """Run one round; return the requests that wrote tokens or could not be started."""
         start = self._clock()
         admitted = self._scheduler.admit()
         self.drafting.spent = 0.0
-        with self._failing(self.running):
+        try:
             self._resume_decoders()
             self.drafting.run_drafters(self.running)  # grows trees until every decoder wants to verify
+        except Exception as error:
+            self._scheduler.fail(self.running, error)
         # Only the drafting before the pass: learning after it takes longer with more rows and is charged to them.
         drafting, captures = self.drafting.spent, self.num_captures
         batch = self._build_batch()
-        with self._failing(batch.sequences):
-            if batch.sequences:
-                output = self._verify(batch)
-                self._add_chunks(batch, output)
-                self._commit(batch, output, start)
-                if self.num_captures == captures:
-                    self._record_costs(batch, self._clock() - start, drafting)
-        wrote = [sequence for sequence, _ in batch.trees]
-        return [*wrote, *(sequence for sequence in admitted if sequence.state is State.DONE)]
-
-    @contextmanager
-    def _failing(self, sequences: Sequence[TokenSequence]) -> Iterator[None]:
-        """End these sequences if the block fails."""
+        if not (sequences := batch.sequences):
+            return [sequence for sequence in admitted if sequence.state is State.DONE]
         try:
-            yield
+            output = self._verify(batch, captures, meanwhile)
+            self._add_chunks(batch, output)
+            self._commit(batch, output, start)
+            if not output.has_captured:
+                self._record_costs(batch, self._clock() - start, drafting)
         except Exception as error:
             self._scheduler.fail(sequences, error)
+        wrote = [sequence for sequence, _ in batch.trees]
+        return [*wrote, *(sequence for sequence in admitted if sequence.state is State.DONE)]
 
     def _resume_decoders(self) -> None:
         """Give each sequence its share of the batch, then start the next round of each decoder."""
@@ -274,10 +274,10 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _chunks(self) -> list[tuple[TokenSequence, Part]]:
         """Return the next piece of each unread text, within the pass's prefill budget."""
-        running = [sequence for sequence in self._scheduler.running if sequence.state is not State.DONE]
-        reading = [sequence for sequence in running if sequence.state is State.PREFILLING]
+        reading = [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
         if not reading:
             return []
+        running = [sequence for sequence in self._scheduler.running if sequence.state is not State.DONE]
         is_awaited = any(s.state is not State.PREFILLING and not s.history.first_token for s in running)
         unread = [Unread(sequence.unread, sequence.prefilled) for sequence in reading]
         slope = self._prefill_costs.slope if len(running) > 1 else 0.0  # if it runs alone, no other request waits
@@ -290,12 +290,12 @@ class Engine(AbstractContextManager["Engine"]):
                 chunks.append((sequence, chain(sequence.kv.session, tokens, logit_rows, sequence.kv.keep)))
         return chunks
 
-    def _verify(self, batch: Batch) -> BatchOutput:
-        """Run the target over the batch."""
+    def _verify(self, batch: Batch, captures: int, meanwhile: Callable[[], None] | None) -> BatchOutput:
+        """Run the target over the batch; `captures` is the number of captured passes before it."""
         # Reading a prompt is far more work for the target than for the drafter: the target gets all cores for it.
         self.target.limit_threads(leave=0 if batch.chunks else self.drafting.cores)
-        began, captures = self._clock(), self.num_captures
-        prefilled, verified = self._runner.run(batch.chunks, batch.trees)
+        began = self._clock()
+        prefilled, verified = self._runner.run(batch.chunks, batch.trees, meanwhile)
         self.drafting.check_worker()
         return BatchOutput(prefilled, verified, self._clock() - began, self.num_captures > captures)
 
@@ -346,7 +346,7 @@ class Engine(AbstractContextManager["Engine"]):
             path if path[-1] < rows else [node for node in path if node < rows]
         )  # a late node has no keys
         sequence.record_round(ask, rows, len(tokens), output.seconds, start, self._clock())
-        if sequence.state is not State.DONE:
+        if sequence.finish_reason is None:
             sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
 
     def _record_costs(self, batch: Batch, seconds: float, drafting: float) -> None:

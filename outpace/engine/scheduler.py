@@ -73,9 +73,7 @@ class Scheduler:
 
     def sweep(self) -> list[TokenSequence]:
         """Release finished sequences; return those that had been started."""
-        done = dict.fromkeys(
-            sequence for sequence in [*self.running, *self.waiting] if sequence.finish_reason is not None
-        )
+        done = dict.fromkeys([one for one in [*self.running, *self.waiting] if one.finish_reason is not None])
         if not done:
             return []
         started = [sequence for sequence in done if sequence in self.running or sequence.coroutine]

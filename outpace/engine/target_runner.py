@@ -5,7 +5,7 @@ Hidden states and full logits are computed only if some sequence of the pass nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -67,9 +67,13 @@ class TargetRunner:
         self._target, self._layers = target, layers
 
     def run(
-        self, chunks: Sequence[tuple[TokenSequence, Part]], trees: Sequence[tuple[TokenSequence, TokenTree]]
+        self,
+        chunks: Sequence[tuple[TokenSequence, Part]],
+        trees: Sequence[tuple[TokenSequence, TokenTree]],
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[PrefillOutput], list[VerifyOutput]]:
-        """Run one forward over all chunks and trees, and reduce the trees' rows by the rules."""
+        """Run one forward over all chunks and trees, call `meanwhile`, and reduce the trees' rows by the rules. Nothing
+        waits for the device before `meanwhile` has returned."""
         inputs = _PassParts()
         for sequence, part in chunks:
             inputs.add(_chunk_part(sequence, part))
@@ -81,6 +85,8 @@ class TargetRunner:
             inputs.add(_tree_part(sequence, tree, int(by_score)))
         tree_part_rows = inputs.part_rows[len(chunks) :]
         output = self._score(inputs)
+        if meanwhile is not None:
+            meanwhile()
         if not inputs.num_logit_rows:
             _synchronize(self._target.device)  # no score is read: the pass would seem to take no time
         picks = [tokens[0] for tokens, _ in output.best if tokens] if by_score else []

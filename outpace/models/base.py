@@ -240,6 +240,11 @@ class Model(SupportsMultiStep):
         return sum(map(self.session_bytes, slots))
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether a pass only launches work on a device, so that the host waits where it reads the output."""
+        return str(self.device) != "cpu"
+
+    @property
     def num_captures(self) -> int:
         """Number of passes captured so far, as CUDA graphs for instance: a call that captures takes longer."""
         return 0

@@ -31,6 +31,7 @@ class LatencyCurve:
         self._tail_slope: float | None = None  # cached `_slope`
         self._widest: int | None = None  # the largest bucket that has a time
         self._extra: dict[int, list[float]] = {}  # cached `extra_seconds`
+        self._seconds: dict[int, float] = {}  # cached `seconds`
         self.num_rounds = 0
 
     def learn(self, rows: int, seconds: float) -> bool:
@@ -50,10 +51,10 @@ class LatencyCurve:
         """Record a pass that read `tokens` prompt tokens and nothing else."""
         if tokens >= _WIDE:
             self._wide.append((tokens, seconds))
-            self._tail_slope, self._extra = None, {}
+            self._tail_slope, self._extra, self._seconds = None, {}, {}
 
     def _clear_caches(self) -> None:
-        self._curve, self._tail_slope, self._extra, self._widest = None, None, {}, None
+        self._curve, self._tail_slope, self._extra, self._seconds, self._widest = None, None, {}, {}, None
 
     def _forget_old(self) -> None:
         """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
@@ -78,11 +79,17 @@ class LatencyCurve:
 
     def seconds(self, rows: int) -> float:
         """Return the expected seconds of a round over `rows` rows, or 0 while nothing is known."""
+        if (known := self._seconds.get(rows)) is not None:
+            return known
         if self._curve is None:
             self._curve = self._convex()
-        counts, seconds = self._curve
-        if not counts:
+        if not self._curve[0]:
             return self._prior(rows) if self._prior else 0.0
+        self._seconds[rows] = known = self._interpolated(rows, *self._curve)
+        return known
+
+    def _interpolated(self, rows: int, counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """Return the time of this many rows by the curve's points."""
         index = bisect.bisect_left(counts, rows)
         if index == len(counts):
             if self._tail_slope is None:

@@ -1,4 +1,8 @@
-"""The thread that steps the engine. It runs commands between steps, delivers the output of each, and sleeps if idle."""
+"""The thread that steps the engine. It runs commands between steps, delivers the output of each, and sleeps if idle.
+
+Where the target computes asynchronously, on a GPU, the output of a step is decoded and delivered during the next step's
+pass, and commands run then too.
+"""
 
 from __future__ import annotations
 
@@ -65,22 +69,33 @@ class EngineThread:
         self._commands.put(lambda: self._abort(choices))
 
     def _work(self) -> None:
+        meanwhile = self._work_during_pass if self.engine.target.is_asynchronous else None
         while self._run_commands():
             self._busy_since = time.monotonic()
             try:
-                self.engine.step()
+                self.engine.step(meanwhile)
             except Exception as error:  # errors of single requests do not get here
                 self._report(error)
                 for run in self._live.values():
                     run.fail(error)
                 self.engine.sweep()
-            self._deliver_updates()
+            if meanwhile is None or all(run.finish_reason is not None for run in self._live.values()):
+                self._deliver_updates()  # otherwise during the next pass
         while not self._commands.empty():  # submitted after `stop`
             if (command := self._commands.get()) is not None:
                 command()
         self._abort(list(self._live))
         self.engine.sweep()
         self._deliver_updates()
+
+    def _work_during_pass(self) -> None:
+        """Deliver the output of the step before, and submit the requests that have arrived since."""
+        self._deliver_updates()
+        while not self._commands.empty():  # only this thread takes commands
+            if (command := self._commands.get()) is None:
+                self._commands.put(None)  # `stop`: after this step
+                break
+            command()
 
     def _run_commands(self) -> bool:
         """Run all pending commands; without work, wait for one. Return False after `stop`."""
