@@ -89,6 +89,15 @@ def test_a_head_that_is_right_by_construction_is_accepted(shape: dict[str, int],
     assert drafted.figures.mean_accepted_length > 0.9 * (shape["draft_length"] + 1)
 
 
+@pytest.mark.parametrize("options", [{"runtime": "transformers"}, {"graphs": "eager"}, {"dtype": "bfloat16"}], ids=str)
+def test_a_head_drafts_for_every_runtime_of_torch(options: dict[str, str], folder: Path) -> None:
+    exact = load_model(folder / "exact", **({"dtype": "float32"} | options))
+    with LLM(exact, load_draft(folder / "good", exact), method="speculative", profile=False, **CHAIN) as llm:
+        plain, drafted = answer(llm, PROMPTS[1], plain=True), answer(llm, PROMPTS[1])
+    assert drafted.tokens == plain.tokens
+    assert drafted.figures.mean_accepted_length == 4.0
+
+
 def test_a_request_that_begins_like_another_is_drafted_as_well(exact: Loaded, folder: Path) -> None:
     prompt = exact.tokenizer.encode(PROMPTS[1] * 8)
     longer = [*prompt, *exact.tokenizer.encode(" eight nine")]
@@ -171,7 +180,7 @@ def test_what_cannot_run_a_head_says_so(exact: Loaded, target: Loaded, folder: P
         LLM(exact, drafter="eagle", method="speculative", profile=False)
     with pytest.raises(UserError, match=r"is a trained head \(EAGLE-3\), which drafts for another model"):
         load_model(folder / "good")
-    with pytest.raises(UserError, match="is a trained head, and rounds choose among draft models: name it alone"):
+    with pytest.raises(UserError, match="is for drafter eagle, only drafter model chooses among drafts: name it alone"):
         LLM(exact, [str(folder / "good"), str(folder / "target")], profile=False)
 
 

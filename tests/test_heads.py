@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import heads
 import numpy as np
 import pytest
 import torch
+import transformers
 from files import model_folder
 from heads import LAYERS, MISTAKES, ROWS, VARIANTS, VOCAB, WIDTH, Reference, head_config, head_tensors, write_head
 
@@ -276,3 +278,33 @@ def test_what_a_file_leaves_out_is_the_targets(runtime: str, targets: dict[str, 
     [found] = tree_logits(load(targets, path, runtime), [0])
     wanted = expected(reference, 0)
     assert distance(found, wanted) < (1e-3 if runtime == "llama" else 0.25 * np.std(wanted))
+
+
+@pytest.mark.parametrize("variant", ["plain", "qwen3", "normed residual"])
+def test_speculators_own_layer_computes_the_same(variant: str) -> None:
+    """A prompt and a chain of three by the module that speculators trains, where it is installed."""
+    modules = pytest.importorskip("speculators.models.eagle3.model_definitions")
+    changes = VARIANTS[variant]
+    config, tensors = head_config(**changes), head_tensors(head_config(**changes))
+    name = {"llama": "Llama", "qwen3": "Qwen3"}[config["model_type"]]
+    left_out = ("architectures", "draft_vocab_size", "model_type", "rope_theta")
+    fields = {field: value for field, value in config.items() if field not in left_out}
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    theirs = getattr(transformers, f"{name}Config")(**fields, rope_parameters=rope, attn_implementation="eager")
+    layer = getattr(modules, f"{name}DecoderEagle3FirstLayer")(theirs, 0, bool(config.get("norm_before_residual")))
+    own = {part.removeprefix("midlayer."): value for part, value in tensors.items() if part.startswith("midlayer.")}
+    layer.float().load_state_dict({part: torch.from_numpy(value) for part, value in own.items()})
+    file = importlib.import_module(f"transformers.models.{config['model_type']}.modeling_{config['model_type']}")
+    rotary = getattr(file, f"{name}RotaryEmbedding")(theirs)
+    reference, tokens = Reference(config, tensors), tokens_of(PROMPT + 3)
+    features = [*torch.from_numpy(reference.fuse(hidden_states().astype(float))).float()]
+    with torch.no_grad():
+        for end in range(PROMPT, PROMPT + 4):
+            embedded = torch.from_numpy(tensors["embed_tokens.weight"])[tokens[:end]]
+            x, positions = torch.cat([embedded, torch.stack(features[:end])], -1)[None], torch.arange(end)[None]
+            mask = torch.full((end, end), -torch.inf).triu(1)[None, None]
+            turns = rotary(x, positions)
+            features.append(layer(x, mask, position_ids=positions, position_embeddings=turns)[0][-1])
+    _, outputs = reference(hidden_states(), tokens)
+    theirs_out = torch.stack(features[PROMPT:]).numpy()
+    assert np.abs(theirs_out - outputs[PROMPT - 1 :]).max() < 1e-4

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from files import model_folder, write_gguf
+from heads import exact_pair, write_head
 
 from outpace.core import registry
 from outpace.core.errors import install_command
@@ -126,3 +127,24 @@ def test_what_needs_torch_names_the_extra(pair: tuple[str, str]) -> None:
     assert (code, json.loads(found)["torch"]) == (0, None)
     for what, (code, _, said) in zip(needing.values(), refused, strict=True):
         assert (code, said.strip()) == (2, f"error: {what} needs the extra torch: `{install_command('torch')}`")
+
+
+def test_a_head_runs_without_torch(tmp_path: Path) -> None:
+    target, head = exact_pair(tmp_path)
+    pickled = write_head(tmp_path / "pickled", "pickled")
+    models = f"--target|{target}|--draft"
+    written = f"generate|hello world|--raw|--json|--max-tokens|16|--ignore-eos|--method|speculative|{models}"
+    [drafted, plain, doctor, refused] = results(
+        "without",
+        [
+            f"{written}|{head}",
+            f"{written}|none|--drafter|ngram",
+            f"doctor|--json|{models}|{head}",
+            f"{written}|{pickled}",
+        ],
+    )
+    assert [code for code, _, _ in (drafted, plain, doctor)] == [0, 0, 0], (drafted, plain, doctor)
+    assert json.loads(drafted[1])["tokens"] == json.loads(plain[1])["tokens"]
+    assert json.loads(doctor[1])["mean_accepted_length"] > 4.0
+    assert refused[0] == 2
+    assert "reading pytorch_model.bin, which is a pickle, needs the extra torch" in refused[2]

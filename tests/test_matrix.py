@@ -44,6 +44,7 @@ HEADS["partial"]._tables = NEAR._tables
 HEADS["chain"] = HEADS["partial"]
 DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99), "chain": NEAR}  # chain: of width 1
 FOLDER = tempfile.TemporaryDirectory()
+FILES = {"cacheback": "table", "retrieval": "datastore"}  # drafters with a file, and the option that names it
 SAMPLINGS = (
     GREEDY,
     Sampling(1.0),
@@ -123,9 +124,7 @@ def given(drafter: str, draft: Any = TARGET) -> BuildContext:
 
 def files_of(drafter: str) -> dict[str, str]:
     """The options of a drafter, or of several, that name files: each is made of texts that the target wrote."""
-    return {
-        module.STORE: _file_of(name) for name, module in drafter_modules(drafter).items() if hasattr(module, "STORE")
-    }
+    return {FILES[name]: _file_of(name) for name in drafter_modules(drafter) if name in FILES}
 
 
 @cache
@@ -299,7 +298,9 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
     if cell.decoder == "card":
         assert run.figures.misses > 0 or cell.draft in ("perfect", "partial")
         # A thread's candidates may all come too late: only the inline worker drafts at known times.
-        assert run.figures.hits > 0 or cell.draft in ("garbage", "silent", None) or cell.worker == "thread"
+        # Toys answer masks with garbage: below a chain's first token, drafter parallel then finds nothing.
+        is_poor = cell.draft in ("garbage", "silent", None) or (cell.drafter, cell.draft) == ("parallel", "chain")
+        assert run.figures.hits > 0 or is_poor or cell.worker == "thread"
 
 
 @cache

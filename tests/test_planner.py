@@ -16,6 +16,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import Auto
 from outpace.decoders.base import RequestContext
+from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import CostModel
 from outpace.planning.planner import Planner
 from outpace.planning.sources import BatchRows
@@ -274,6 +275,28 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     assert "model" not in trust or trust["model"] == 1.0
     assert costs.draft_seconds(COPIES) == 0.01
     assert costs.draft_seconds(guesses) == 0.04
+
+
+def test_trust_in_a_head_is_kept_by_the_length_of_the_text() -> None:
+    """Heads that were trained on short texts are right there and wrong in long ones."""
+    costs, head = CostModel(), Source("eagle", True, by_length=True)
+
+    def of(length: int) -> AcceptanceModel:
+        return AcceptanceModel(costs, (head,), [0] * length)
+
+    for length, path in ((100, [0, 1]), (9000, [0])):
+        model = of(length)
+        for _ in range(60):
+            model.learn(chain_of(head, (0.8,)), path)
+        model.work_in()
+    assert of(2047).trust(head) > 1.1
+    assert of(8192).trust(head) < 0.3
+    assert of(4000).trust(head) == of(100).trust(head), "not seen yet, so as in shorter texts"
+    assert of(40000).trust(head) == of(9000).trust(head)
+    again = CostModel()
+    again.load_state_dict(costs.state_dict())
+    assert AcceptanceModel(again, (head,), [0] * 9000).trust(head) < 0.3
+    assert AcceptanceModel(again, (head,), [0] * 100).trust(head) > 1.1
 
 
 @pytest.mark.parametrize("are_accepted", [True, False])

@@ -27,6 +27,7 @@ class Timed(Model):
     def __init__(self, toy: Toy, watch: Stopwatch, first: float, row: float) -> None:
         self.vocab_size, self.max_positions, self.device = toy.vocab_size, toy.max_positions, toy.device
         self._toy, self._watch, self._first, self._row = toy, watch, first, row
+        self.mask_token = toy.mask_token
         self.num_layers, self.capabilities = toy.num_layers, frozenset({Capability.HIDDEN})
 
     @property

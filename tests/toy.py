@@ -48,6 +48,7 @@ class Toy(Model):
         self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0, mlp: float = 0.0
     ) -> None:
         self.vocab_size, self.num_layers = vocab_size, order
+        self.mask_token = vocab_size  # a row of its own in the tables
         self.max_positions = 1 << 20
         self.device = torch.device("cpu")
         shape = (order, vocab_size + 1, vocab_size)  # the extra row is for positions before the text

@@ -74,8 +74,10 @@ def _load_several(
         other if isinstance(other, Loaded) else load_draft(other, target, draft_options, progress=progress)
         for other in others
     ]
-    if head := next((one for one in (draft, *loaded) if one.drafter == "eagle"), None):
-        raise UserError(f"{head.name} is a trained head, and rounds choose among draft models: name it alone")
+    if other := next((one for one in (draft, *loaded) if one.drafter != "model"), None):
+        raise UserError(
+            f"{other.name} is for drafter {other.drafter}, only drafter model chooses among drafts: name it alone"
+        )
     return target, replace(draft, others=tuple(loaded))
 
 

@@ -233,7 +233,8 @@ class Source(NamedTuple):
     `name` is a drafter's file name. `runs_model`: its proposals cost a forward of a model; others cost next to nothing.
     `is_calibrated`: its scores are already calibrated on what was accepted in this request. `width`: the most nodes of
     a request that its model expands in one forward. `weight_bytes`: bytes of weights that one step reads. `reads`: most
-    trailing tokens of the text that it reads before its first step. None: unknown, and all.
+    trailing tokens of the text that it reads before its first step. None: unknown, and all. `by_length`: its acceptance
+    may change with the length of the text, as that of heads that were trained on short texts.
     """
 
     name: str
@@ -242,6 +243,7 @@ class Source(NamedTuple):
     width: int = 1
     weight_bytes: int | None = None
     reads: int | None = None
+    by_length: bool = False
 
 
 WORKER = Source("", True, width=16)

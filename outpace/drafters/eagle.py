@@ -52,7 +52,7 @@ class EagleDrafter(Drafter):
     """Keeps a session of the head for each request, one token behind the target's."""
 
     capabilities = Capabilities(
-        (Source("eagle", runs_model=True, reads=0),),  # the target's passes bring what it reads
+        (Source("eagle", runs_model=True, reads=0, by_length=True),),  # the target's passes bring what it reads
         Needs(prompt=True),  # each instance adds the layers
         q_at_leaves=True,
         cost="a forward of one layer and the head's output layer for each layer of the tree",

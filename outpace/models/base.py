@@ -212,6 +212,7 @@ class Model(SupportsMultiStep):
     notice: str | None = None  # a sentence about this model for its users
     num_layers: int = 0  # number of layers; 0: unknown
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
+    mask_token: int | None = None  # token in the place of one yet to be drafted, of models that draft in parallel
     capabilities: frozenset[Capability] = frozenset()
     inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to

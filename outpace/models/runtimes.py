@@ -202,6 +202,7 @@ def _read(
         fetch_all = inflated_source(own, config, fetch, options.device) if options.inflate else fetch
         model = build(config, fetch_all, head_ids=head_ids, progress=work_and_progress)
     model.inflate = size = options.inflate
+    model.mask_token = mask = _mask_token(source, own)
     name, inflation = _name(spec), None
     if size:
         name += f" (cost of {size})"
@@ -210,7 +211,17 @@ def _read(
     unknown = ours.get(UNKNOWN_METADATA) if isinstance(ours, Mapping) else None
     ignored = f"unknown metadata of the file were ignored: {', '.join(unknown)}" if unknown else None
     notices = "; ".join(filter(None, (model.notice, inflation, reason, ignored)))
-    return Loaded(model, tokenizer(), name, source.config, size, notices or None)
+    drafter = "model" if mask is None else "parallel"
+    return Loaded(model, tokenizer(), name, source.config, size, notices or None, drafter=drafter)
+
+
+def _mask_token(source: Any, config: LlamaConfig) -> int | None:
+    """Return the mask token of a model trained to draft in parallel by PARD; None for others."""
+    token: int | None = source.config.get("pard_token")
+    if token is not None and (type(token) is not int or not 0 <= token < config.vocab_size):
+        allowed = f"it must be a token below {config.vocab_size}"
+        raise UserError(f"{source.path / 'config.json'}: pard_token is {token!r:.50}, {allowed}")
+    return token
 
 
 def _check_fit(

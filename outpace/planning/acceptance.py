@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import exp
 
 from outpace.core.stats import BatchedUpdates, DecayedMean
@@ -25,8 +25,10 @@ class AcceptanceModel:
     its first token is one failure. The trust in a source that calibrates its own chances is a constant just below 1.
     """
 
-    def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:
-        self._costs = costs
+    def __init__(self, costs: CostModel, sources: Sequence[Source], text: Sequence[int]) -> None:
+        """`text`: the live list of the request's tokens."""
+        self._costs, self._text = costs, text
+        self._by_length = {one.name for one in sources if one.by_length}
         self._own = {one.name: DecayedMean(0.0, 0.0, _FADE) for one in sources if not one.is_calibrated}
         self._tree: TokenTree | None = None
         self._values = [1.0]  # of its nodes
@@ -38,7 +40,11 @@ class AcceptanceModel:
 
     def _trust(self, name: str) -> float:
         """Return this request's own trust in a source, which starts from that of all requests."""
-        return self._own[name].given(self._costs.trust(name).value, _COMMON)
+        return self._own[name].given(self._common(name).value, _COMMON)
+
+    def _common(self, name: str) -> DecayedMean:
+        """Return the trust of all requests, whose texts are about as long if that matters."""
+        return self._costs.trust(name, len(self._text) if name in self._by_length else 0)
 
     def of(self, tree: TokenTree) -> list[float]:
         """Return the chance of each node."""
@@ -72,4 +78,4 @@ class AcceptanceModel:
                     accepted[source] = accepted.get(source, 0) + (child == following)
         for source, chances in promised.items():
             self._own[source].learn(accepted[source], chances)
-            self._costs.trust(source).learn(accepted[source], chances)
+            self._common(source).learn(accepted[source], chances)

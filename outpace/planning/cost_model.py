@@ -18,6 +18,7 @@ from outpace.planning.estimators import ExplorationBudget, LayerYields
 from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
+_SHORT_TEXT = 2048  # tokens; trust is kept by the length of longer texts
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
@@ -87,9 +88,18 @@ class CostModel:
         is_close = self.num_rounds % _EVERY == 0 and self.speedup(requests) < _CLEAR
         return is_close and self._rounds.is_stale(requests)
 
-    def trust(self, source: str) -> DecayedMean:
-        """Accepted tokens divided by the sum of their predicted chances, of the source with this name."""
-        return self._trust[source]
+    def trust(self, source: str, length: int = 0) -> DecayedMean:
+        """Accepted tokens divided by the sum of their predicted chances, of the source with this name.
+
+        With a `length`, they are those of texts between the same powers of two, from 2,048 tokens on; what was not seen
+        yet starts from the next shorter texts.
+        """
+        if length < _SHORT_TEXT:
+            return self._trust[source]
+        name = f"{source}@{1 << (length.bit_length() - 1)}"
+        if name not in self._trust:
+            self._trust[name] = DecayedMean(self.trust(source, length // 2).value, 2.0, _TRUST_FADE)
+        return self._trust[name]
 
     def lookup_gain(self, source: str, requests: int) -> DecayedMean:
         """Tokens that a lookup source adds to a round that asks it, minus the price of its rows."""

@@ -46,7 +46,7 @@ class Planner:
     def __init__(self, context: PlanningContext, options: PlannerOptions) -> None:
         self._context, self._options = context, options
         self._costs: CostModel = context.costs
-        self._acceptance = AcceptanceModel(self._costs, context.sources)
+        self._acceptance = AcceptanceModel(self._costs, context.sources, context.committed)
         lookups = [source for source in context.sources if not source.runs_model]
         self.lookups = [
             LookupSource(one, self._costs.initial_lookup_gain(one.name, context.requests)) for one in lookups

@@ -1,0 +1,41 @@
+"""Score token trees with a draft model that was trained to draft in parallel: one forward for all layers of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outpace.core.logits import SparseLogits
+from outpace.core.tree import TokenTree
+from outpace.drafters._tree_expander import ExpansionJob, TreeExpander
+from outpace.models.base import Model
+
+
+class MaskExpander(TreeExpander):
+    """Scores the root of each tree and `block` - 1 masks behind it."""
+
+    def __init__(self, model: Model, mask: int, block: int, tree_nodes: int) -> None:
+        super().__init__(model, block, tree_nodes, window=model.draft_window)
+        self._mask, self._block = mask, block
+
+    def _frontier(self, state: Any, tree: TokenTree) -> list[int]:
+        """Return the root, once in a round."""
+        is_done = tree.ids[0] in state.slots or len(tree) >= self._tree_nodes or state.room < 0
+        return [] if is_done else [0]
+
+    def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
+        """Run one forward and return `block` rows for each job, those of its root and masks."""
+        self._catch_up([job.state for job in jobs])
+        parts, roots = [], []
+        for job in jobs:
+            part = self._part(*job)
+            root = len(part.tokens) - 1
+            masks = [self._mask] * (self._block - 1)
+            parents = [*part.parents, *range(root, root + len(masks))]
+            rows = range(root, root + self._block)
+            parts.append(part._replace(tokens=[*part.tokens, *masks], parents=parents, logit_rows=rows, best=0))
+            roots.append(root)
+        held = self.model.score_held(parts)
+        for job, root in zip(jobs, roots, strict=True):
+            job.state.session.keep(range(root), (root,))
+        return held
