@@ -36,11 +36,9 @@ def one_coverage(original: Original) -> Original:
     """The chance that any proposal is picked does not depend on what the draft leaves open."""
 
     def log_chances(self: Any, *values: Any) -> Any:
-        shares, self._has_shares = self._has_shares, False
-        try:
-            return original(self, *values)
-        finally:
-            self._has_shares = shares
+        blind = PickModel()
+        blind.load_state_dict(self.state_dict())
+        return original(blind, *values)
 
     return log_chances
 

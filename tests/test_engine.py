@@ -143,6 +143,29 @@ def test_a_sequential_drafter_that_fails_gives_one_warning_and_the_whole_text() 
     assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); continuing without it"]
 
 
+class OutsideVocabulary(NgramDrafter):
+    """Proposes a good token, and one that the target does not have."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__(NgramOptions())
+        self.token = token
+
+    def grow(self, states: Any, trees: Any) -> None:
+        for tree in trees:
+            tree.add(0, 3, -1.0)
+            tree.add(0, self.token, -2.0)
+
+
+@pytest.mark.parametrize("token", [16, -1])
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_a_drafter_that_proposes_an_unknown_token_is_given_up(token: int, is_parallel: bool) -> None:
+    asked, drafter = [request(5, 20, start) for start in range(2)], OutsideVocabulary(token)
+    worker = InlineWorker(drafter) if is_parallel else None
+    failed = rf"token {token} is not in a vocabulary of \d+\); continuing without it"
+    with Engine(TARGET, None if worker else drafter, worker) as engine, pytest.warns(UserWarning, match=failed):
+        assert answer(engine, *asked, method=Card if worker else Speculative) == [plain(one) for one in asked]
+
+
 class LaterLogits:
     """Logits that a device has not computed yet: reading them waits until `is_done`."""
 

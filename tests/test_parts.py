@@ -46,7 +46,7 @@ def test_filtered_tokens_are_never_offered() -> None:
     assert max(len(tree.children(node)) for node in range(len(tree))) == 2
     picked = next(token for token in range(16) if tree.child(0, token) is None)
     drafter.observe(state, Observation([0], [picked], TokenTree(picked, 900, 901)))
-    assert all(math.isfinite(value) for value in drafter._pick_models.of(state.request)._likelihoods)
+    assert all(math.isfinite(value) for value in state.pick_model.log_chances([0.0, -1.0]))
 
 
 def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from doubles import make_rule
-from outpace_kernels import Frontier, SlotMap
+from outpace_kernels import SlotMap, choose_frontiers
 
 from outpace.core.tree import (
     PREFIX,
@@ -141,8 +141,8 @@ def test_a_node_that_is_not_there_is_refused(name: str, node: int) -> None:
 
 @pytest.mark.parametrize("node", NOWHERE)
 def test_what_would_break_a_tree_is_refused(node: int) -> None:
-    tree, other = chain([1, 2]), Frontier()
-    assert other.next(chain([1, 2, 3]), SlotMap(), 1, -9.0, 9) == [0]
+    tree, other = chain([1, 2]), SlotMap()
+    assert choose_frontiers([other], [chain([1, 2, 3])], [1], [-9.0], [9]) == [[0]]
     for refused in (
         lambda: tree.child(node, 1),
         lambda: tree.copy([node]),
@@ -151,7 +151,7 @@ def test_what_would_break_a_tree_is_refused(node: int) -> None:
         lambda: tree.add(0, 5, -1.0, siblings=9),
         lambda: tree.add(0, 5, -1.0, role=7),
         lambda: tree.scores.__setitem__(1, math.nan),
-        lambda: other.next(tree, SlotMap(), 1, -9.0, 9),
+        lambda: choose_frontiers([other], [tree], [1], [-9.0], [9]),
     ):
         with pytest.raises(ValueError, match=r"not|no |another"):
             refused()

@@ -9,7 +9,7 @@ import tree_twin
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from outpace_kernels import Frontier, SlotMap, TopKRows
+from outpace_kernels import OfferMap, PickModel, SlotMap, TopKRows, attach_offers, choose_frontiers
 from tree_twin import TreeTwin
 
 from outpace.core.tree import PREFIX, Role, TokenTree
@@ -22,7 +22,7 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree, self.twin = TokenTree(3), TreeTwin(3)
-        self.frontier, self.slots, self.closed = Frontier(), SlotMap(), dict[int, int]()
+        self.slots, self.closed = SlotMap(), dict[int, int]()
 
     def both(self, name: str, *given: object) -> None:
         assert getattr(self.tree, name)(*given) == getattr(self.twin, name)(*given)
@@ -49,7 +49,12 @@ class TreeMachine(RuleBasedStateMachine):
         frontier = sorted({node % len(self.twin) for node in nodes})
         values = sorted(values, reverse=True)
         offers = [([(node + rank) % 7 for rank in range(len(values))], values) for node in frontier]
-        self.tree.attach_offers(frontier, TopKRows(offers), *fit, None, width, most)
+        picks, known = PickModel(), OfferMap()
+        picks.restore(*fit, 1.0, 1.0, 1.0)
+        before = len(self.tree)
+        added = attach_offers([self.tree], [frontier], TopKRows(offers), [known], [picks], [width], [most])
+        assert added == [len(self.tree) - before]
+        assert [known.get(self.tree.ids[node]) for node in frontier] == offers
         tree_twin.attach_offers(self.twin, frontier, offers, fit, width, most)
 
     @rule(node=st.integers(0, 99), tokens=st.lists(TOKENS, min_size=1, max_size=4))
@@ -74,7 +79,6 @@ class TreeMachine(RuleBasedStateMachine):
         most, least, source = self.twin.max_nodes, self.twin.min_score, self.twin.current_source
         self.tree, self.twin = self.tree.below(nodes[0]), self.twin.copy(nodes)
         self.limit(most, least, source)
-        self.frontier.reset()
         path = self.twin.ids[:1]
         expected = [self.closed[path[0]]] if path[0] in self.closed else []
         live = [self.closed[node_id] for node_id in self.twin.ids if node_id in self.closed]
@@ -104,7 +108,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), deepest=st.integers(0, 5))
     def expand(self, count: int, deepest: int) -> None:
-        self.frontier.reset()
+        self.slots.reset()
         bound, depths = self.twin.bound(), [self.twin.depth(node) for node in range(len(self.twin))]
         closed, open_nodes = set(self.closed), []
         for node, score in enumerate(self.twin.scores):
@@ -112,10 +116,10 @@ class TreeMachine(RuleBasedStateMachine):
                 open_nodes += [node] if self.twin.roles[node] != Role.PROBE else []
         best = sorted(open_nodes, key=lambda node: (-self.twin.scores[node], node))[:count]
         parents = {self.twin.parents[node] for node in best if node}
-        found = self.frontier.next(self.tree, self.slots, count, -5.0, deepest)
+        found = choose_frontiers([self.slots], [self.tree], [count], [-5.0], [deepest])[0]
         if all(parent in best or self.twin.ids[parent] in closed for parent in parents):
             assert found == sorted(node for node in best if self.twin.scores[node] >= bound)
-            rows, first, above = found or [], len(self.closed), self.twin.parents
+            rows, first, above = found, len(self.closed), self.twin.parents
             parents_slots = [self.closed.get(self.twin.ids[above[node]], PREFIX) if node else PREFIX for node in rows]
             self.closed |= {self.twin.ids[node]: first + number for number, node in enumerate(rows)}
             places = {node: first + number for number, node in enumerate(rows)}
@@ -124,7 +128,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert (tokens, slots) == ([self.twin.tokens[node] for node in rows], expected)
             assert {node_id: self.slots[node_id] for node_id in self.slots.ids()} == self.closed
         else:
-            assert found is None
+            assert not found, "no node is expanded before its parent"
 
     @rule(first=st.integers(0, 30))
     def copy_through_messages(self, first: int) -> None:

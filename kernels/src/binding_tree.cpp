@@ -119,9 +119,38 @@ nb::object row_at(const ProposalRows& rows, nb::handle key) {
     return nb::cast(to_tuple(rows.at(static_cast<int>(row))));
 }
 
-int attach_offers(TokenTree& tree, const std::vector<int>& frontier, const ProposalRows& offers, double temperature,
-                  double coverage, std::optional<double> open, int width, int most) {
-    return tree.attach_offers(frontier, offers, {temperature, coverage, open.value_or(-1.0)}, width, most);
+/// Adds proposals to several trees (see TokenTree::attach_offers) and records them; `offers` has the rows of all
+/// frontiers, tree after tree. Returns the number of new nodes of each tree.
+std::vector<int> attach_offers(const std::vector<TokenTree*>& trees, const std::vector<std::vector<int>>& frontiers,
+                               const ProposalRows& offers, const std::vector<OfferMap*>& maps,
+                               const std::vector<PickModel*>& picks, const std::vector<int>& widths,
+                               const std::vector<int>& most) {
+    const std::size_t count = trees.size();
+    if (frontiers.size() != count || maps.size() != count || picks.size() != count || widths.size() != count ||
+        most.size() != count)
+        throw std::invalid_argument("every tree needs a frontier, a map of offers, a pick model and limits");
+    std::vector<int> added;
+    int first = 0;
+    for (std::size_t n = 0; n < count; ++n) {
+        const ProposalRows rows{offers.rows, offers.first + first, static_cast<int>(frontiers[n].size())};
+        if ((first += rows.count) > offers.count) throw std::invalid_argument("every node needs its proposals");
+        maps[n]->record(*trees[n], frontiers[n], rows);
+        added.push_back(trees[n]->attach_offers(frontiers[n], rows, *picks[n], widths[n], most[n]));
+    }
+    return added;
+}
+
+/// Chooses the nodes of each tree to expand (see SlotMap::next).
+std::vector<std::vector<int>> choose_frontiers(const std::vector<SlotMap*>& slots, const std::vector<TokenTree*>& trees,
+                                               const std::vector<int>& counts, const std::vector<double>& floors,
+                                               const std::vector<int>& deepest) {
+    const std::size_t count = trees.size();
+    if (slots.size() != count || counts.size() != count || floors.size() != count || deepest.size() != count)
+        throw std::invalid_argument("every tree needs slots and limits");
+    std::vector<std::vector<int>> found;
+    for (std::size_t n = 0; n < count; ++n)
+        found.push_back(slots[n]->next(*trees[n], counts[n], floors[n], deepest[n]));
+    return found;
 }
 
 /// Follows the tokens `read(pick)`, for the picks of walked nodes alone, or the picks themselves (None).
@@ -131,26 +160,6 @@ std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree
         if (static_cast<std::size_t>(node) >= picks.size()) throw nb::index_error("a pick is gone");
         return nb::cast<int64_t>(read.is_none() ? nb::object(picks[node]) : read(picks[node]));
     });
-}
-
-/// Adds the tree's new nodes to the frontier, except expanded ones and those below `floor` or deeper than `deepest`;
-/// then removes and returns the best `count`. Returns none if a node would be expanded before its parent, because a
-/// score was raised since.
-std::optional<std::vector<int>> next_nodes(Frontier& frontier, const TokenTree& tree, const SlotMap& slots, int count,
-                                           double floor, int deepest) {
-    frontier.extend(tree, [&](int node) {
-        return tree.scores[node] >= floor && tree.depths[node] <= deepest && !slots.contains(tree.ids[node]);
-    });
-    std::vector<int> nodes = frontier.pop(count);
-    for (const int node : nodes) {
-        const int parent = tree.parents[node];
-        if (node && std::find(nodes.begin(), nodes.end(), parent) == nodes.end() && !slots.contains(tree.ids[parent]))
-            return std::nullopt;
-    }
-    const double least = tree.bound({});
-    std::erase_if(nodes, [&](int node) { return tree.scores[node] < least; });
-    std::sort(nodes.begin(), nodes.end());
-    return nodes;
 }
 
 }  // namespace
@@ -198,6 +207,7 @@ void bind_tree(nb::module_& m) {
                      nb::for_setter(nb::arg("most").none()))
         .def_prop_rw("current_source", [](const TokenTree& tree) { return source_names()[tree.current_source]; },
                      [](TokenTree& tree, const std::string& name) { tree.current_source = number_of(name); })
+        .def_rw("vocab_size", &TokenTree::vocab_size)
         .def_rw("_is_drawn", &TokenTree::is_drawn)
         .def("add",
              [](TokenTree& tree, int parent, int token, double score, int role, int siblings,
@@ -213,8 +223,6 @@ void bind_tree(nb::module_& m) {
                  tree.attach_children(found, primary);
              },
              "children"_a, "primary"_a)
-        .def("attach_offers", &attach_offers, "frontier"_a, "offers"_a, "temperature"_a, "coverage"_a,
-             "open"_a.none(), "width"_a, "most"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("chain", &TokenTree::chain, "parent"_a, "tokens"_a, "scores"_a)
         .def("child",
              [](const TokenTree& tree, int node, int token) {
@@ -285,6 +293,8 @@ void bind_tree(nb::module_& m) {
         .def("__setitem__", &SlotMap::set)
         .def("ids", &SlotMap::ids)
         .def("clear", &SlotMap::clear)
+        .def("reset", &SlotMap::reset)
+        .def("peek", &SlotMap::peek, "count"_a)
         .def("expand", &SlotMap::expand, "tree"_a, "nodes"_a, "first"_a, "missing"_a)
         .def("follow", &SlotMap::follow, "accepted"_a, "tree"_a);
 
@@ -315,19 +325,34 @@ void bind_tree(nb::module_& m) {
         .def("parents", [](const PendingNodes& nodes) { return nodes.parents; })
         .def("keep", &PendingNodes::keep, "live"_a);
 
-    nb::class_<Frontier>(m, "Frontier")
-        .def(nb::init<>())
-        .def("__len__", &Frontier::size)
-        .def("reset", &Frontier::reset)
-        .def("next", &next_nodes, "tree"_a, "slots"_a, "count"_a, "floor"_a, "deepest"_a)
-        .def("peek", &Frontier::peek, "count"_a);
+    nb::class_<PickModel>(m, "PickModel")
+        .def(nb::init<bool>(), "has_shares"_a = false)
+        .def("learn",
+             [](PickModel& picks, const std::vector<double>& values, std::optional<int> picked) {
+                 picks.learn(values, picked.value_or(-1));
+             },
+             "values"_a, "picked"_a.none())
+        .def("learn_written", &PickModel::learn_written, "offers"_a, "nodes"_a, "written"_a)
+        .def("restore",
+             [](PickModel& picks, double temperature, double coverage, double open, double coverage_weight,
+                double open_weight) { picks.restore({temperature, coverage, open}, coverage_weight, open_weight); },
+             "temperature"_a, "coverage"_a, "open"_a, "coverage_weight"_a, "open_weight"_a)
+        .def_prop_ro("fit",
+                     [](const PickModel& picks) {
+                         const Calibration fit = picks.fit();
+                         return std::tuple(fit.temperature, fit.coverage,
+                                           fit.open < 0.0 ? std::nullopt : std::optional(fit.open));
+                     })
+        .def("log_chances",
+             [](const PickModel& picks, const std::vector<double>& values, std::optional<int> count) {
+                 return picks.log_chances(values, count.value_or(static_cast<int>(values.size())));
+             },
+             "values"_a, "count"_a = nb::none());
 
-    m.def("log_chances",
-          [](double temperature, double coverage, std::optional<double> open, const std::vector<double>& values,
-             int count) { return log_chances({temperature, coverage, open.value_or(-1.0)}, values, count); },
-          "temperature"_a, "coverage"_a, "open"_a.none(), "values"_a, "count"_a);
-    m.def("log_softmax_at", &log_softmax_at, "values"_a, "place"_a, "temperatures"_a);
-    m.def("left_open", &left_open, "values"_a);
+    m.def("attach_offers", &attach_offers, "trees"_a, "frontiers"_a, "offers"_a, "maps"_a, "picks"_a, "widths"_a,
+          "most"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("choose_frontiers", &choose_frontiers, "slots"_a, "trees"_a, "counts"_a, "floors"_a, "deepest"_a,
+          nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace outpace

@@ -183,8 +183,8 @@ struct Ranking {
     const int64_t* tokens;  // [held], or null: 0, 1, ...
     int held;
     double temperature;
-    const uint64_t* key;  // values minus the logarithm of the sum of e^(x / temperature)
-    bool whole;  // values minus the logarithm of the sum of e^(x / temperature)
+    const uint64_t* key;  // of the noise, or null
+    bool whole;  // values minus the logarithm of the sum of e^(x / temperature), as always with filters
     Filters filters = {0, 1.0, 0.0};
 };
 

@@ -10,9 +10,19 @@ namespace outpace {
 namespace {
 
 constexpr double kMinCoverage = 0.05;  // least assumed probability that any proposal is picked
+constexpr double kTemperatures[] = {0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0};
+constexpr double kDoubt = 4.0;  // prior: nats by which a temperature e times higher or lower must explain picks better
+constexpr double kMemory = 0.995;  // decay per pick, so about 200 picks count
 const char* const kKinds[] = {"picked", "picked", "drawn", "without_replacement"};
 
 [[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
+
+/// Returns the probability that these log probabilities leave to all other tokens.
+double left_open(const std::vector<double>& values) {
+    double sum = 0.0;
+    for (const double value : values) sum += std::exp(value);
+    return std::max(0.0, 1.0 - sum);
+}
 
 }  // namespace
 
@@ -22,6 +32,8 @@ TokenTree::TokenTree(int token, int64_t root_id, int64_t next) : next_id(next) {
 }
 
 void TokenTree::append(int parent, int token, double score, int role, int64_t id) {
+    if (token < 0 || token >= vocab_size)
+        refuse("token " + std::to_string(token) + " is not in a vocabulary of " + std::to_string(vocab_size));
     const int node = size();
     tokens.push_back(token);
     parents.push_back(parent);
@@ -91,7 +103,7 @@ void TokenTree::attach_children(const std::vector<Child>& children, int primary)
         if (one.score >= least) append(one.parent, one.token, one.score, role, next_id);
 }
 
-int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const Calibration& fit,
+int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks,
                              int width, int most) {
     if (static_cast<int>(frontier.size()) != offers.count) refuse("every node needs its proposals");
     std::vector<std::vector<double>> chances;
@@ -100,7 +112,7 @@ int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRow
         check_parent(frontier[row]);
         const Proposals& one = offers.at(row);
         if (one.values.size() != one.tokens.size()) refuse("every proposal needs a value");
-        chances.push_back(log_chances(fit, one.values, width));
+        chances.push_back(picks.log_chances(one.values, width));
         if (!chances[row].empty()) heads.emplace_back(-(scores[frontier[row]] + chances[row][0]), row);
     }
     std::make_heap(heads.begin(), heads.end(), std::greater<>());
@@ -285,6 +297,7 @@ void TokenTree::take(const TokenTree& other, const std::vector<int>& nodes) {
     }
     tree.next_id = other.next_id;
     tree.current_source = 0;
+    tree.vocab_size = other.vocab_size;
     *this = std::move(tree);
 }
 
@@ -367,6 +380,7 @@ std::pair<std::vector<int>, std::vector<int>> SlotMap::follow(const std::vector<
         live.push_back(slot);
     }
     slots_ = std::move(kept);
+    reset();
     return {std::move(path), std::move(live)};
 }
 
@@ -412,17 +426,38 @@ void PendingNodes::keep(const std::vector<int>& live) {
     add(above);
 }
 
-std::vector<int> Frontier::pop(int count) {
+std::vector<int> SlotMap::next(const TokenTree& tree, int count, double floor, int deepest) {
+    if (floor != floor_) reset();
+    floor_ = floor;
+    if (seen_ > tree.size()) refuse("the nodes to expand are those of another tree: reset them");
     std::vector<int> nodes;
-    while (count-- > 0 && !open_.empty()) {
-        std::pop_heap(open_.begin(), open_.end(), std::greater<>());
-        nodes.push_back(open_.back().second);
-        open_.pop_back();
+    const auto is_reachable = [&](int node) {
+        return !node || std::find(nodes.begin(), nodes.end(), tree.parents[node]) != nodes.end() ||
+               contains(tree.ids[tree.parents[node]]);
+    };
+    for (bool is_retried = false;; is_retried = true) {
+        for (; seen_ < tree.size(); ++seen_)
+            if (tree.roles[seen_] != kProbe && tree.scores[seen_] >= floor && tree.depths[seen_] <= deepest &&
+                !contains(tree.ids[seen_])) {
+                open_.emplace_back(-tree.scores[seen_], seen_);
+                std::push_heap(open_.begin(), open_.end(), std::greater<>());
+            }
+        for (; count > static_cast<int>(nodes.size()) && !open_.empty(); open_.pop_back()) {
+            std::pop_heap(open_.begin(), open_.end(), std::greater<>());
+            nodes.push_back(open_.back().second);
+        }
+        if (std::all_of(nodes.begin(), nodes.end(), is_reachable)) break;
+        if (is_retried) return {};
+        nodes.clear();
+        reset();  // another drafter has raised scores since
     }
+    const double least = tree.bound({});
+    std::erase_if(nodes, [&](int node) { return tree.scores[node] < least; });
+    std::sort(nodes.begin(), nodes.end());
     return nodes;
 }
 
-std::vector<int> Frontier::peek(int count) const {
+std::vector<int> SlotMap::peek(int count) const {
     auto sorted = open_;
     const auto end = sorted.begin() + std::min<std::size_t>(std::max(count, 0), sorted.size());
     std::partial_sort(sorted.begin(), end, sorted.end());
@@ -432,39 +467,62 @@ std::vector<int> Frontier::peek(int count) const {
     return nodes;
 }
 
-double left_open(const std::vector<double>& values) {
-    double sum = 0.0;
-    for (const double value : values) sum += std::exp(value);
-    return std::max(0.0, 1.0 - sum);
+void PickModel::Rate::learn(double more, double weight) {
+    numerator = numerator * kMemory + more;
+    denominator = denominator * kMemory + weight;
 }
 
-std::vector<double> log_softmax_at(const std::vector<double>& values, int place,
-                                   const std::vector<double>& temperatures) {
-    if (values.empty()) refuse("there are no values");
+PickModel::PickModel(bool has_shares) : has_shares_(has_shares) { restore({1.0, 0.9, 1.0}, 4.0, 0.5); }
+
+void PickModel::restore(const Calibration& fit, double coverage_weight, double open_weight) {
+    coverage_ = {fit.coverage * coverage_weight, coverage_weight};
+    open_ = {fit.open * open_weight, open_weight};
+    temperature_ = kTemperatures[0];
+    for (const double known : kTemperatures)
+        if (std::abs(known - fit.temperature) < std::abs(temperature_ - fit.temperature)) temperature_ = known;
+    likelihoods_.clear();
+    for (const double known : kTemperatures)
+        likelihoods_.push_back(-kDoubt * std::pow(std::log(known / temperature_), 2));
+}
+
+Calibration PickModel::fit() const { return {temperature_, coverage_.value(), has_shares_ ? open_.value() : -1.0}; }
+
+void PickModel::learn(const std::vector<double>& values, int picked) {
+    if (picked >= static_cast<int>(values.size())) refuse("the picked proposal has no value");
+    coverage_.learn(picked >= 0, 1.0);
+    if (has_shares_) open_.learn(picked < 0, left_open(values));
+    if (picked < 0) return;
     const double top = *std::max_element(values.begin(), values.end());
-    std::vector<double> found;
-    for (const double temperature : temperatures) {
+    for (std::size_t n = 0; n < likelihoods_.size(); ++n) {
         double sum = 0.0;
-        for (const double value : values) sum += std::exp((value - top) / temperature);
-        found.push_back((values.at(place) - top) / temperature - std::log(sum));
+        for (const double value : values) sum += std::exp((value - top) / kTemperatures[n]);
+        likelihoods_[n] = likelihoods_[n] * kMemory + (values[picked] - top) / kTemperatures[n] - std::log(sum);
     }
-    return found;
+    temperature_ = kTemperatures[std::max_element(likelihoods_.begin(), likelihoods_.end()) - likelihoods_.begin()];
 }
 
-std::vector<double> log_chances(const Calibration& fit, const std::vector<double>& values, int count) {
+void PickModel::learn_written(const OfferMap& offers, const std::vector<int64_t>& nodes,
+                              const std::vector<int64_t>& written) {
+    for (std::size_t n = 0; n < std::min(nodes.size(), written.size()); ++n)
+        if (const Proposals* one = offers.get(nodes[n])) {
+            const auto place = std::find(one->tokens.begin(), one->tokens.end(), written[n]);
+            learn(one->values, place == one->tokens.end() ? -1 : static_cast<int>(place - one->tokens.begin()));
+        }
+}
+
+std::vector<double> PickModel::log_chances(const std::vector<double>& values, int count) const {
     if (values.empty()) return {};
-    double sum = 0.0;
-    for (const double value : values) sum += std::exp((value - values[0]) / fit.temperature);
-    double coverage = fit.coverage;
-    if (fit.open >= 0.0) {
-        const bool is_known = fit.temperature == 1.0;  // the sum of the probabilities
+    double sum = 0.0, coverage = coverage_.value();
+    for (const double value : values) sum += std::exp((value - values[0]) / temperature_);
+    if (has_shares_) {
+        const bool is_known = temperature_ == 1.0;  // the sum of the probabilities
         const double left = is_known ? std::max(0.0, 1.0 - sum * std::exp(values[0])) : left_open(values);
-        coverage = std::max(kMinCoverage, 1.0 - fit.open * left);
+        coverage = std::max(kMinCoverage, 1.0 - open_.value() * left);
     }
     const double shift = std::log(coverage / sum);
     std::vector<double> found;
     for (int n = 0; n < std::min(count, static_cast<int>(values.size())); ++n)
-        found.push_back((values[n] - values[0]) / fit.temperature + shift);
+        found.push_back((values[n] - values[0]) / temperature_ + shift);
     return found;
 }
 

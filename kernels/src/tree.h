@@ -55,6 +55,8 @@ struct Delta {
     std::vector<double> log_probs;
 };
 
+class PickModel;
+
 /// Nodes in order of insertion, parents before children. Path scores never exceed the parent's, so the best n nodes are
 /// closed under ancestors. Methods throw std::invalid_argument for what does not fit.
 class TokenTree {
@@ -69,7 +71,7 @@ class TokenTree {
     void attach_children(const std::vector<Child>& children, int primary);
     /// Adds the best proposals below each node of `frontier`; returns the number of new nodes. A node's best proposal
     /// is added whatever its score, others if at least `min_score`. At most `most` children are added, best first.
-    int attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const Calibration& fit, int width,
+    int attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks, int width,
                       int most);
     /// Adds picked tokens, each below the one before; returns the first node.
     int chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores);
@@ -123,7 +125,8 @@ class TokenTree {
     void adopt(const TokenTree& other, int first, bool is_secondary_visible);
     /// Returns the nodes from `first` on.
     Delta delta(int first) const;
-    /// Adds nodes by their parents' ids; returns how many were added and how many have no parent here.
+    /// Adds nodes by their parents' ids; returns how many were added and how many have no parent here. The delta is that
+    /// of a tree, so that no two of its siblings are alike.
     std::pair<int, int> insert(const Delta& delta);
 
     std::vector<int> tokens, parents, depths;
@@ -133,6 +136,7 @@ class TokenTree {
     std::vector<int16_t> sources;
     int64_t next_id;
     int16_t current_source = 0;
+    int vocab_size = std::numeric_limits<int>::max();  // only tokens below it are added
     int max_nodes = -1;  // negative: unknown
     double min_score = -std::numeric_limits<double>::infinity();
     bool is_drawn = false;  // some children were drawn
@@ -148,7 +152,8 @@ class TokenTree {
     bool is_sorted_ = true;  // ids ascend
 };
 
-/// Maps the ids of the tree nodes that a model has expanded to the session's pending nodes (slots) that hold them.
+/// Maps the ids of the tree nodes that a model has expanded to the session's pending nodes (slots) that hold them, and
+/// collects the other nodes of the tree, which may be expanded next.
 class SlotMap {
   public:
     int size() const { return static_cast<int>(slots_.size()); }
@@ -159,7 +164,10 @@ class SlotMap {
         return place == slots_.end() ? kPrefix : place->second;
     }
     void set(int64_t id, int slot) { slots_[id] = slot; }
-    void clear() { slots_.clear(); }
+    void clear() {
+        slots_.clear();
+        reset();
+    }
     std::vector<int64_t> ids() const;
     /// Assigns slots from `first` on to nodes of a tree, parents first. Returns their tokens and their parents' slots,
     /// increased by `missing`, the number of other rows before them in the pass.
@@ -168,9 +176,20 @@ class SlotMap {
     /// Follows a verdict. Returns the slots of the accepted nodes up to the first that was not expanded, and of the
     /// nodes of `tree`; renumbers the latter from 0 and forgets all others.
     std::pair<std::vector<int>, std::vector<int>> follow(const std::vector<int64_t>& accepted, const TokenTree& tree);
+    /// Forgets the nodes that may be expanded: the tree or its scores have changed.
+    void reset() { open_.clear(), seen_ = 0; }
+    /// Removes the best `count` nodes that may be expanded and returns them in tree order, without those below the
+    /// tree's bound. They are at most `deepest` deep, have at least the path score `floor`, and a node's parent was
+    /// expanded before or is among them.
+    std::vector<int> next(const TokenTree& tree, int count, double floor, int deepest);
+    /// Returns the best `count` of the other nodes, in tree order.
+    std::vector<int> peek(int count) const;
 
   private:
     std::unordered_map<int64_t, int> slots_;
+    std::vector<std::pair<double, int>> open_;  // a heap of (-path score, node), the smallest on top
+    int seen_ = 0;                              // nodes of the tree that were put into it
+    double floor_ = 0.0;                        // path score below which it has no nodes
 };
 
 /// The proposals below expanded nodes, by the id of the node.
@@ -205,43 +224,34 @@ class PendingNodes {
     std::vector<int> parents, depths;
 };
 
-/// The nodes of a tree that may be expanded, best first.
-class Frontier {
+/// Estimates how likely the target picks each of a node's proposals, from what it picked before
+/// (drafters/_calibration.py).
+class PickModel {
   public:
-    /// Forgets all nodes: the tree or the limits have changed.
-    void reset() { open_.clear(); seen_ = 0; }
-    /// Takes in the nodes that were added since, for which `is_open` holds.
-    template <class IsOpen>
-    void extend(const TokenTree& tree, const IsOpen& is_open);
-    /// Removes and returns the best `count` nodes.
-    std::vector<int> pop(int count);
-    /// Returns the best `count` nodes in tree order.
-    std::vector<int> peek(int count) const;
-    int size() const { return static_cast<int>(open_.size()); }
+    explicit PickModel(bool has_shares);
+    /// Learns that the target picked a proposal by its place, or none of them (a negative place).
+    void learn(const std::vector<double>& values, int picked);
+    /// Learns from the proposals below each of these nodes and the token that the target wrote there.
+    void learn_written(const OfferMap& offers, const std::vector<int64_t>& nodes, const std::vector<int64_t>& written);
+    /// Starts from these parameters; `fit.temperature` is rounded to a known one.
+    void restore(const Calibration& fit, double coverage_weight, double open_weight);
+    Calibration fit() const;
+    /// Returns the log probabilities of the first `count` proposals.
+    std::vector<double> log_chances(const std::vector<double>& values, int count) const;
 
   private:
-    std::vector<std::pair<double, int>> open_;  // a heap of (-path score, node), the smallest on top
-    int seen_ = 0;
+    /// A ratio of two decayed sums.
+    struct Rate {
+        double numerator, denominator;
+
+        double value() const { return numerator / denominator; }
+        void learn(double more, double weight);
+    };
+
+    bool has_shares_;
+    Rate coverage_, open_;
+    std::vector<double> likelihoods_;  // of the known temperatures, given the picks
+    double temperature_;
 };
-
-/// Returns the log probabilities of the first `count` proposals.
-std::vector<double> log_chances(const Calibration& fit, const std::vector<double>& values, int count);
-
-/// Returns, for each temperature, the log of the softmax of values / temperature at one place.
-std::vector<double> log_softmax_at(const std::vector<double>& values, int place,
-                                   const std::vector<double>& temperatures);
-
-/// Returns the probability that these log probabilities leave to all other tokens.
-double left_open(const std::vector<double>& values);
-
-template <class IsOpen>
-void Frontier::extend(const TokenTree& tree, const IsOpen& is_open) {
-    if (seen_ > tree.size()) throw std::invalid_argument("the frontier is that of another tree: reset it");
-    for (; seen_ < tree.size(); ++seen_)
-        if (tree.roles[seen_] != kProbe && is_open(seen_)) {
-            open_.emplace_back(-tree.scores[seen_], seen_);
-            std::push_heap(open_.begin(), open_.end(), std::greater<>());
-        }
-}
 
 }  // namespace outpace

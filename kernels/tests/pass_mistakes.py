@@ -67,12 +67,8 @@ PASSES = (
              "std::min(before, count)"),
     Mutation("filters: too much is dropped before the border is sought", "filtering.h", "bin(one.y) > last;",
              "bin(one.y) >= last && last;"),
-    Mutation("filters: uncertain tokens win", "filtering.h",
-             "if (!task.whole && first >= border.sure) return 0;", ""),
     Mutation("filters: top-k leaves all", "filtering.h", "std::min(filters.top_k, count) : count;", "count : count;"),
-    Mutation("filters: min-p leaves all", "filtering.h", "if (filters.min_p > 0.0) border.cut(",
-             "if (false) border.cut("),
-    Mutation("filters: the largest may go by min-p", "filtering.h", " || one.y == found[0].y;", ";"),
+    Mutation("filters: min-p leaves all", "filtering.h", "while (found[kept - 1].y < least) --kept;", ""),
     Mutation("filters: shares of all tokens", "filtering.h", "sum += __builtin_exp(relative);",
              "sum += 1e-3 + __builtin_exp(relative);"),
     # the last layer of some rows

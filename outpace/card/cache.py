@@ -67,8 +67,10 @@ class CandidateCache:
     drafter stopped adding nodes below a root ("exhausted").
     """
 
-    def __init__(self, root_token: int) -> None:
+    def __init__(self, root_token: int, vocab_size: int = 2**31 - 1) -> None:
+        """`vocab_size` is the target's: a layer with other tokens is refused."""
         self._tree = TokenTree(root_token)
+        self._tree.vocab_size = vocab_size
         self._lock = threading.Lock()
         self._news = threading.Lock()  # released when something was inserted
         self.layers = 0  # inserted since the last correction
@@ -89,7 +91,8 @@ class CandidateCache:
             return self._tree.next_id
 
     def insert(self, layer: CandidateLayer) -> int:
-        """Insert the nodes of a layer whose parents are still there; return how many. Called by the drafter's side."""
+        """Insert the nodes of a layer whose parents are still there; return how many. Called by the drafter's side.
+        ValueError for a token outside the vocabulary."""
         with self._lock:
             if not layer.nodes and layer.root_id == self._tree.ids[0]:
                 self._give_up()
@@ -199,7 +202,9 @@ class CandidateCache:
         self.missed = root is None
         if root is None:
             self.epoch += 1
-            self._tree = TokenTree(token, root_id=-self.epoch, next_id=self._tree.next_id)
+            vocab_size, next_id = self._tree.vocab_size, self._tree.next_id
+            self._tree = TokenTree(token, root_id=-self.epoch, next_id=next_id)
+            self._tree.vocab_size = vocab_size
         else:
             self._tree = self._tree.below(root)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
 from outpace.card.loop import Close, Correct, DraftLoop, Message, Open, Pause, Resume, SetDirectives
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Drafter, Request
 from outpace.models.base import Part
+
+T = TypeVar("T")
 
 
 class DraftWorker(ABC):
@@ -136,16 +138,21 @@ class SameThreadWorker(DraftWorker):
 
     def _grow(self) -> list[tuple[int, CandidateLayer]]:
         """Run one draft step; return its layers, none if there is nothing to draft or the drafter failed."""
-        if self.failure is not None:
-            return []
+        return [] if self.failure is not None else self._guarded(self._loop.grow) or []
+
+    def _publish(self, layers: Sequence[tuple[int, CandidateLayer]]) -> None:
+        self._guarded(super()._publish, layers)
+
+    def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
+        """Call a function; if it raises, the drafter has failed: return None."""
         try:
-            return self._loop.grow()
+            return call(*arguments)
         except BaseException as failure:
             self._loop.drop(failure)
             if not isinstance(failure, Exception):  # an interrupt, after which the engine ends the running requests
                 raise
             self.failure = failure
-            return []
+            return None
 
 
 class ObservedModel:

@@ -30,21 +30,13 @@ class EagleState(ExpansionState):
 class FeatureExpander(TreeExpander):
     """Expands nodes whose parents were scored before: a slot reads its parent's output."""
 
-    def _frontier(self, state: Any, tree: TokenTree) -> list[int]:
-        wanted = 0 if state.session.pending else state.missing + 1
-        if state.missing < 0 or len(state.session.features) != wanted:
-            return []  # the root is the first token, or features are missing
-        nodes = super()._frontier(state, tree)
-        chosen = set(nodes)
-        ready = [node for node in nodes if not node or tree.parents[node] not in chosen]
-        if len(ready) < len(nodes):
-            state.frontier.reset()
-        return ready
+    def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
+        found = super()._frontiers(open_trees)
+        return [_ready(*pair, nodes) for pair, nodes in zip(open_trees, found, strict=True)]
 
     def follow(self, state: Any, seen: Observation, extra: Sequence[int] = ()) -> None:
         """Commit the root's slot and drop all others, which have the head's own features."""
         state.tokens += seen.tokens
-        state.frontier.reset()
         path, _ = state.slots.follow(seen.node_ids, seen.tree)
         state.slots.clear()
         state.session.keep(path[:1])
@@ -60,5 +52,14 @@ class FeatureExpander(TreeExpander):
     def pause(self, state: Any) -> None:
         """Drop the tree but its root, and keep the rest: hidden states of the text are not given a second time."""
         state.slots.clear()
-        state.frontier.reset()
         state.session.keep([0] if state.session.pending else ())  # the root is scored first
+
+
+def _ready(state: EagleState, tree: TokenTree, nodes: list[int]) -> list[int]:
+    """Return the nodes whose parents were scored; none if the root is the first token or features are missing."""
+    wanted, chosen = 0 if state.session.pending else state.missing + 1, set(nodes)
+    has_features = state.missing >= 0 and len(state.session.features) == wanted
+    ready = [node for node in nodes if has_features and (not node or tree.parents[node] not in chosen)]
+    if len(ready) < len(nodes):
+        state.slots.reset()
+    return ready

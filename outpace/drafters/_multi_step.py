@@ -234,7 +234,7 @@ def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
     node."""
     state, tree, _ = job
     opened = []
-    for node in state.frontier.peek(most):
+    for node in state.slots.peek(most):
         parent = tree.ids[tree.parents[node]] if node else PREFIX
         if not node or parent in state.slots:
             above = state.slots[parent] if node else PREFIX

@@ -13,7 +13,7 @@ from heapq import nlargest
 from typing import Any, NamedTuple
 
 import numpy as np
-from outpace_kernels import Frontier, SlotMap
+from outpace_kernels import SlotMap, choose_frontiers
 
 from outpace.core.logits import SparseLogits, host_array, log_softmax, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
@@ -82,8 +82,8 @@ _MAX_WINDOWS = 3  # a session may grow to this many times the window
 class ExpansionState(DraftState):
     """A request's state: its session, and which tree nodes were expanded.
 
-    `slots`: the pending node of the session that holds a tree node, by node id. `frontier`: nodes that may be
-    expanded. `start`: position in the text where the session begins.
+    `slots`: the pending node of the session that holds a tree node, by node id, and the nodes that may be expanded.
+    `start`: position in the text where the session begins.
 
     Between calls, either committed tokens are missing from the session and nothing is pending; or nothing but the root
     is missing, and the pending nodes are exactly those of `slots`.
@@ -91,10 +91,8 @@ class ExpansionState(DraftState):
 
     session: Any = None
     slots: SlotMap = field(default_factory=SlotMap)
-    frontier: Frontier = field(default_factory=Frontier)
     start: int = 0
     ranked_by_model: bool = field(init=False)  # proposals are the highest scores, so the model can rank them itself
-    floor: float = field(default=math.nan, init=False)  # path score below which `frontier` has no nodes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +172,6 @@ class TreeExpander:
     def pause(self, state: ExpansionState) -> None:
         """Release the session's memory; it is read again when the next nodes are expanded."""
         state.slots.clear()
-        state.frontier.reset()
         if self._on_base:
             state.session = None
         else:
@@ -201,11 +198,12 @@ class TreeExpander:
         for state in states if self._on_base else ():
             state.session = state.base
         reading = self._read_long_texts(states)
-        jobs = []
+        open_trees = []
         for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
-            if number not in reading and (some := self._frontier(state, tree)):
-                jobs.append(ExpansionJob(state, tree, some))
-        return jobs
+            if number not in reading and len(tree) < self._tree_nodes:
+                open_trees.append((state, tree))
+        pairs = zip(open_trees, self._frontiers(open_trees), strict=True)
+        return [ExpansionJob(state, tree, nodes) for (state, tree), nodes in pairs if nodes]
 
     def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
         """Run one forward over all frontiers and return the logits of their nodes, job after job. Missing committed
@@ -240,7 +238,6 @@ class TreeExpander:
         in a borrowed session. `extra`: further pending nodes to keep, which are not in a tree yet; they are numbered
         after the others."""
         state.tokens += seen.tokens
-        state.frontier.reset()
         if self._on_base:
             state.slots.clear()
             return
@@ -251,31 +248,32 @@ class TreeExpander:
             return
         state.session.keep(path, [*live, *extra])
 
-    def _frontier(self, state: ExpansionState, tree: TokenTree) -> list[int]:
-        """Return the unexpanded nodes worth a place in the next forward, parents first. A parent's score is at least
-        its child's, so a node is chosen after or together with its parent."""
-        if len(tree) >= self._tree_nodes:
-            return []
-        room, directives = state.room, state.directives
-        width = min(tree.width or directives.width or self._width, self._width)
-        if directives.outcomes:
-            state.floor = math.nan
-            tips = outcome_frontier(tree, state.slots, directives.outcomes, width)
-            return [node for node in tips if tree.depth(node) <= room]
-        if directives.in_layers:
-            state.floor = math.nan
-            return [node for node in layer_frontier(tree, state.slots, width) if tree.depth(node) <= room]
-        floor = self._floor if directives.floor is None else _log(directives.floor)
-        floor = -math.inf if state.request.rule.traits.q_at_leaves else floor  # such a rule needs q after every token
-        if floor != state.floor:
-            state.floor = floor
-            state.frontier.reset()
-        most = min(width, state.session.free) if self._on_base else width
-        nodes = state.frontier.next(tree, state.slots, most, floor, room)
-        if nodes is None:  # another drafter has raised scores since
-            state.frontier.reset()
-            nodes = state.frontier.next(tree, state.slots, most, floor, room) or []
-        return nodes
+    def _frontiers(self, open_trees: Sequence[tuple[ExpansionState, TokenTree]]) -> list[list[int]]:
+        """Return the unexpanded nodes of each tree worth a place in the next forward, parents first. A parent's score
+        is at least its child's, so a node is chosen after or together with its parent."""
+        slots, trees, counts, floors, rooms = [], [], [], [], []
+        for state, tree in open_trees:
+            directives = state.directives
+            width = min(tree.width or directives.width or self._width, self._width)
+            floor = self._floor if directives.floor is None else _log(directives.floor)
+            if state.request.rule.traits.q_at_leaves:  # such a rule needs q after every token
+                floor = -math.inf
+            slots.append(state.slots)
+            trees.append(tree)
+            counts.append(min(width, state.session.free) if self._on_base else width)
+            floors.append(floor)
+            rooms.append(state.room)
+        found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, rooms)
+        for number, (state, tree) in enumerate(open_trees):
+            directives = state.directives
+            if directives.outcomes or directives.in_layers:
+                state.slots.reset()
+                if directives.outcomes:
+                    nodes = outcome_frontier(tree, state.slots, directives.outcomes, counts[number])
+                else:
+                    nodes = layer_frontier(tree, state.slots, counts[number])
+                found[number] = [node for node in nodes if tree.depth(node) <= rooms[number]]
+        return found
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
         """Read one chunk for each request that lacks more while others wait; return the places of these requests."""

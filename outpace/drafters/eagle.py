@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outpace_kernels import TopKRows
+from outpace_kernels import TopKRows, attach_offers
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
@@ -76,7 +76,7 @@ class EagleDrafter(Drafter):
     def observe(self, state: EagleState, seen: Observation) -> None:
         if seen.tokens:
             if not is_drawn(state.request):
-                self._pick_models.learn(state.request, state.offers, seen)
+                self._pick_models.of(state.request).learn_written(state.offers, seen.node_ids, seen.tokens)
             self._expander.follow(state, seen)
             state.offers.keep(state.slots)
         if seen.seen is not None and seen.seen.hidden is not None:
@@ -110,11 +110,9 @@ class EagleDrafter(Drafter):
                 continue
             best = top_k_rows(held.part(mine), rows[mine], self._options.width + _SPARE)
             offers = best if isinstance(best, TopKRows) else TopKRows(best)
-            state.offers.record(tree, frontier, offers)
             width = min(state.directives.width or self._options.width, self._options.width)
-            trust = self._pick_models.of(state.request).trust
-            room = self._options.tree_nodes - len(tree)
-            added.append(tree.attach_offers(frontier, offers, *trust, width, min(room, 2 * width)))
+            picks, most = self._pick_models.of(state.request), min(self._options.tree_nodes - len(tree), 2 * width)
+            added += attach_offers([tree], [frontier], offers, [state.offers], [picks], [width], [most])
         return added
 
 

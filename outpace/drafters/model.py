@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outpace_kernels import OfferMap, TopKRows
+from outpace_kernels import OfferMap, TopKRows, attach_offers
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.multi_step import MAX_STEPS, ScoreCalibration
+from outpace.core.multi_step import MAX_STEPS
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
@@ -30,7 +30,8 @@ from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeEx
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
-PRODUCT_OF_Q = ScoreCalibration(1.0, 1.0, 1.0)  # leaves log q as it is
+PRODUCT_OF_Q = PickModel(has_shares=True)  # leaves log q as it is
+PRODUCT_OF_Q.restore(1.0, 1.0, 1.0, 1.0, 1.0)
 _CHILDREN = 2  # children per expanded node that a forward may always add
 
 
@@ -108,24 +109,26 @@ class ModelDrafter(Drafter):
         held = self._expander.score(jobs)
         if takes_several and (known := self._multi_step.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
-        rows, offers = [], _rows(held.best)
-        if not offers.is_complete:  # the model did not find every row's best tokens itself
-            rows = rows_of(jobs)
-            offers = self._offers(held, rows)
+        offers = _rows(held.best)
+        if offers.is_complete:  # the model found every row's best tokens itself
+            return self._add(jobs, offers)
+        rows = rows_of(jobs)
+        offers = self._offers(held, rows)
+        if not any(job.state.is_drawn for job in jobs):
+            return self._add(jobs, offers)
         added, first = [], 0
-        for state, tree, frontier in jobs:
-            mine = slice(first, first + len(frontier))
+        for job in jobs:
+            mine = slice(first, first + len(job.frontier))
             first = mine.stop
-            if state.is_drawn:
-                added.append(draw_layer(tree, frontier, held.part(mine), rows[mine], self._draws))
+            if job.state.is_drawn:
+                added.append(draw_layer(job.tree, job.frontier, held.part(mine), rows[mine], self._draws))
             else:
-                added.append(self._add(state, tree, frontier, offers[mine]))
+                added += self._add([job], offers[mine])
         return added
 
     def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[TopK]]) -> list[int]:
         """Add picked children below each job's frontier; return the number of nodes added to each tree."""
-        pairs = zip(jobs, offers, strict=True)
-        return [self._add(state, tree, frontier, TopKRows(mine)) for (state, tree, frontier), mine in pairs]
+        return self._add(jobs, TopKRows([row for mine in offers for row in mine]))
 
     def _offers(self, held: SparseLogits, rows: Sequence[Row]) -> TopKRows:
         """Return the proposals below each row's node; none for rules that draw children."""
@@ -143,7 +146,7 @@ class ModelDrafter(Drafter):
 
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not state.is_drawn:
-            self._pick_models.learn(state.request, state.offers, seen)
+            state.pick_model.learn_written(state.offers, seen.node_ids, seen.tokens)
         if self._multi_step.takes_several:
             self._expander.follow(state, seen, self._multi_step.follow(state, seen))
             state.multi_step.settle(state.slots, state.session.pending)
@@ -159,24 +162,23 @@ class ModelDrafter(Drafter):
         state.multi_step = MultiStepCache()
         self._expander.pause(state)
 
-    def _add(
-        self,
-        state: ModelState,
-        tree: TokenTree,
-        frontier: Sequence[int],
-        offers: TopKRows,
-    ) -> int:
-        """Add the best children below the frontier: the best `width` of them all are primary (CARD's cache C), the
+    def _add(self, jobs: Sequence[ExpansionJob], offers: TopKRows) -> list[int]:
+        """Add the best children below each frontier: the best `width` of them all are primary (CARD's cache C), the
         others secondary (B). The best child of each node is added whatever its probability, so that the node does not
-        look unexpanded."""
-        directives, width = state.directives, self._options.width
-        if directives.width:
-            width = min(directives.width, width)
-        state.offers.record(tree, frontier, offers)
-        room = self._options.tree_nodes - len(tree)
-        most = min(room, max(_CHILDREN * width, int(room * directives.share)))
-        calibration = PRODUCT_OF_Q if directives.in_layers else state.pick_model.trust
-        added: int = tree.attach_offers(frontier, offers, *calibration, width, most)
+        look unexpanded. Return the number of nodes added to each tree."""
+        widths, most, picks = [], [], []
+        for state, tree, _ in jobs:
+            directives, width = state.directives, self._options.width
+            if directives.width:
+                width = min(directives.width, width)
+            room = self._options.tree_nodes - len(tree)
+            widths.append(width)
+            most.append(min(room, max(_CHILDREN * width, int(room * directives.share))))
+            picks.append(PRODUCT_OF_Q if directives.in_layers else state.pick_model)
+        states, trees, frontiers = zip(*jobs, strict=True)
+        added: list[int] = attach_offers(
+            trees, frontiers, offers, [state.offers for state in states], picks, widths, most
+        )
         return added
 
 

@@ -142,7 +142,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
             tree.scores[child] = max(tree.scores[child], agreed)
             node = child
         state.end = tree.ids[node]
-        state.frontier.reset()  # scores have changed
+        state.slots.reset()  # scores have changed
         return state.end != began
 
     def _reuse(self, state: OuroborosState, seen: Observation) -> None:

@@ -32,9 +32,12 @@ class DraftRunner:
         worker: DraftWorker | None,
         costs: CostModel,
         clock: Callable[[], float],
+        vocab_size: int,
     ) -> None:
-        """`drafters` by the names that requests choose them by; the first is the default."""
+        """`drafters` by the names that requests choose them by; the first is the default. A drafter that proposes a
+        token outside the target's vocabulary has failed."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
+        self._vocab_size = vocab_size
         self._names = tuple(drafters)  # including those that were given up
         self._warned: set[tuple[str | None, bool]] = set()
         self._step_seconds = 0.0  # of one of several steps that a drafter has taken at once
@@ -80,7 +83,7 @@ class DraftRunner:
         """Start drafting for a sequence."""
         context = sequence.context
         if worker := self._worker_of(sequence):
-            context.candidates = CandidateCache(context.last_token)
+            context.candidates = CandidateCache(context.last_token, self._vocab_size)
             context.sources = (WORKER,)
             context.correct = partial(worker.correct, sequence.key)
             context.set_directives = partial(worker.set_directives, sequence.key)
@@ -235,7 +238,7 @@ class DraftRunner:
             if lends:
                 sequence.lend_session()
             tree = action.tree
-            tree.current_source, tree.width = source_name, action.width
+            tree.current_source, tree.width, tree.vocab_size = source_name, action.width, self._vocab_size
             states.append(state)
             trees.append(tree)
         if drafter is None:

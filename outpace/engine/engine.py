@@ -100,7 +100,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.options = options or EngineOptions()
         self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
-        self.drafting = DraftRunner(named, worker, self.costs, clock)
+        self.drafting = DraftRunner(named, worker, self.costs, clock, target.vocab_size)
         self.needs = reduce(Needs.joined, (drafter.capabilities.needs for drafter in named.values()), needs)
         check_needs(self.target, self.needs)
         self._runner = TargetRunner(self.target, self.needs.layers)
