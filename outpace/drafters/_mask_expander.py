@@ -18,10 +18,9 @@ class MaskExpander(TreeExpander):
         super().__init__(model, block, tree_nodes, window=model.draft_window)
         self._mask, self._block = mask, block
 
-    def _frontier(self, state: Any, tree: TokenTree) -> list[int]:
-        """Return the root, once in a round."""
-        is_done = tree.ids[0] in state.slots or len(tree) >= self._tree_nodes or state.room < 0
-        return [] if is_done else [0]
+    def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
+        """Return the root of each tree, once in a round."""
+        return [[] if tree.ids[0] in state.slots or state.room < 0 else [0] for state, tree in open_trees]
 
     def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
         """Run one forward and return `block` rows for each job, those of its root and masks."""

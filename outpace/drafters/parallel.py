@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
-from outpace_kernels import OfferMap, TopKRows
+from outpace_kernels import OfferMap, TopKRows, attach_offers
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
@@ -75,7 +75,7 @@ class ParallelDrafter(Drafter):
 
     def observe(self, state: ParallelState, seen: Observation) -> None:
         if not is_drawn(state.request):
-            self._pick_models.learn(state.request, state.offers, seen)
+            self._pick_models.of(state.request).learn_written(state.offers, seen.node_ids, seen.tokens)
         self._expander.follow(state, seen)
         state.offers.keep(state.slots)
 
@@ -106,10 +106,9 @@ class ParallelDrafter(Drafter):
                 continue
             best = [top_k_rows(slot, [row], self._options.width + _SPARE)[0] for row in rows]
             offers = TopKRows(best)
-            state.offers.record(tree, frontier, offers)
-            trust = self._pick_models.of(state.request).trust
-            most = min(self._options.tree_nodes - len(tree), 2 * self._options.width)
-            tree.attach_offers(frontier, offers, *trust, self._options.width, most)
+            picks, most = self._pick_models.of(state.request), 2 * self._options.width
+            most = min(self._options.tree_nodes - len(tree), most)
+            attach_offers([tree], [frontier], offers, [state.offers], [picks], [self._options.width], [most])
         return len(tree) - before
 
 
