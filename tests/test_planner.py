@@ -364,8 +364,8 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
             tree = chain_of(COPIES, (0.95, 0.9))
             planner.looked_up(tree)
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
-        costs.record_round(4, 4, 4, 6.0, 0.0)
-    assert asked > 150 if is_asked else 4 < asked < 20, asked
+        costs.record_round(4, 3 + len(tree), 4, 6.0, 0.0)
+    assert asked > 150 if is_asked else 1 < asked < 20, asked
 
 
 def test_a_layer_that_few_requests_usually_grow_costs_each_of_them_more() -> None:
@@ -388,9 +388,26 @@ def test_a_batch_tries_its_draft_at_once() -> None:
     costs = costs_of((32, 7.8), samples=3, requests=32)
     planner = planner_of(costs, DRAFT, requests=32)
     planner._context.tokens_left = 128
+    while costs.is_paused(32):
+        costs.record_round(32, 32, 32, 7.8, 0.0)
     planner.begin()
     assert planner.next_width(tree_of(DRAFT), planner.models[0]) == 1
     assert planner.models[0].is_trial
+
+
+def test_rounds_of_several_requests_are_not_planned_while_nobody_drafts() -> None:
+    """At most four in a row; one drafted row ends the pause, and a single request always plans."""
+    costs = costs_of((1, 6.0), (2, 6.5))
+    paused = []
+    for _ in range(20):
+        paused.append(costs.is_paused(2))
+        costs.record_round(2, 2, 2, 6.5, 0.0)
+    assert paused == [False, True, False, True, True, *([False] + [True] * 4) * 3]
+    costs.record_round(2, 3, 3, 6.5, 0.0)
+    assert not costs.is_paused(2)
+    costs.record_round(2, 2, 2, 6.5, 0.0)
+    assert costs.is_paused(2)
+    assert not costs.is_paused(1)
 
 
 def steps_of_a_bad_model(requests: int, answers: int) -> int:

@@ -39,7 +39,7 @@ class RoundStats(NamedTuple):
     predicted: int = 0  # verified tokens that the caller predicted
     predicted_accepted: int = 0  # predicted tokens that were written
     relaxed: int = 0  # accepted tokens that the exact rule would have rejected
-    plan: RoundPlan | None = None  # None: the method does not plan its rounds
+    plan: RoundPlan | None = None  # None: the round was not planned
 
 
 @dataclass(frozen=True)

@@ -163,10 +163,15 @@ def default_drafter(method: str, of_draft: str | None) -> str:
 def _check_draft(drafter: str, draft: Loaded | None) -> None:
     """Raise UserError for a drafter that cannot run this draft: a head and a draft model are different things."""
     for part in drafter_modules(drafter) if draft else ():
-        needs = registry.describe("drafters", part).needs
-        if draft and needs == registry.DRAFT_MODEL and (part == "eagle") != (draft.drafter == "eagle"):
-            kind = "a trained head" if draft.drafter == "eagle" else "a draft model"
+        is_head = draft is not None and draft.drafter == "eagle"
+        if draft and (part == "eagle" if not is_head else part != "eagle" and _runs_draft(part)):
+            kind = "a trained head" if is_head else "a draft model"
             raise UserError(f"drafter {part} does not run {draft.name}, which is {kind}: use drafter {draft.drafter}")
+
+
+def _runs_draft(part: str) -> bool:
+    """Whether a drafter runs a draft model."""
+    return registry.describe("drafters", part).needs == registry.DRAFT_MODEL
 
 
 def check_prediction(drafter: str | None) -> None:

@@ -23,6 +23,7 @@ _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo wh
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _LAYERS = 8  # draft layers with estimates of their own
+_MAX_PAUSE = 4  # most rounds of several requests that decode plainly without being planned
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
@@ -43,6 +44,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self._rounds = LatencyCurve()
+        self._pause, self._planned_from = 0, 0  # see `is_paused`
         self.exploration = ExplorationBudget()
         self.last_round_seconds = 0.0  # duration of the last round with waits and drafting
         self.last_pass_seconds = 0.0  # without them
@@ -67,12 +69,23 @@ class CostModel:
     def record_round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the
         pass."""
+        was_planned = not self.is_paused(requests)
         self.last_round_seconds, self.last_pass_seconds = seconds, seconds - drafting
         self.exploration.advance(seconds - drafting)
         known = self._prices.get(requests)
         if self._rounds.learn(rows, seconds - drafting) or known is None or not known.is_known:
             self._prices.clear()
         self._rates[requests].learn(tokens, seconds)
+        if rows > requests:
+            self._pause = 0
+        elif was_planned:
+            self._pause = min(2 * self._pause or 1, _MAX_PAUSE)
+            self._planned_from = self.num_rounds + self._pause
+
+    def is_paused(self, requests: int) -> bool:
+        """Return whether the next round decodes plainly without being planned. Planning takes the host's time for each
+        request: where no request drafted in the last rounds, up to four are not planned."""
+        return requests > 1 and self.num_rounds < self._planned_from
 
     def prices(self, requests: int) -> Prices:
         """Return the prices of the next round of this many requests: the same for each, recomputed after changes."""

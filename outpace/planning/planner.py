@@ -70,15 +70,19 @@ class Planner:
         """Begin a round: read the prices and choose the lookup sources. The round decodes plainly until a plain round
         has been timed."""
         requests = self._context.requests
+        self.uses_drafts, self.plan = False, None
+        for source in self.lookups:
+            source.is_asked = False
+        if self._costs.is_paused(requests):
+            self._rounds, self.is_plain = self._rounds + 1, True
+            return
         prices = self._costs.prices(requests)
         self.price = _PRICE_MARGIN * prices.tokens_per_second
         is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not prices.is_known
         self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests)
-        self._rounds, self.uses_drafts = self._rounds + 1, False
+        self._rounds += 1
         for model in self.models:
             model.layers, model.first, model.doubtful, model.is_trial = 0, 0, -1, False
-        for source in self.lookups:
-            source.is_asked = False
         self._chances = []
         self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
@@ -227,6 +231,8 @@ class Planner:
     def chosen(self, tree: TokenTree) -> list[int]:
         """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
         and then it returns fewer than pay, to time a pass over so few rows."""
+        if self.is_plain and self._costs.is_paused(self._context.requests):
+            return [0]
         chances = self._acceptance.of(tree)
         best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
         order = [] if self.is_plain else best[: self._context.budget - 1]
