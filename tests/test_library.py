@@ -162,7 +162,7 @@ def test_a_wrong_option_is_named(tiny_folder: str, options: dict, says: str) -> 
 )
 def test_all_of_a_long_draft_is_verified(tiny_folder: str, method: str, length: int, nodes: int) -> None:
     """By default the limit on nodes is as high as the draft length needs."""
-    options: dict[str, Any] = {"draft_length": length, "width": 1, "floor": 0, "draft_dtype": "float32"}
+    options: dict[str, Any] = {"draft_length": length, "width": 1, "floor": 0, "draft_dtype": "int8"}
     options |= {} if method == "speculative" else {"worker": "inline"}
     with outpace.load(tiny_folder, "layers:0,1", method=method, **options) as llm:
         assert llm.engine.options.nodes == nodes
