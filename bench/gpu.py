@@ -111,19 +111,19 @@ class Bench:
         start = time.monotonic()
         try:
             for row in rows() if self.has_time else ():
-                self.found(name, row)
+                self.add_row(name, row)
                 if not self.has_time:
-                    self.found(name, {"note": "the time limit was reached"})
+                    self.add_row(name, {"note": "the time limit was reached"})
                     break
         except Exception as error:  # the other parts still run
-            self.found(name, {"error": f"{type(error).__name__}: {error}", "passed": False})
+            self.add_row(name, {"error": f"{type(error).__name__}: {error}", "passed": False})
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
         show(name, found, time.monotonic() - start)
 
-    def found(self, part: str, row: Row) -> None:
-        """Append a row to the part's and to the file."""
+    def add_row(self, part: str, row: Row) -> None:
+        """Append a row to those of the part and to the file."""
         self.rows[part].append(row)
         with self.args.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"part": part, **row}) + "\n")
@@ -213,7 +213,7 @@ class Models(NamedTuple):
     cpu_draft: Any
 
     def llm(self, name: str, options: dict[str, Any], **more: Any) -> LLM:
-        """Return an LLM with a method's options. On a CPU no pass can be polled: a thread replaces it."""
+        """Return an LLM with a method's options. On a CPU no pass can be polled, so a thread replaces that worker."""
         if options.get("worker") == "polled" and str(self.target.model.device) == "cpu":
             options = options | {"worker": "thread"}
         return LLM(self.target, self.cpu_draft if name in CPU_DRAFTS else self.draft, **options, **more)

@@ -2,8 +2,8 @@
 
     python bench/head_steps.py --dtype int4 --nodes 1 4 8
 
-Prints one line a shape: bytes of weights that a step reads, and the median time of a step by the nodes that it expands
-after 512 tokens. Random weights cost as much as trained ones.
+Prints a line of JSON per shape: gigabytes of weights that a step reads, and its median milliseconds by the number of
+nodes that it expands, after 512 tokens. Random weights cost as much as trained ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outpace.models.heads.native import NativeEagle
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import NativeOptions
 
-SHAPES = {  # width, MLP, heads, heads of keys
+SHAPES = {  # hidden size, MLP size, heads, KV heads
     "Qwen3-4B": (2560, 9728, 32, 8),
     "Qwen3-8B": (4096, 12288, 32, 8),
     "Llama-3.1-8B": (4096, 14336, 32, 8),
@@ -35,9 +35,9 @@ ROWS, CONTEXT, STEPS = 32000, 512, 15
 
 
 def random_files(config: LlamaConfig, seed: int = 0) -> HeadFiles:
-    """Make the tensors of a head with random weights, each when it is read."""
-    hidden, middle, depth = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * depth, config.num_kv_heads * depth
+    """Return a head with random weights; each tensor is made when it is read."""
+    hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * hidden),
@@ -45,9 +45,9 @@ def random_files(config: LlamaConfig, seed: int = 0) -> HeadFiles:
         attention + "k_proj.weight": (keys, 2 * hidden),
         attention + "v_proj.weight": (keys, 2 * hidden),
         attention + "o_proj.weight": (hidden, queries),
-        mlp + "gate_proj.weight": (middle, hidden),
-        mlp + "up_proj.weight": (middle, hidden),
-        mlp + "down_proj.weight": (hidden, middle),
+        mlp + "gate_proj.weight": (intermediate, hidden),
+        mlp + "up_proj.weight": (intermediate, hidden),
+        mlp + "down_proj.weight": (hidden, intermediate),
         "lm_head.weight": (ROWS, hidden),
         "embed_tokens.weight": (ROWS, hidden),
         **{f"layers.0.{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm")},
@@ -68,7 +68,7 @@ def random_files(config: LlamaConfig, seed: int = 0) -> HeadFiles:
 
 
 def step_seconds(model: NativeEagle, nodes: int) -> float:
-    """Return the median time of a step that expands the root and `nodes` - 1 children of the step before."""
+    """Return the median seconds of a draft step that expands `nodes` nodes below the root."""
     session, random = model.open(CONTEXT + 4, 64), np.random.default_rng(1)
     width, taps = model.config.hidden_size, len(model.head.taps)
     text = random.integers(0, ROWS, CONTEXT).tolist()
@@ -91,19 +91,32 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("int4", "int8"), default="int4")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
-    asked = parser.parse_args()
-    for name in asked.shapes:
-        hidden, middle, heads, keys = SHAPES[name]
+    args = parser.parse_args()
+    for name in args.shapes:
+        hidden, intermediate, heads, kv_heads = SHAPES[name]
         layer = LlamaConfig(
-            ROWS, hidden, middle, 1, heads, keys, 128, 1e-6, 1e6, 4096, False, False, False, takes_features=True
+            ROWS,
+            hidden,
+            intermediate,
+            1,
+            heads,
+            kv_heads,
+            128,
+            1e-6,
+            1e6,
+            4096,
+            False,
+            False,
+            False,
+            takes_features=True,
         )
         head = HeadConfig("EAGLE-3", layer, (2, 18, 33), ROWS, hidden)
-        options = NativeOptions(num_cores(), "float16", weights=asked.dtype)
+        options = NativeOptions(num_cores(), "float16", weights=args.dtype)
         model = NativeEagle.from_files(random_files(layer), head, None, options)
-        seconds = {nodes: round(step_seconds(model, nodes) * 1000, 2) for nodes in asked.nodes}
+        seconds = {nodes: round(step_seconds(model, nodes) * 1000, 2) for nodes in args.nodes}
         gigabytes = round(model.weight_bytes / 1e9, 3)
         print(
-            json.dumps({"head": name, "dtype": asked.dtype, "gigabytes": gigabytes, "milliseconds": seconds}),
+            json.dumps({"head": name, "dtype": args.dtype, "gigabytes": gigabytes, "milliseconds": seconds}),
             flush=True,
         )
 

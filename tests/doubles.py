@@ -113,7 +113,7 @@ class ToyHead(EagleModel, QuickToy):
     def fuse(self, hidden: Tensor) -> Tensor:
         return hidden[0]
 
-    def score_shown(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:  # type: ignore[override]
+    def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:  # type: ignore[override]
         found = self._score_hidden([part._replace(inputs=None) for part in forest], layers)
         hidden = torch.empty(1, 0) if found.hidden is None else found.hidden
         return SparseLogits(found.logits, None, self.vocab_size), hidden

@@ -1,4 +1,4 @@
-"""Mistakes in drafting with a trained head. No text shows them: a head that is always right must lose drafts."""
+"""Mistakes in drafting with a trained head. The text stays the same, but a head that is always right is rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH, TOKENS = 3, 24
 
 @cache
 def pair() -> tuple[Any, Loaded, Loaded]:
-    """The folder, which lives as long, the target, and a head that drafts exactly what the target writes."""
+    """Return the temporary folder, the target, and a head that drafts exactly what the target writes."""
     folder = tempfile.TemporaryDirectory()
     target, head = exact_pair(Path(folder.name))
     loaded = load_model(target, dtype="int8")
@@ -32,7 +32,7 @@ def pair() -> tuple[Any, Loaded, Loaded]:
 
 
 def find_in_heads() -> str | None:
-    """Return the first fault: a draft that is not accepted, in a first answer or in one that begins like it."""
+    """Return a fault if drafts are rejected, in an answer or in one whose prompt begins like the first."""
     _, target, head = pair()
     prompt = target.tokenizer.encode("one two three four " * 5)
     options = {"method": "speculative", "drafter": "eagle", "draft_length": LENGTH, "width": 1, "profile": False}

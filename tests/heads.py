@@ -55,7 +55,7 @@ def head_config(**changes: Any) -> dict[str, Any]:
 
 
 def head_tensors(config: Mapping[str, Any], seed: int = 0, taps: int = 3) -> dict[str, np.ndarray]:
-    """Random float32 weights by the names of public heads; the draft vocabulary is random too."""
+    """Return random float32 weights, named as in public heads; the draft vocabulary is random too."""
     random, width, middle = np.random.default_rng(seed), config["hidden_size"], config["intermediate_size"]
     depth, rows = config["head_dim"], config["draft_vocab_size"]
     queries, keys = config["num_attention_heads"] * depth, config["num_key_value_heads"] * depth
@@ -223,7 +223,7 @@ def gguf_name(name: str) -> str:
 
 
 class Reference:
-    """The forward of one slot after another, float64. `mistakes` are those that change no text, only the drafts."""
+    """The forward, slot by slot in float64. `mistake`: one of MISTAKES, which change the drafts and not the text."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], mistake: str = "") -> None:
         self.config, self.mistake = config, mistake

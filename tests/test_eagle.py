@@ -176,11 +176,13 @@ def test_what_cannot_run_a_head_says_so(exact: Loaded, target: Loaded, folder: P
             open_llm(exact, folder / "good", **options)
     with pytest.raises(UserError, match=r"drafter eagle does not run .*, which is a draft model: use drafter model"):
         LLM(exact, load_draft(folder / "target", exact), drafter="eagle", profile=False)
-    with pytest.raises(UserError, match="drafter eagle needs an EAGLE-3 head of the target"):
+    with pytest.raises(UserError, match="drafter eagle needs an EAGLE-3 head for the target"):
         LLM(exact, drafter="eagle", method="speculative", profile=False)
     with pytest.raises(UserError, match=r"is a trained head \(EAGLE-3\), which drafts for another model"):
         load_model(folder / "good")
-    with pytest.raises(UserError, match="is for drafter eagle, only drafter model chooses among drafts: name it alone"):
+    with pytest.raises(
+        UserError, match="needs drafter eagle, but only drafter model chooses among drafts: name it alone"
+    ):
         LLM(exact, [str(folder / "good"), str(folder / "target")], profile=False)
 
 

@@ -167,21 +167,25 @@ CASES = [  # changes of the config, tensors to change, and what the sentence say
     (
         {"eagle_aux_hidden_state_layer_ids": [2, 4]},
         {},
-        r"fc.weight takes 192 values, which are not 2 hidden states of 64",
+        r"fc.weight has 192 inputs, which are not 2 hidden states of width 64",
     ),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, r"\[2, 4, 9\], it must be a list of layers from 0 to 8"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, {}, r"\[1, 3, 8\], .* layers from -1 to 7"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
-    ({"target_hidden_size": 128}, {}, "fc.weight takes 192 values"),
-    ({"vocab_size": 4096}, {"embed_tokens.weight": None}, "a head for 4096 tokens, and the target has 272 in 272 rows"),
+    ({"target_hidden_size": 128}, {}, "fc.weight has 192 inputs"),
+    (
+        {"vocab_size": 4096},
+        {"embed_tokens.weight": None},
+        "a head for 4096 tokens, and the target has 272 tokens in 272 rows",
+    ),
     ({"num_hidden_layers": 2}, {}, "num_hidden_layers is 2"),
     ({"model_type": "qwen3"}, {}, "holds no tensor 'layers.0.self_attn.q_norm.weight'"),
     ({}, {"midlayer.hidden_norm.weight": None}, "holds no tensor 'layers.0.hidden_norm.weight'"),
     ({}, {"midlayer.extra.weight": np.zeros(3, np.float32)}, "'layers.0.extra.weight', which its config.json does not"),
     ({}, {"lm_head.weight": np.zeros((ROWS, 32), np.float32)}, r"has shape \[128, 32\], expected \[128, 64\]"),
     ({}, {"d2t": np.full(ROWS, 200)}, "maps row 72 to token 272, outside of the vocabulary of 272 tokens"),
-    ({}, {"d2t": -np.arange(ROWS)}, "maps 128 rows to token 0, one is allowed"),
-    ({}, {"t2d": np.ones(VOCAB, bool)}, "t2d names 272 tokens, and the output layer has 128 rows"),
+    ({}, {"d2t": -np.arange(ROWS)}, "maps 128 rows to token 0, a token may have one"),
+    ({}, {"t2d": np.ones(VOCAB, bool)}, "t2d marks 272 tokens, and the output layer has 128 rows"),
     ({"rope_theta": "x"}, {}, "rope_theta is 'x'"),
 ]
 
@@ -216,10 +220,10 @@ def test_a_torn_file_and_a_pickle_of_more_than_tensors_are_refused(targets: dict
         load(targets, torn)
     pickled = write_head(tmp_path / "pickled", "pickled")
     (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(Path("more than a tensor")))
-    with pytest.raises(UserError, match=r"pytorch_model.bin is damaged or holds more than tensors, nothing"):
+    with pytest.raises(UserError, match=r"pytorch_model.bin is damaged or holds other objects than tensors"):
         load(targets, pickled)
     torch.save({"fc.weight": "text"}, pickled / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin holds more than tensors by name"):
+    with pytest.raises(UserError, match=r"pytorch_model.bin is not a state dict"):
         load(targets, pickled)
 
 

@@ -395,7 +395,7 @@ def test_a_batch_tries_its_draft_at_once() -> None:
     assert planner.models[0].is_trial
 
 
-def test_rounds_of_several_requests_are_not_planned_while_nobody_drafts() -> None:
+def test_rounds_of_several_requests_are_not_planned_while_none_drafts() -> None:
     """At most four in a row; one drafted row ends the pause, and a single request always plans."""
     costs = costs_of((1, 6.0), (2, 6.5))
     paused = []

@@ -76,7 +76,7 @@ def _load_several(
     ]
     if other := next((one for one in (draft, *loaded) if one.drafter != "model"), None):
         raise UserError(
-            f"{other.name} is for drafter {other.drafter}, only drafter model chooses among drafts: name it alone"
+            f"{other.name} needs drafter {other.drafter}, but only drafter model chooses among drafts: name it alone"
         )
     return target, replace(draft, others=tuple(loaded))
 

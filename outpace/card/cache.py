@@ -68,7 +68,7 @@ class CandidateCache:
     """
 
     def __init__(self, root_token: int, vocab_size: int = 2**31 - 1) -> None:
-        """`vocab_size` is the target's: a layer with other tokens is refused."""
+        """`vocab_size`: the target's; `insert` refuses tokens outside of it."""
         self._tree = TokenTree(root_token)
         self._tree.vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class CandidateCache:
 
     def insert(self, layer: CandidateLayer) -> int:
         """Insert the nodes of a layer whose parents are still there; return how many. Called by the drafter's side.
-        ValueError for a token outside the vocabulary."""
+        Raise ValueError for a token outside the vocabulary."""
         with self._lock:
             if not layer.nodes and layer.root_id == self._tree.ids[0]:
                 self._give_up()

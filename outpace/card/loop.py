@@ -83,8 +83,8 @@ class DraftedRequest:
 class StepTimes:
     """Fits a line to the seconds of draft steps by the nodes that they expand; older steps count less.
 
-    `line`: fixed seconds of a step, and seconds per expanded node; 0 where nothing is known. `trial_width`: a width to
-    try, to learn what a node costs, if recent steps had nearly equal widths; else 0.
+    `line`: fixed seconds of a step, and seconds per expanded node; 0 while nothing is known. `trial_width`: if recent
+    steps had nearly equal widths, another width to try, so that the cost of a node can be fitted; else 0.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,9 @@ class DraftLoop:
         requests = [drafted for _, drafted in chosen]
         rows = [self._choose_width(drafted) for drafted in requests]
         reads_text = [drafted for drafted in requests if drafted.reads_text]
-        self._rows = sum(rows) if not reads_text and self._width > 1 else 0  # reading text takes part of the time
+        self._rows = (
+            sum(rows) if not reads_text and self._width > 1 else 0
+        )  # 0: not recorded, because reading text takes part of the time
         self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
         for drafted in requests:
             has_grown = len(drafted.tree) > drafted.published

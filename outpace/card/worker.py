@@ -144,7 +144,7 @@ class SameThreadWorker(DraftWorker):
         self._guarded(super()._publish, layers)
 
     def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
-        """Call a function; if it raises, the drafter has failed: return None."""
+        """Call a function; if it raises, record the failure of the drafter and return None."""
         try:
             return call(*arguments)
         except BaseException as failure:

@@ -51,12 +51,12 @@ def doctor(
         "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are made"
         " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
     ),
-    draft: str | None = flag(None, "Examine this trained head: answer a dozen prompts, and say what may be wrong."),
+    draft: str | None = flag(None, "Examine a trained head: answer a dozen prompts and report what may be wrong."),
     target: str | None = flag(None, "The head's target; the default is the one that the head names."),
 ) -> None:
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
     if draft is None and target is not None:
-        raise UserError("--target is for the target of a head, name the head with --draft")
+        raise UserError("--target names the target of a head: name the head with --draft")
     if draft is not None:
         found = head_report.examine(target, draft, quiet=as_json)
     else:

@@ -1,5 +1,5 @@
-"""`outpace doctor --draft HEAD`: what a trained head reads of its target, how many of its tokens are accepted, and what
-is probably wrong where few are."""
+"""Implements `outpace doctor --draft HEAD`: what a trained head reads from its target, how many of its tokens are
+accepted, and the likely reason if few are."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PROMPTS = (
     "How do I make pancakes?",
     "Give me three names for a small bakery, with a reason for each.",
 )
-MAX_TOKENS, LENGTH = 64, 4  # of an answer, and of a drafted chain
+MAX_TOKENS, LENGTH = 64, 4  # of an answer; of a drafted chain
 POOR = 1.3  # mean accepted length below which something is probably wrong
-MODERATE = ("int4", "int8", "file")  # precisions of a target whose hidden states differ from those of the training
+QUANTISED = ("int4", "int8", "file")  # precisions whose hidden states differ from those in training
 
 
 def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
-    """Load both, answer the prompts with chains of LENGTH tokens, and return what was found."""
+    """Load target and head, answer the prompts with drafts of LENGTH tokens, and return what was found."""
     from outpace.api.llm import load
 
     options: dict[str, Any] = {
@@ -44,7 +44,7 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
         llm = load(target, draft, progress=bar, **options)
     with llm:
         if llm.draft is None:
-            raise UserError(f"{draft} is no head: doctor takes a trained head with --draft")
+            raise UserError(f"{draft} is not a trained head, which doctor expects with --draft")
         answers = []
         for prompt in PROMPTS:
             process.check()
@@ -78,26 +78,26 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
 
 
 def advise(found: dict[str, Any]) -> str:
-    """Return one sentence about the measured length: the likeliest reason where it is poor."""
+    """Return a sentence on the mean accepted length, with the likeliest reason if it is poor."""
     length = found["mean_accepted_length"]
     if length >= POOR:
-        return f"{length:.2f} tokens per target pass by chains of {LENGTH}: the head fits the target"
+        return f"{length:.2f} tokens per target pass with a draft length of {LENGTH}: the head fits the target"
     trained = found["trained_for"]
     if trained and Path(trained).name.lower() not in str(found["target"]).lower():
         return f"the head was trained for {trained}, and the target is {found['target']}"
     if not found["chat_template"]:
-        return "the target has no chat template, and heads are mostly trained on answers in a chat"
-    if found["target_precision"] in MODERATE:
+        return "the target has no chat template, but heads are mostly trained on chats"
+    if found["target_precision"] in QUANTISED:
         precision = found["target_precision"]
-        return f"the target's weights are {precision}, and heads are trained on 16 bits: try --dtype bfloat16 once"
+        return f"the target's weights are {precision}, but heads are trained with 16-bit weights: try --dtype bfloat16"
     return (
-        f"the head was probably trained with other hidden states than those after layers {found['taps']}, with another"
-        " norm, or for another model of this shape: compare its config.json with its model card"
+        f"the head was probably trained on other hidden states than those after layers {found['taps']}, with other"
+        " norms, or for another model of this shape: compare its config.json with its model card"
     )
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of the table."""
+    """Return the name and the value of each row of the table."""
     trained = f", trained for {found['trained_for']}" if found["trained_for"] else ""
     step, target = 1000 * found["draft_step_seconds"], 1000 * found["target_pass_seconds"]
     acceptance = ", ".join(f"{rate:.2f}" for rate in found["acceptance"]) or "nothing was drafted"
@@ -105,7 +105,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("head", f"{found['head']}: {found['kind']}{trained}, {found['head_precision']}"),
         ("target", f"{found['target']}, {found['target_precision']}"),
         ("hidden states", f"after layers {', '.join(map(str, found['taps']))} of {found['layers']}"),
-        ("norms", ", ".join(found["norms"]) or "those of every EAGLE-3 head"),
+        ("norms", ", ".join(found["norms"]) or "the usual ones of EAGLE-3"),
         ("vocabulary", f"{found['output_rows']} of {found['vocabulary']} tokens can be proposed"),
         ("chat template", "the target's" if found["chat_template"] else "none"),
         ("times", f"a draft step {step:.2f} ms, a target pass {target:.2f} ms"),

@@ -53,8 +53,8 @@ class Method:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all methods of one kind, sorted. Those of other packages that do not load are left out, with
-    a warning."""
+    """Return the names of all methods of one kind, sorted. Methods of other packages that cannot be loaded are left
+    out, with a warning."""
     package = importlib.import_module(f"outpace.{kind}")
     others = {point.name for point in _registered(kind) if _fault(kind, point.name, point.module) is None}
     return sorted(_files(tuple(package.__path__)) | others)
@@ -101,7 +101,7 @@ def _module(kind: str, name: str) -> ModuleType:
 
 @lru_cache
 def _fault(kind: str, name: str, module: str) -> str | None:
-    """Import a method of another package; return, and warn of, what is wrong with it."""
+    """Import a method of another package; if that fails, warn and return the reason."""
     try:
         found = importlib.import_module(module)
         if kind == "drafters" and not is_dataclass(getattr(found, "Options", None)):

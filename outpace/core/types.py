@@ -233,8 +233,8 @@ class Source(NamedTuple):
     `name` is a drafter's file name. `runs_model`: its proposals cost a forward of a model; others cost next to nothing.
     `is_calibrated`: its scores are already calibrated on what was accepted in this request. `width`: the most nodes of
     a request that its model expands in one forward. `weight_bytes`: bytes of weights that one step reads. `reads`: most
-    trailing tokens of the text that it reads before its first step. None: unknown, and all. `by_length`: its acceptance
-    may change with the length of the text, as that of heads that were trained on short texts.
+    trailing tokens of the text that it reads before its first step. None: unknown, and all. `by_length`:
+    whether its acceptance depends on the length of the text, as for heads that were trained on short texts.
     """
 
     name: str
@@ -408,7 +408,7 @@ class DraftState:
 
     @property
     def held_prefix(self) -> int:
-        """Number of the text's first positions whose target output another request can copy; see `copy_prefix`."""
+        """Number of positions, from the beginning of the text, that `copy_prefix` can copy from this state."""
         return 0
 
 
@@ -452,10 +452,10 @@ class Drafter:
         state.tokens += seen.tokens
 
     def copy_prefix(self, state: Any, other: Any, length: int) -> None:
-        """Copy what `other`, the state of a text with the same first `length` + 1 tokens, holds of `length` positions.
+        """Copy the first `length` positions of `other`, the state of a text with the same first `length` + 1 tokens.
 
-        Called right after `open`, for drafters with `needs.prompt`: the target's output for these positions is not
-        given again, because the prefix cache has their keys and values.
+        Called right after `open`, for drafters with `needs.prompt`: the target's keys and values of these positions
+        come from the prefix cache, so the target's output for them is not observed again.
         """
 
     def pause(self, state: Any) -> None:

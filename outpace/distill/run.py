@@ -47,7 +47,7 @@ def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | No
     target = None if options.stage == "judge" else resolve(options.target)
     check(options, target)
     if target is not None and options.stage == START:
-        with stage_lock(options.out / TRAINING, "training a draft"):  # which writes one too
+        with stage_lock(options.out / TRAINING, "training a draft"):  # this stage writes a draft too
             start_stage(options, target)
     if target is not None and options.runs("text"):
         text_stage(options, target, progress)

@@ -37,7 +37,7 @@ class PickModel(kernels.PickModel):
 
     Coverage is the probability that it picks any of the proposals: a constant; or, if the values are shares (log q),
     one minus a fitted multiple of the probability that they leave to other tokens. `learn` and `log_chances` are native
-    (`kernels/src/tree.h`); the latter takes the values of all proposals, best first: log q, or log q + g.
+    (`kernels/src/tree.h`); they take the values of all proposals, best first: log q, or log q + g.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class PickModel(kernels.PickModel):
 
     @property
     def trust(self) -> ScoreCalibration:
-        """The present parameters, as a model needs them that ranks proposals itself."""
+        """The present parameters, for models that rank proposals themselves."""
         return ScoreCalibration(*self.fit)
 
 

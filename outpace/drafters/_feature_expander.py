@@ -1,4 +1,4 @@
-"""Expand token trees with a head whose slots read features: the target's hidden states, or the parent's output."""
+"""Expand token trees with a head whose slots read features: from the target's hidden states or the parent's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outpace.models.heads.eagle3 import FeatureSession
 
 @dataclass
 class EagleState(ExpansionState):
-    """`offers`: the proposals below a tree node, by id."""
+    """A request's state. `offers`: the proposals below a tree node, by node id."""
 
     session: FeatureSession
     offers: OfferMap = field(default_factory=OfferMap)
@@ -28,14 +28,14 @@ class EagleState(ExpansionState):
 
 
 class FeatureExpander(TreeExpander):
-    """Expands nodes whose parents were scored before: a slot reads its parent's output."""
+    """Expands only nodes whose parents were scored in an earlier forward, because a slot reads its parent's output."""
 
     def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
         found = super()._frontiers(open_trees)
         return [_ready(*pair, nodes) for pair, nodes in zip(open_trees, found, strict=True)]
 
     def follow(self, state: Any, seen: Observation, extra: Sequence[int] = ()) -> None:
-        """Commit the root's slot and drop all others, which have the head's own features."""
+        """Commit the root's slot and drop the others, whose features are the head's own outputs."""
         state.tokens += seen.tokens
         path, _ = state.slots.follow(seen.node_ids, seen.tree)
         state.slots.clear()
@@ -50,9 +50,9 @@ class FeatureExpander(TreeExpander):
             session.keep(range(count))
 
     def pause(self, state: Any) -> None:
-        """Drop the tree but its root, and keep the rest: hidden states of the text are not given a second time."""
+        """Drop the tree except its root. The text stays, because its hidden states are not given a second time."""
         state.slots.clear()
-        state.session.keep([0] if state.session.pending else ())  # the root is scored first
+        state.session.keep([0] if state.session.pending else ())  # 0: the root
 
 
 def _ready(state: EagleState, tree: TokenTree, nodes: list[int]) -> list[int]:

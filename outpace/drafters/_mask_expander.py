@@ -12,18 +12,18 @@ from outpace.models.base import Model
 
 
 class MaskExpander(TreeExpander):
-    """Scores the root of each tree and `block` - 1 masks behind it."""
+    """Scores the root of each tree and `block` - 1 mask tokens after it."""
 
     def __init__(self, model: Model, mask: int, block: int, tree_nodes: int) -> None:
         super().__init__(model, block, tree_nodes, window=model.draft_window)
         self._mask, self._block = mask, block
 
     def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
-        """Return the root of each tree, once in a round."""
+        """Return the root of each tree that was not expanded in this round."""
         return [[] if tree.ids[0] in state.slots or state.room < 0 else [0] for state, tree in open_trees]
 
     def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
-        """Run one forward and return `block` rows for each job, those of its root and masks."""
+        """Run one forward and return `block` rows of logits per job: of the root and of the masks after it."""
         self._catch_up([job.state for job in jobs])
         parts, roots = [], []
         for job in jobs:

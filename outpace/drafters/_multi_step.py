@@ -28,13 +28,12 @@ from outpace.core.noise import key_words, row_key
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Request, TopK
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._tree_expander import ExpansionJob
+from outpace.drafters._tree_expander import SPARE, ExpansionJob
 from outpace.models.base import Model
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 from outpace.rules.match import Match
 
-SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 _FADE = 0.9  # decay per round
 _FIRST = 4.0  # prior of the steps per round
 

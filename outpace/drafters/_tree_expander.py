@@ -13,11 +13,11 @@ from heapq import nlargest
 from typing import Any, NamedTuple
 
 import numpy as np
-from outpace_kernels import SlotMap, choose_frontiers
+from outpace_kernels import SlotMap, TopKRows, choose_frontiers
 
 from outpace.core.logits import SparseLogits, host_array, log_softmax, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
-from outpace.core.types import Capabilities, DraftState, Observation, Request, Row, SavedState
+from outpace.core.types import Capabilities, DraftState, Observation, Request, Row, SavedState, TopK
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import picks_best_scores
 
@@ -75,6 +75,7 @@ def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
 
 
 CHUNK = 256  # prompt tokens per forward
+SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 _MAX_WINDOWS = 3  # a session may grow to this many times the window
 
 
@@ -82,7 +83,8 @@ _MAX_WINDOWS = 3  # a session may grow to this many times the window
 class ExpansionState(DraftState):
     """A request's state: its session, and which tree nodes were expanded.
 
-    `slots`: the pending node of the session that holds a tree node, by node id, and the nodes that may be expanded.
+    `slots`: the pending node of the session that holds an expanded tree node, by node id; it also keeps the nodes that
+    may be expanded next.
     `start`: position in the text where the session begins.
 
     Between calls, either committed tokens are missing from the session and nothing is pending; or nothing but the root
@@ -148,7 +150,8 @@ class TreeExpander:
         self._floor = _log(floor)
 
     def capabilities(self, declared: Capabilities, learnt: SavedState, **others: Any) -> Capabilities:
-        """Return a drafter's capabilities: its class's (`declared`), `others`, and what this expander's model adds."""
+        """Return the capabilities of a drafter with this expander: those of its class (`declared`) with the values that
+        depend on the model, and with `others`."""
         source = declared.sources[0]._replace(
             width=self._width, weight_bytes=self.model.weight_bytes, reads=self.window or None
         )
@@ -249,9 +252,9 @@ class TreeExpander:
         state.session.keep(path, [*live, *extra])
 
     def _frontiers(self, open_trees: Sequence[tuple[ExpansionState, TokenTree]]) -> list[list[int]]:
-        """Return the unexpanded nodes of each tree worth a place in the next forward, parents first. A parent's score
-        is at least its child's, so a node is chosen after or together with its parent."""
-        slots, trees, counts, floors, rooms = [], [], [], [], []
+        """Choose the unexpanded nodes of each tree for the next forward, parents first. A parent's score is at least
+        its child's, so a node is chosen after or together with its parent."""
+        slots, trees, counts, floors, max_depths = [], [], [], [], []
         for state, tree in open_trees:
             directives = state.directives
             width = min(tree.width or directives.width or self._width, self._width)
@@ -262,8 +265,8 @@ class TreeExpander:
             trees.append(tree)
             counts.append(min(width, state.session.free) if self._on_base else width)
             floors.append(floor)
-            rooms.append(state.room)
-        found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, rooms)
+            max_depths.append(state.room)
+        found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
         for number, (state, tree) in enumerate(open_trees):
             directives = state.directives
             if directives.outcomes or directives.in_layers:
@@ -272,7 +275,7 @@ class TreeExpander:
                     nodes = outcome_frontier(tree, state.slots, directives.outcomes, counts[number])
                 else:
                     nodes = layer_frontier(tree, state.slots, counts[number])
-                found[number] = [node for node in nodes if tree.depth(node) <= rooms[number]]
+                found[number] = [node for node in nodes if tree.depth(node) <= max_depths[number]]
         return found
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
@@ -351,6 +354,11 @@ def rows_of(jobs: Sequence[ExpansionJob]) -> list[Row]:
         for node in frontier:
             rows.append(Row(state.request, state.tokens, tokens_below_root(tree, node)))
     return rows
+
+
+def as_top_k_rows(rows: Sequence[TopK]) -> TopKRows:
+    """Return the best tokens of rows in the kernels' type."""
+    return rows if isinstance(rows, TopKRows) else TopKRows(rows)
 
 
 def tokens_below_root(tree: TokenTree, node: int) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 EAGLE-3, arXiv:2503.01840; trees by the product of probabilities as in EAGLE-2, arXiv:2406.16858.
 
-The head's session holds slots with true features only: after a round the root's slot stays, and the accepted tokens are
-read again with the target's hidden states in the next forward. A text whose features are not all known, as after a
-prefix whose entry in the prefix cache has none, is decoded plainly.
+Between rounds the head's session holds only slots whose features come from the target: the root's slot stays, and the
+accepted tokens are read again, with the target's hidden states, in the next forward. If features of the text are
+missing, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outpace_kernels import TopKRows, attach_offers
+from outpace_kernels import attach_offers
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
@@ -22,11 +22,9 @@ from outpace.core.types import Capabilities, Drafter, Observation, Request, Sour
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._feature_expander import EagleState, FeatureExpander
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import CHUNK, ExpansionJob, rows_of
+from outpace.drafters._tree_expander import CHUNK, SPARE, ExpansionJob, as_top_k_rows, rows_of
 from outpace.models.heads.eagle3 import EagleModel
 from outpace.rules.base import top_k_rows
-
-_SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Options(MethodOptions):
     """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: maximum size of the tree;
     `floor`: nodes that the target reaches with a lower probability are not expanded; `draws`: children drawn below a
     node of depth 0, 1, ..., for rules that judge several drawn children; `head_window`: number of trailing tokens that
-    the head sees; 0: as many as the file says, mostly all. Heads trained on short texts propose little that is accepted
-    in long ones, unless they see the last tokens only."""
+    the head sees; 0: as the file says, usually all. Heads that were trained on short texts have a low acceptance rate
+    in long ones; a window may raise it."""
 
     width: int = whole(4, 1, 512)
     tree_nodes: int = whole(256, 2, 1 << 20)
@@ -52,7 +50,7 @@ class EagleDrafter(Drafter):
     """Keeps a session of the head for each request, one token behind the target's."""
 
     capabilities = Capabilities(
-        (Source("eagle", runs_model=True, reads=0, by_length=True),),  # the target's passes bring what it reads
+        (Source("eagle", runs_model=True, reads=0, by_length=True),),  # its inputs come with the target's passes
         Needs(prompt=True),  # each instance adds the layers
         q_at_leaves=True,
         cost="a forward of one layer and the head's output layer for each layer of the tree",
@@ -94,7 +92,7 @@ class EagleDrafter(Drafter):
         self._expander.pause(state)
 
     def close(self, state: EagleState) -> None:
-        """Read what is known of the text, for requests that begin like it."""
+        """Read the rest of the text as far as its features are known, for requests with this prefix."""
         self._expander.pause(state)
         self._expander.read_features(state, 0)
         state.session.trim()
@@ -108,8 +106,7 @@ class EagleDrafter(Drafter):
             if is_drawn(state.request):
                 added.append(draw_layer(tree, frontier, held.part(mine), rows[mine], self._draws))
                 continue
-            best = top_k_rows(held.part(mine), rows[mine], self._options.width + _SPARE)
-            offers = best if isinstance(best, TopKRows) else TopKRows(best)
+            offers = as_top_k_rows(top_k_rows(held.part(mine), rows[mine], self._options.width + SPARE))
             width = min(state.directives.width or self._options.width, self._options.width)
             picks, most = self._pick_models.of(state.request), min(self._options.tree_nodes - len(tree), 2 * width)
             added += attach_offers([tree], [frontier], offers, [state.offers], [picks], [width], [most])
@@ -120,7 +117,7 @@ def build(options: Options, *, given: BuildContext) -> EagleDrafter:
     """Build the drafter; UserError without a head."""
     if not isinstance(given.draft, EagleModel):
         raise UserError(
-            "drafter eagle needs an EAGLE-3 head of the target, name its folder with --draft (or draft=...)"
+            "drafter eagle needs an EAGLE-3 head for the target: name its folder with --draft (or draft=...)"
         )
     if options.head_window:
         given.draft.limit_window(options.head_window)

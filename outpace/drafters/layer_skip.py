@@ -24,7 +24,7 @@ from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
+from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Capability, Model, Part
 from outpace.rules.base import top_k_rows
 
@@ -215,7 +215,6 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
 
 
 _RATE_KEPT, _CONFIDENCE_KEPT = 0.5, 0.9  # per round, of the acceptance rate and of the threshold (beta 1 and beta 2)
-_SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 
 
 @dataclass(frozen=True)
@@ -335,7 +334,7 @@ class LayerSkipDrafter(Drafter):
     def _expand(self, jobs: Sequence[ExpansionJob]) -> list[bool]:
         """Run one forward; return whether each tree has grown or its draft is over."""
         grown = []
-        offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + _SPARE))
+        offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + SPARE))
         for state, tree, frontier in jobs:
             pick_model, surest, known = self._pick_models.of(state.request), -math.inf, len(tree)
             for node in frontier:

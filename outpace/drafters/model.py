@@ -24,13 +24,13 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._composite import DraftSelector
-from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander
+from outpace.drafters._multi_step import MultiStepCache, MultiStepExpander
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
+from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, TreeExpander, as_top_k_rows, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
-PRODUCT_OF_Q = PickModel(has_shares=True)  # leaves log q as it is
+PRODUCT_OF_Q = PickModel(has_shares=True)  # its parameters leave log q unchanged; it never learns
 PRODUCT_OF_Q.restore(1.0, 1.0, 1.0, 1.0, 1.0)
 _CHILDREN = 2  # children per expanded node that a forward may always add
 
@@ -58,8 +58,8 @@ class Options(MethodOptions):
 
 @dataclass
 class ModelState(ExpansionState):
-    """`offers`: the proposals below a tree node, by id. `pick_model`: the fitted model of the target's picks for
-    such requests."""
+    """A request's state. `offers`: the proposals below a tree node, by node id. `pick_model`: the fitted `PickModel` of
+    requests with the same kind of sampling."""
 
     offers: OfferMap = field(default_factory=OfferMap)
     multi_step: MultiStepCache = field(default_factory=MultiStepCache)
@@ -109,7 +109,7 @@ class ModelDrafter(Drafter):
         held = self._expander.score(jobs)
         if takes_several and (known := self._multi_step.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
-        offers = _rows(held.best)
+        offers = as_top_k_rows(held.best)
         if offers.is_complete:  # the model found every row's best tokens itself
             return self._add(jobs, offers)
         rows = rows_of(jobs)
@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
             if is_drawn(row.request):
                 break
         else:
-            return _rows(top_k_rows(held, rows, count))
+            return as_top_k_rows(top_k_rows(held, rows, count))
         offers: list[TopK] = [([], []) for _ in rows]
         for n, row in enumerate(rows):
             if not is_drawn(row.request):
@@ -180,10 +180,6 @@ class ModelDrafter(Drafter):
             trees, frontiers, offers, [state.offers for state in states], picks, widths, most
         )
         return added
-
-
-def _rows(offers: Sequence[TopK]) -> TopKRows:
-    return offers if isinstance(offers, TopKRows) else TopKRows(offers)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

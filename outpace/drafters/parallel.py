@@ -1,10 +1,10 @@
-"""A draft model trained for it drafts several tokens in one forward: mask tokens behind the text, one per token.
+"""A draft model trained with mask tokens drafts several tokens in one forward: a mask after the text for each.
 
 PARD, arXiv:2504.18583.
 
-The row of the root predicts the next token, that of the j-th mask the token j places later, each independently of the
-tokens between. So one forward gives the proposals of every layer, and a tree is grown from the products of their
-probabilities. Keys of masks are dropped; accepted tokens are read with the next forward.
+The row of the root predicts the next token, and that of the j-th mask the token j places later, without regard to the
+tokens in between. So one forward gives proposals for every layer, and the tree has the paths with the best products of
+probabilities. The masks' keys and values are dropped; accepted tokens are read in the next forward.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from outpace.core.types import Capabilities, Drafter, Observation, Request, Row,
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._mask_expander import MaskExpander
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, tokens_below_root
+from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, tokens_below_root
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
-
-_SPARE = 4  # extra proposals that are scored, so that their share of the probability is known
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`block`: tokens that a forward drafts, one behind the other; `width`: nodes of each layer that get children, and
+    """`block`: number of consecutive tokens that a forward drafts; `width`: nodes of each layer that get children, and
     children of each; `tree_nodes`: maximum size of the tree; `draws`: children drawn below a node of depth 0, 1, ...,
     for rules that judge several drawn children."""
 
@@ -49,7 +47,7 @@ class Options(MethodOptions):
 
 @dataclass
 class ParallelState(ExpansionState):
-    """`offers`: the proposals below a tree node, by id."""
+    """A request's state. `offers`: the proposals below a tree node, by node id."""
 
     offers: OfferMap = field(default_factory=OfferMap)
 
@@ -89,7 +87,7 @@ class ParallelDrafter(Drafter):
             added.append(self._add(job.state, job.tree, held.part(slice(number * block, (number + 1) * block))))
         return added
 
-    def _add(self, state: ParallelState, tree: TokenTree, slots: SparseLogits) -> int:
+    def _add(self, state: ParallelState, tree: TokenTree, logits: SparseLogits) -> int:
         """Add a layer for each row: children of the best nodes of the layer above."""
         before, width = len(tree), state.directives.width or self._options.width
         for depth in range(min(self._options.block, state.directives.depth or self._options.block)):
@@ -97,15 +95,15 @@ class ParallelDrafter(Drafter):
             if not frontier or len(tree) >= self._options.tree_nodes:
                 break
             rows = [Row(state.request, state.tokens, tokens_below_root(tree, node)) for node in frontier]
-            slot = slots.part(slice(depth, depth + 1))
+            logits_of_layer = logits.part(slice(depth, depth + 1))
             if is_drawn(state.request):
                 if not sum(
-                    draw_layer(tree, [node], slot, [row], self._draws) for node, row in zip(frontier, rows, strict=True)
+                    draw_layer(tree, [node], logits_of_layer, [row], self._draws)
+                    for node, row in zip(frontier, rows, strict=True)
                 ):
                     break
                 continue
-            best = [top_k_rows(slot, [row], self._options.width + _SPARE)[0] for row in rows]
-            offers = TopKRows(best)
+            offers = TopKRows([top_k_rows(logits_of_layer, [row], self._options.width + SPARE)[0] for row in rows])
             picks, most = self._pick_models.of(state.request), 2 * self._options.width
             most = min(self._options.tree_nodes - len(tree), most)
             attach_offers([tree], [frontier], offers, [state.offers], [picks], [self._options.width], [most])
@@ -122,7 +120,7 @@ def build(options: Options, *, given: BuildContext) -> ParallelDrafter:
     """Build the drafter; UserError without a draft model that has a mask token."""
     if given.draft is None or given.draft.mask_token is None:
         raise UserError(
-            "drafter parallel needs a draft model trained to draft in parallel, as PARD's, whose config.json names its"
-            " pard_token: name one with --draft (or draft=...), or use drafter model"
+            "drafter parallel needs a draft model trained to draft in parallel, with a pard_token in its config.json as"
+            " PARD's have: name one with --draft (or draft=...), or use drafter model"
         )
     return ParallelDrafter(given.draft, given.draft.mask_token, options)

@@ -153,18 +153,24 @@ def _device(loaded: Loaded) -> str | None:
     return None if device is None else str(device)
 
 
-def default_drafter(method: str, of_draft: str | None) -> str:
-    """Return the default drafter: that of the draft if there is one; for a planner also the lookup drafters."""
-    if of_draft is None:
+def default_drafter(method: str, drafter_of_draft: str | None) -> str:
+    """Return the default drafter of a method.
+
+    It is the one that runs the draft (`Loaded.drafter`), or a lookup drafter without one (None); "auto" combines it
+    with all lookup drafters.
+    """
+    if drafter_of_draft is None:
         return LOOKUP_DRAFTERS if method == AUTO else "ngram"
-    return f"{of_draft}+{LOOKUP_DRAFTERS}" if method == AUTO else of_draft
+    return f"{drafter_of_draft}+{LOOKUP_DRAFTERS}" if method == AUTO else drafter_of_draft
 
 
 def _check_draft(drafter: str, draft: Loaded | None) -> None:
-    """Raise UserError for a drafter that cannot run this draft: a head and a draft model are different things."""
-    for part in drafter_modules(drafter) if draft else ():
-        is_head = draft is not None and draft.drafter == "eagle"
-        if draft and (part == "eagle" if not is_head else part != "eagle" and _runs_draft(part)):
+    """Raise UserError for a drafter that cannot run this draft: drafter eagle runs heads, and only these."""
+    if draft is None:
+        return
+    is_head = draft.drafter == "eagle"
+    for part in drafter_modules(drafter):
+        if is_head != (part == "eagle") and (part == "eagle" or _runs_draft(part)):
             kind = "a trained head" if is_head else "a draft model"
             raise UserError(f"drafter {part} does not run {draft.name}, which is {kind}: use drafter {draft.drafter}")
 

@@ -35,7 +35,7 @@ class DraftRunner:
         vocab_size: int,
     ) -> None:
         """`drafters` by the names that requests choose them by; the first is the default. A drafter that proposes a
-        token outside the target's vocabulary has failed."""
+        token outside the target's vocabulary (`vocab_size`) is given up."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
         self._vocab_size = vocab_size
         self._names = tuple(drafters)  # including those that were given up

@@ -202,8 +202,8 @@ class Engine(AbstractContextManager["Engine"]):
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[TokenSequence]:
         """Run one round of all running requests. Return the requests that wrote tokens or ended.
 
-        `meanwhile` is called once the target's pass was launched, if there is one: on a device that computes
-        asynchronously it runs at the same time. It may submit and abort requests, and must not raise.
+        `meanwhile` is called after the target's pass was launched, if the step has one; a device that computes
+        asynchronously runs the pass in parallel with it. It may submit and abort requests, and must not raise.
 
         An interrupt ends the running requests, because the content of their sessions is unknown afterwards. Waiting
         requests are served by the next step.

@@ -39,8 +39,8 @@ Drafts = Callable[[Sequence[tuple[TokenSequence, int]]], int]
 class _KeptText:
     """The session of a finished sequence, and the text whose keys and values it holds.
 
-    `draft`: the link to a drafter that needs the target's output for prompts, for what that holds of the text;
-    `draft_bytes` bounds it.
+    `draft`: holds the state of a drafter that needs the target's output for prompts; `draft_bytes`: the most memory
+    that this state takes.
     """
 
     text: HashedTokens
@@ -296,13 +296,13 @@ class KVMemory:
 
 
 def _shared_by_drafts(holder: TokenSequence | _KeptText, sequence: TokenSequence, length: int) -> int:
-    """Return how many of the `length` positions that two texts share the target need not compute for a drafter that
-    needs its output: those that the drafter holds already, or copies from the other text's draft.
+    """Return how many of the `length` positions that two texts share can be reused if the drafter of `sequence` needs
+    the target's output for them: those that its state has read already, or can copy from the state of `holder`.
 
-    The last position is computed again: what the drafter makes of it depends on the token after it.
+    The last position is not copied, because the drafter's slot for it depends on the token after it.
     """
     mine, its = sequence.draft, holder.draft
-    if mine.state is not None:  # it was paused
+    if mine.state is not None:  # `sequence` was paused
         return min(length, mine.prompt_read)
     return min(length - 1, its.state.held_prefix) if its.state is not None and its.name == mine.name else 0
 

@@ -84,7 +84,7 @@ class DraftLink:
     needs: Needs = NO_NEEDS  # of the drafter
     prompt_read: int = 0  # prompt tokens whose target output the drafter has received (if `needs.prompt`)
     state: DraftState | None = None  # kept after the end for the prefix cache (if `needs.prompt`)
-    source: DraftState | None = None  # whose first `prompt_read` positions it copies when it is opened
+    source: DraftState | None = None  # its first `prompt_read` positions are copied when drafting starts
     seconds: float = 0.0  # spent on drafting in this round
 
 

@@ -212,7 +212,7 @@ class Model(SupportsMultiStep):
     notice: str | None = None  # a sentence about this model for its users
     num_layers: int = 0  # number of layers; 0: unknown
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
-    mask_token: int | None = None  # token in the place of one yet to be drafted, of models that draft in parallel
+    mask_token: int | None = None  # token that marks a position to predict, in models trained to draft in parallel
     capabilities: frozenset[Capability] = frozenset()
     inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
@@ -242,7 +242,7 @@ class Model(SupportsMultiStep):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a pass only launches work on a device, so that the host waits where it reads the output."""
+        """Whether a pass returns before the device has computed it; the host then waits when it reads the output."""
         return str(self.device) != "cpu"
 
     @property

@@ -96,13 +96,13 @@ def find_head(spec: Any, progress: Progress = silent) -> Path | None:
         return None
     try:
         path = locate(name, progress=progress)
-    except UserError:  # transformers may load it, else its loader says the same
+    except UserError:  # transformers may know the name; if not, its loader reports the same
         return None
     return path if kind_of_head(path) is not None else None
 
 
 def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> Loaded:
-    """Load a head for this target, on whose device it runs."""
+    """Load a head for this target; it runs on the target's device."""
     if options.device != str(target.model.device).split(":")[0] and options.device != str(target.model.device):
         raise UserError(
             f"the head {spec} runs on the device of the target, {target.model.device}: leave out draft_device"

@@ -35,7 +35,7 @@ class Loaded:
     `inflate`: size of the model whose costs a pass has. `notice`: a sentence for users about the model and its loading.
     `again` loads the same model, with the options that are changed by name, in any process, and can be pickled; `files`
     finds the folder of its files; both are None if the model was passed as an object. `others`: for a draft model,
-    further draft models next to it. `drafter`: the drafter that runs it, if it is a draft.
+    further draft models next to it. `drafter`: for a draft, the drafter that runs it.
     """
 
     model: Any

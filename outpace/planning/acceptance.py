@@ -26,7 +26,7 @@ class AcceptanceModel:
     """
 
     def __init__(self, costs: CostModel, sources: Sequence[Source], text: Sequence[int]) -> None:
-        """`text`: the live list of the request's tokens."""
+        """`text`: the request's tokens; the caller extends this list."""
         self._costs, self._text = costs, text
         self._by_length = {one.name for one in sources if one.by_length}
         self._own = {one.name: DecayedMean(0.0, 0.0, _FADE) for one in sources if not one.is_calibrated}
@@ -43,7 +43,7 @@ class AcceptanceModel:
         return self._own[name].given(self._common(name).value, _COMMON)
 
     def _common(self, name: str) -> DecayedMean:
-        """Return the trust of all requests, whose texts are about as long if that matters."""
+        """Return the trust of all requests; for sources with `by_length`, of all with texts of about this length."""
         return self._costs.trust(name, len(self._text) if name in self._by_length else 0)
 
     def of(self, tree: TokenTree) -> list[float]:

@@ -18,12 +18,12 @@ from outpace.planning.estimators import ExplorationBudget, LayerYields
 from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
-_SHORT_TEXT = 2048  # tokens; trust is kept by the length of longer texts
+_SHORT_TEXT = 2048  # tokens; the trust in longer texts is kept by their length
 _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _LAYERS = 8  # draft layers with estimates of their own
-_MAX_PAUSE = 4  # most rounds of several requests that decode plainly without being planned
+_MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
@@ -83,8 +83,8 @@ class CostModel:
             self._planned_from = self.num_rounds + self._pause
 
     def is_paused(self, requests: int) -> bool:
-        """Return whether the next round decodes plainly without being planned. Planning takes the host's time for each
-        request: where no request drafted in the last rounds, up to four are not planned."""
+        """Return whether the next round decodes plainly without a plan. Planning costs host time per request: if no
+        request drafted in the last planned round, up to four rounds are not planned."""
         return requests > 1 and self.num_rounds < self._planned_from
 
     def prices(self, requests: int) -> Prices:
@@ -104,8 +104,8 @@ class CostModel:
     def trust(self, source: str, length: int = 0) -> DecayedMean:
         """Accepted tokens divided by the sum of their predicted chances, of the source with this name.
 
-        With a `length`, they are those of texts between the same powers of two, from 2,048 tokens on; what was not seen
-        yet starts from the next shorter texts.
+        For texts of at least 2,048 tokens (`length`), there is one value for each power of two; a new one starts from
+        that of texts of half the length.
         """
         if length < _SHORT_TEXT:
             return self._trust[source]

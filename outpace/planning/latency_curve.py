@@ -24,7 +24,7 @@ class LatencyCurve:
         """`prior` returns the expected seconds of a number of rows until they are timed."""
         self._prior = prior
         self._times = RollingMedian()  # by bucket of rows
-        self._profile: dict[int, float] = {}  # the same from a profile; see `load_state_dict`
+        self._profile: dict[int, float] = {}  # seconds by bucket, from a profile
         self._last: dict[int, int] = {}  # by bucket: the round that was timed last
         self._wide: deque[Point] = deque(maxlen=WINDOW)  # tokens and seconds of the latest passes over prompts
         self._curve: tuple[list[int], list[float]] | None = None
@@ -89,7 +89,7 @@ class LatencyCurve:
         return known
 
     def _interpolated(self, rows: int, counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """Return the time of this many rows by the curve's points."""
+        """Interpolate, or extrapolate, the time of `rows` rows from the points of the curve."""
         index = bisect.bisect_left(counts, rows)
         if index == len(counts):
             if self._tail_slope is None:
@@ -132,7 +132,7 @@ class LatencyCurve:
         self._clear_caches()
 
     def _known_times(self) -> dict[int, float]:
-        """Return the time of each row count that was timed, or that the profile has."""
+        """Return the time of each row count that was timed, and the scaled times of the profile for others."""
         medians = self._times.medians
         both = medians.keys() & self._profile.keys()
         scale = sum(medians[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0

@@ -134,7 +134,7 @@ class ModelSource:
         self._read = 0  # tokens of the text that the model has read
         self._yields = self._costs.initial_layer_yields(source)
         self._rounds = 0  # in which it drafted
-        self._gain = 0.0  # tokens that these rounds wrote besides the target's own, minus the price of its steps
+        self._gain = 0.0  # accepted tokens of these rounds minus the price of its draft steps, in tokens
 
     @property
     def is_first_layer_trial(self) -> bool:
@@ -177,7 +177,7 @@ class ModelSource:
         self._gain += emitted - 1 - step * (self.layers - self.first)
 
     def end(self) -> None:
-        """End the answer: note whether its drafts paid, which decides what a trial on the next text may cost."""
+        """End the request: record whether its drafts paid, which decides what a trial on the next text may cost."""
         if self._rounds and self._context.requests == 1:
             self._costs.exploration.record_use(self.text_option, self._gain)
 

@@ -1,7 +1,7 @@
 """The thread that steps the engine. It runs commands between steps, delivers the output of each, and sleeps if idle.
 
-Where the target computes asynchronously, on a GPU, the output of a step is decoded and delivered during the next step's
-pass, and commands run then too.
+If the target computes asynchronously (on a GPU), the output of a step is decoded and delivered during the pass of the
+next step, and commands run then too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class EngineThread:
                     run.fail(error)
                 self.engine.sweep()
             if meanwhile is None or all(run.finish_reason is not None for run in self._live.values()):
-                self._deliver_updates()  # otherwise during the next pass
+                self._deliver_updates()  # else they are delivered during the next pass
         while not self._commands.empty():  # submitted after `stop`
             if (command := self._commands.get()) is not None:
                 command()
@@ -89,11 +89,11 @@ class EngineThread:
         self._deliver_updates()
 
     def _work_during_pass(self) -> None:
-        """Deliver the output of the step before, and submit the requests that have arrived since."""
+        """Deliver the output of the previous step, and run the commands that have arrived since."""
         self._deliver_updates()
         while not self._commands.empty():  # only this thread takes commands
             if (command := self._commands.get()) is None:
-                self._commands.put(None)  # `stop`: after this step
+                self._commands.put(None)  # `stop` takes effect after this step
                 break
             command()
 

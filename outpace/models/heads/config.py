@@ -1,7 +1,7 @@
-"""Recognises trained heads by their config.json and tensors, and reads one `HeadConfig` from every layout.
+"""Recognises trained heads by their config.json and tensors, and reads a `HeadConfig` from every layout.
 
-EAGLE-3: Li et al., arXiv:2503.01840. A wrong tap, order or norm changes no text, it only makes every draft wrong;
-therefore whatever a file says is checked against its tensors and against the target before anything runs.
+EAGLE-3: Li et al., arXiv:2503.01840. A wrong layer, order or norm would not change the text, it would only make every
+draft wrong. Therefore everything that a file says is checked against its tensors and the target when it is loaded.
 """
 
 from __future__ import annotations
@@ -42,19 +42,28 @@ ARCHITECTURES = (  # part of architectures[0], in lower case: the kind
     ("medusa", "Medusa"),
 )
 FIELDS = (("dflash_config", "DFlash"), ("medusa_num_heads", "Medusa"))  # config.json's field: the kind
-FALLBACK_TAPS = "2, half of the target's layers, and all but 3 of them"
-REFUSED_IN_LAYER = ("logit_scale", "architectures", "quantization_config", "tie_word_embeddings")
+IGNORED_IN_LAYER = ("logit_scale", "architectures", "quantization_config", "tie_word_embeddings")
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head computes.
+    """The architecture of a head.
 
-    `layer`: its decoder layer, with the target's vocabulary. `taps`: after how many of the target's layers it reads the
-    hidden states, in the order of concatenation. `num_rows`: rows of its output layer. The norms: of all taps together
-    (`norm_before_fc`), of each tap (`fc_norm`), of the state that the next step reads (`norm_output`), and whether the
-    residual carries the normed feature (`norm_before_residual`). `verifier`: the target that it was trained for, and
-    `draft_length` the length of drafts that it was tuned for; None if the file does not say.
+    Attributes:
+        kind: name of the method, as in SPECULATORS.
+        layer: its decoder layer, with the target's vocabulary.
+        taps: the target's hidden states that it reads, in the order of concatenation: each is the number of layers
+            after which the state is taken.
+        num_rows: number of rows of its output layer.
+        target_width: size of the target's hidden states.
+        norm_before_residual: whether the residual is the feature after its norm.
+        norm_before_fc: whether the concatenated hidden states are normed before `fc`.
+        fc_norm: whether each hidden state is normed before `fc`.
+        norm_output: whether the output that the next draft step reads is normed.
+        has_fc_bias: whether `fc` has a bias.
+        logit_scale: factor of the logits.
+        verifier: the target that it was trained for; None if the file does not say.
+        draft_length: draft length that the file recommends; None if it does not say.
     """
 
     kind: str
@@ -99,8 +108,8 @@ def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | N
     return None
 
 
-def check_runs(kind: str, where: object) -> None:
-    """Raise UserError for a kind of head that does not run here."""
+def check_kind(kind: str, where: object) -> None:
+    """Raise UserError for a kind of head that is not supported; `where` is its file or folder."""
     if kind == EAGLE4:
         raise UserError(
             f"{where} is an EAGLE-4 head, whose licence forbids other implementations: outpace does not run it; use a"
@@ -114,7 +123,7 @@ def check_runs(kind: str, where: object) -> None:
 
 
 def verifier_of(config: Mapping[str, Any]) -> str | None:
-    """Return the target that a head in the format of speculators names, None if there is none."""
+    """Return the target that a head in the format of speculators names; None if it names none."""
     verifier = _verifier(config).get("name_or_path")
     return verifier if isinstance(verifier, str) and verifier else None
 
@@ -125,8 +134,8 @@ def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_head(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
-    """Read and check an EAGLE-3 head for a target with these config.json fields. UserError names the first thing that
-    is wrong, and the file."""
+    """Read and check an EAGLE-3 head for a target with these config.json fields and this number of layers. Raise
+    UserError with the file and the first thing that is wrong."""
     try:
         return _checked(files, target, max_positions, num_layers)
     except UserError as error:
@@ -137,12 +146,12 @@ def read_head(files: HeadFiles, target: Mapping[str, Any], max_positions: int, n
 def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
     config = files.config
     kind = head_kind(config, files.tensors.keys())
-    check_runs(str(kind), files.path)
+    check_kind(str(kind), files.path)
     is_speculators = "speculators_model_type" in config
     own = config.get("transformer_layer_config", {}) if is_speculators else config
     nested = config.get("eagle_config") or {}
     if not flag(nested, "use_aux_hidden_state", True):
-        raise UserError("eagle_config.use_aux_hidden_state is false: a head that reads no taps is not supported")
+        raise UserError("eagle_config.use_aux_hidden_state is false: such a head is not supported")
     layer = _layer_config(files, own, max_positions)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layer.hidden_size))
     taps = _taps(config, nested, num_layers, width, files)
@@ -170,8 +179,8 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
 
 
 def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int) -> LlamaConfig:
-    """Read the decoder layer. Its biases are those that the file holds, its positions go as far as the target's."""
-    fields = {name: value for name, value in own.items() if name not in REFUSED_IN_LAYER}
+    """Read the decoder layer. It has the biases that the file holds, and as many positions as the target."""
+    fields = {name: value for name, value in own.items() if name not in IGNORED_IN_LAYER}
     fields.setdefault("num_hidden_layers", 1)
     fields["attention_bias"] = fields["mlp_bias"] = None
     layer = from_dict({**fields, "model_type": fields.get("model_type", "llama")})
@@ -191,7 +200,7 @@ def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int) 
 def _taps(
     config: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, width: int, files: HeadFiles
 ) -> tuple[int, ...]:
-    """Return after how many layers the hidden states are taken. The three fields that may say it count differently."""
+    """Return `HeadConfig.taps`. Three fields may hold them, and they count layers differently."""
     key = "eagle_aux_hidden_state_layer_ids"
     name, found, added = key, config.get(key), 0
     if found is None and nested.get(key) is not None:
@@ -199,7 +208,7 @@ def _taps(
     if found is None and nested.get("layer_ids") is not None:
         name, found, added = "eagle_config.layer_ids", nested["layer_ids"], 0
     if found is None:
-        name, found = f"{FALLBACK_TAPS} (no ids in the file)", [2, num_layers // 2, num_layers - 3]
+        name, found = "the default of files without ids of layers", [2, num_layers // 2, num_layers - 3]
     is_valid = isinstance(found, list) and found and all(type(layer) is int for layer in found)
     if not is_valid or not all(0 <= layer + added <= num_layers for layer in found):
         allowed = f"layers from {-added} to {num_layers - added} of the target"
@@ -208,8 +217,8 @@ def _taps(
     columns = files.shape("fc.weight")[-1]
     if columns != len(found) * width or count != len(found):
         raise UserError(
-            f"fc.weight takes {columns} values, which are not {len(found)} hidden states of {width} of the target"
-            f" (layers {found}): the head is of another target, or reads another number of layers"
+            f"fc.weight has {columns} inputs, which are not {len(found)} hidden states of width {width}"
+            f" (layers {found}): the head is for another target, or reads another number of layers"
         )
     return tuple(layer + added for layer in found)
 
@@ -217,17 +226,17 @@ def _taps(
 def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the head must have, and of the optional ones that it has."""
     layer, hidden, taps = head.layer, head.layer.hidden_size, len(head.taps)
-    middle, depth = layer.intermediate_size, layer.head_dim
-    queries, keys = layer.num_heads * depth, layer.num_kv_heads * depth
+    intermediate, head_dim = layer.intermediate_size, layer.head_dim
+    queries, keys = layer.num_heads * head_dim, layer.num_kv_heads * head_dim
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
     outputs = {
         attention + "q_proj": (queries, 2 * hidden, layer.attention_bias),
         attention + "k_proj": (keys, 2 * hidden, layer.attention_bias),
         attention + "v_proj": (keys, 2 * hidden, layer.attention_bias),
         attention + "o_proj": (hidden, queries, layer.output_bias),
-        mlp + "gate_proj": (middle, hidden, layer.mlp_bias),
-        mlp + "up_proj": (middle, hidden, layer.mlp_bias),
-        mlp + "down_proj": (hidden, middle, layer.mlp_bias),
+        mlp + "gate_proj": (intermediate, hidden, layer.mlp_bias),
+        mlp + "up_proj": (intermediate, hidden, layer.mlp_bias),
+        mlp + "down_proj": (hidden, intermediate, layer.mlp_bias),
         "fc": (hidden, taps * head.target_width, head.has_fc_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,)}
@@ -238,7 +247,7 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
         if has_bias:
             shapes[f"{name}.bias"] = (rows,)
     if layer.head_norm:
-        shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (depth,)
+        shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (head_dim,)
     if head.norm_before_fc:
         shapes["input_norm.weight"] = (taps * head.target_width,)
     if head.fc_norm:
@@ -265,16 +274,16 @@ def draft_ids(files: HeadFiles, head: HeadConfig) -> np.ndarray | None:
     tokens, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
         raise UserError(
-            f"{where} maps {int(counts.max())} rows to token {int(tokens[counts.argmax()])}, one is allowed"
+            f"{where} maps {int(counts.max())} rows to token {int(tokens[counts.argmax()])}, a token may have one"
         )
     if "t2d" in files and int(np.count_nonzero(files.array("t2d"))) != len(ids):
         found = int(np.count_nonzero(files.array("t2d")))
-        raise UserError(f"{files.path}: t2d names {found} tokens, and the output layer has {len(ids)} rows")
+        raise UserError(f"{files.path}: t2d marks {found} tokens, and the output layer has {len(ids)} rows")
     return ids
 
 
 def _check_target(config: Mapping[str, Any], target: Mapping[str, Any], head: HeadConfig) -> None:
-    """Raise UserError for a target that the head was not trained for, as far as the files say."""
+    """Raise UserError if the files say that the head was trained for another target."""
     named, ours = _verifier(config).get("architectures"), target.get("architectures")
     if isinstance(named, list) and isinstance(ours, list) and named and ours and named[0] != ours[0]:
         raise UserError(f"the head was trained for a {named[0]} ({head.verifier}), and the target is a {ours[0]}")

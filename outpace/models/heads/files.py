@@ -1,4 +1,4 @@
-"""Opens the files of a head and gives its tensors one set of names, whatever the layout.
+"""Opens the files of a head; its tensors have the same names in every layout.
 
 A head is a folder with config.json and safetensors or `pytorch_model.bin`, or a .gguf file of the architecture eagle3.
 Layer 0 is called `midlayer` in EAGLE's own files and `layers.0` here.
@@ -23,7 +23,7 @@ from outpace.models.llama.weight_sources import StoredMatrix
 
 PICKLE = "pytorch_model.bin"
 INTEGERS = ("I64", "I32", "BOOL")
-UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # of training only
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # used in training only
 GGUF_NAMES = {
     "output_norm": "norm",
     "output": "lm_head",
@@ -42,11 +42,11 @@ GGUF_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-INTERLEAVED = ("attn_q", "attn_k")  # their rows have rotary pairs as neighbours
+INTERLEAVED = ("attn_q", "attn_k")  # the two rows of a rotary pair are neighbours
 
 
 class HeadTensor(NamedTuple):
-    """One tensor: `read` returns its values as float32 or integers, `weight` a matrix as the file stores it."""
+    """A tensor of a file. `read` returns its values as float32 or integers, `weight` a matrix as the file stores it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class HeadFiles:
         self, path: Path, config: dict[str, Any], tensors: Mapping[str, HeadTensor], has_absolute_ids: bool = False
     ) -> None:
         self.path, self.config, self.has_absolute_ids = path, config, has_absolute_ids
-        self.tensors = {_plain(name): tensor for name, tensor in tensors.items()}
+        self.tensors = {_canonical_name(name): tensor for name, tensor in tensors.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -78,13 +78,13 @@ class HeadFiles:
         return self._tensor(name).weight()
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless the file holds exactly these tensors, besides those that only training uses."""
+        """Raise UserError unless the file holds exactly these tensors; those for training only may be there too."""
         for name, expected in shapes.items():
             if (found := self.shape(name)) != expected:
                 where = f"{self._tensor(name).file}: tensor {name!r}"
                 raise UserError(f"{where} has shape {list(found)}, expected {list(expected)}")
         if unknown := sorted(self.tensors.keys() - shapes.keys() - set(UNUSED)):
-            raise UserError(f"{self.path} holds the tensor {unknown[0]!r}, which its config.json does not speak of")
+            raise UserError(f"{self.path} holds the tensor {unknown[0]!r}, which its config.json does not call for")
 
     def _tensor(self, name: str) -> HeadTensor:
         if name not in self.tensors:
@@ -97,43 +97,43 @@ def open_head(path: Path) -> HeadFiles:
     if path.suffix.lower() == ".gguf":
         return _open_gguf(open_gguf_model(path))
     if not (path / SINGLE).exists() and not (path / INDEX).exists() and (path / PICKLE).exists():
-        return HeadFiles(path, read_json(path / "config.json"), _pickled(path / PICKLE))
+        return HeadFiles(path, read_json(path / "config.json"), _read_pickle(path / PICKLE))
     checkpoint = Checkpoint.open(path)
-    return HeadFiles(path, checkpoint.config, {name: _of_folder(checkpoint, name) for name in checkpoint.names()})
+    return HeadFiles(path, checkpoint.config, {name: _folder_tensor(checkpoint, name) for name in checkpoint.names()})
 
 
-def _plain(name: str) -> str:
+def _canonical_name(name: str) -> str:
     name = name.removeprefix("model.")
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-def _of_folder(checkpoint: Checkpoint, name: str) -> HeadTensor:
+def _folder_tensor(checkpoint: Checkpoint, name: str) -> HeadTensor:
     kind = checkpoint.held(name).kind
 
     def read() -> np.ndarray:
         if kind not in (*DTYPES, *INTEGERS):
-            raise UserError(f"{checkpoint.file_of(name)}: tensor {name!r} has type {kind}, which is not read")
+            raise UserError(f"{checkpoint.file_of(name)}: tensor {name!r} has type {kind}, which is not supported")
         return checkpoint.raw(name).values if kind in INTEGERS else checkpoint.array(name)
 
     weight = read if kind in INTEGERS else partial(checkpoint.weight, name)
     return HeadTensor(checkpoint.file_of(name), checkpoint.shape(name), read, weight)
 
 
-def _pickled(file: Path) -> dict[str, HeadTensor]:
-    """Read a pickle of tensors by torch's `weights_only` reader, which runs no code and refuses all other objects."""
+def _read_pickle(file: Path) -> dict[str, HeadTensor]:
+    """Read a pickle of tensors by `torch.load(weights_only=True)`, which runs no code and refuses other objects."""
     require(f"reading {file.name}, which is a pickle,", "torch")
     import torch
 
     check_file(file)
     try:
         held = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip and torch raise their own
+    except Exception as error:  # of pickle, zipfile or torch
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{file} is damaged or holds more than tensors, nothing of it is executed: {reason:.200}"
+            f"{file} is damaged or holds other objects than tensors (no code in it was run): {reason:.200}"
         ) from error
     if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
-        raise UserError(f"{file} holds more than tensors by name: it must be the state dict of a head")
+        raise UserError(f"{file} is not a state dict: it must map names to tensors")
 
     def values(tensor: torch.Tensor) -> np.ndarray:
         return (tensor.float() if tensor.is_floating_point() else tensor).contiguous().numpy()
@@ -145,7 +145,7 @@ def _pickled(file: Path) -> dict[str, HeadTensor]:
 
 
 def _open_gguf(header: GgufHeader) -> HeadFiles:
-    """Open a .gguf file as llama.cpp's converter writes it: d2t with token ids, and interleaved rotary pairs."""
+    """Open a .gguf file as llama.cpp's converter writes it: d2t holds token ids, and rotary pairs are interleaved."""
     own = {key.removeprefix("eagle3."): value for key, value in header.metadata.items() if key.startswith("eagle3.")}
     missing = next(
         (name for name in ("embedding_length", "attention.head_count", "feed_forward_length") if name not in own), None
@@ -154,7 +154,7 @@ def _open_gguf(header: GgufHeader) -> HeadFiles:
         raise UserError(f"{header.path}: eagle3.{missing} is missing")
     heads = own["attention.head_count"]
     head_dim = own.get("attention.key_length", own["embedding_length"] // heads)
-    names = {name: _of_gguf_name(name) for name in header.tensors}
+    names = {name: _canonical_gguf_name(name) for name in header.tensors}
     scaling = read_scaling(header, {"attention.key_length": head_dim, "context_length": 2048, **own})
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -176,13 +176,13 @@ def _open_gguf(header: GgufHeader) -> HeadFiles:
     }
     if "d2t" in header.tensors:
         config["draft_vocab_size"] = header.tensors["d2t"].shape[0]
-    tensors = {names[name]: _of_gguf(name, entry, head_dim) for name, entry in header.tensors.items()}
+    tensors = {names[name]: _gguf_tensor(name, entry, head_dim) for name, entry in header.tensors.items()}
     tensors.pop("rope_freqs.weight", None)  # in `scaling`
     return HeadFiles(header.path, config, tensors, has_absolute_ids=True)
 
 
-def _of_gguf_name(name: str) -> str:
-    """Translate llama.cpp's tensor name."""
+def _canonical_gguf_name(name: str) -> str:
+    """Translate a tensor name of llama.cpp."""
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("blk."):
         return f"{GGUF_NAMES.get(stem, stem)}.{kind}" if stem else name
@@ -190,7 +190,7 @@ def _of_gguf_name(name: str) -> str:
     return f"layers.{number}.{GGUF_NAMES.get(part, part)}.{kind}"
 
 
-def _of_gguf(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
+def _gguf_tensor(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
     kind = ggml_type(entry.kind).name
     if kind in INTEGERS:
         return HeadTensor(entry.path, entry.shape, lambda: _integers(entry, kind), lambda: _integers(entry, kind))

@@ -1,4 +1,4 @@
-"""Loads a head for a target that is loaded already, by the target's own runtime and on its device."""
+"""Loads a head for a loaded target, in the target's runtime and on its device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.models.base import Capability
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.header import open_gguf_model
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import EAGLE3, check_runs, head_kind, read_head, verifier_of
+from outpace.models.heads.config import EAGLE3, check_kind, head_kind, read_head, verifier_of
 from outpace.models.heads.eagle3 import EagleModel
 from outpace.models.heads.files import open_head
 from outpace.models.heads.native import NativeEagle
@@ -29,12 +29,12 @@ def kind_of_head(path: Path) -> str | None:
         return GGUF_KINDS.get(str(open_gguf_model(path).metadata.get("general.architecture")))
     config = read_optional_json(path / "config.json")
     kind = head_kind(config)
-    may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config
+    may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config  # known by its tensors only
     return kind or (head_kind(config, open_head(path).tensors) if may_be_older else None)
 
 
 def target_of_head(path: Path) -> str | None:
-    """Return the target that a head in the format of speculators names; None if there is none."""
+    """Return the target that a head in the format of speculators names; None if it names none."""
     return verifier_of(read_optional_json(path / "config.json")) if path.is_dir() else None
 
 
@@ -48,22 +48,23 @@ def load_head(
 ) -> EagleModel:
     """Build the model of a head for a target model, whose tokenizer has `num_tokens` tokens.
 
-    UserError for a kind that does not run, a damaged file, a head of another target, or a target that gives no hidden
-    states. `files` finds the target's files, for an output layer that neither the head nor the target's runtime has.
+    Raise UserError for an unsupported kind, a damaged file, a head for another target, or a target that does not give
+    hidden states. `files` finds the target's files, from which an output layer that the head lacks is read; None if
+    the target was not loaded by name.
     """
-    check_runs(str(kind_of_head(path)), path)
+    check_kind(str(kind_of_head(path)), path)
     target.check_capability(Capability.HIDDEN)
     opened, config = open_head(path), {**target_config, "hidden_size": target.config.hidden_size}
     num_layers = target.num_layers or int(target.config.num_hidden_layers)
     head = read_head(opened, config, target.max_positions, num_layers)
     tokens, rows = head.layer.vocab_size, int(config.get("vocab_size") or target.vocab_size)
     if tokens < num_tokens or abs(tokens - rows) > MOST_PADDING:
-        raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} in {rows} rows")
+        raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} tokens in {rows} rows")
     if isinstance(target, NativeLlama):
         weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
         return NativeEagle.from_files(opened, head, target, native)
-    require("a head of a target that torch computes", "torch")
+    require("a head for a target that runs by torch", "torch")
     from outpace.models.heads.torch import TorchEagle
 
     module = getattr(target, "module", None)  # of transformers
@@ -79,5 +80,4 @@ def load_head(
         with open_source(files()) as source:
             return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else "lm_head.weight")
 
-    given = target.device, target.dtype, options.kv_dtype
-    return TorchEagle.from_files(opened, head, embedding, output, *given)
+    return TorchEagle.from_files(opened, head, embedding, output, target.device, target.dtype, options.kv_dtype)

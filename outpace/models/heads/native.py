@@ -1,4 +1,4 @@
-"""EAGLE-3 heads by the native kernels: a model of one layer, and a model of no layers that is the product `fc`."""
+"""EAGLE-3 heads on the native kernels: a model of one layer, and a model without layers that computes `fc`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing
 
 
 class NativeFeatureSession(FeatureSession, NativeSession):
-    """A session of the kernels with features."""
+    """A native session with features."""
 
 
 class NativeEagle(EagleModel, NativeLlama):
@@ -34,7 +34,7 @@ class NativeEagle(EagleModel, NativeLlama):
         norms: Mapping[str, np.ndarray],
         options: NativeOptions,
     ) -> None:
-        """`fc`: the kernels' matrix. `norms`: those that are applied outside of the layer, by name."""
+        """`layer` and `fc` are packed for the kernels. `norms`: those outside of the layer, by name, and fc's bias."""
         super().__init__(head.layer, [layer], ends, options)
         self.head, self._norms, self._fc = head, norms, fc
         self._products: dict[int, Any] = {}  # by number of threads
@@ -43,7 +43,7 @@ class NativeEagle(EagleModel, NativeLlama):
     def from_files(
         cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions
     ) -> NativeEagle:
-        """Build it. An embedding or output layer that the file leaves out is the target's own matrix."""
+        """Build the head. An embedding or output layer that the file lacks is shared with the target."""
         check_supported(kernels, head.layer)
         packing = Packing(kernels, options.threads or 1)
         fetch = Fetch(lambda name: files.weight(name.removeprefix("model.")), read_formats(kernels), options.weights)
@@ -88,7 +88,7 @@ class NativeEagle(EagleModel, NativeLlama):
         layer.window = min(layer.window or tokens, tokens)
 
     def _product(self) -> Any:
-        """Return the product with fc for this thread: the output layer of a model that has nothing else."""
+        """Return a kernels' model that computes `fc`, as its output layer, with this thread's number of threads."""
         threads = getattr(self._share, "threads", self._threads)
         if threads not in self._products:
             width, norm = self._fc.inputs, self._norms.get("input_norm", np.zeros(0, np.float32))

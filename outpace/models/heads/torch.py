@@ -1,4 +1,4 @@
-"""EAGLE-3 heads by torch, on the target's device and in its type."""
+"""EAGLE-3 heads by torch, on the target's device and in its dtype."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, 
 
 
 class TorchFeatureSession(FeatureSession, LlamaSession):
-    """A session of tensors with features."""
+    """A session of the torch runtime with features."""
 
 
 class TorchEagle(EagleModel, Llama):
-    """An EAGLE-3 head for a target of torch. A draft changes no text, so it is never in exact mode."""
+    """An EAGLE-3 head for a target that runs by torch. Drafts do not change the text: it needs no exact mode."""
 
     session_type = TorchFeatureSession
 
@@ -40,7 +40,7 @@ class TorchEagle(EagleModel, Llama):
         own: dict[str, Tensor],
         kv_dtype: str,
     ) -> None:
-        """`own`: fc's weight and bias, and the norms that are applied outside of the layer, by name."""
+        """`own`: fc's weight and bias, and the norms outside of the layer, by name."""
         super().__init__(head.layer, [layer], embedding, output, False, ids, kv_dtype)
         self.head, self._own = head, own
         self._embedded = embedding[:0]
@@ -56,7 +56,7 @@ class TorchEagle(EagleModel, Llama):
         dtype: torch.dtype,
         kv_dtype: str,
     ) -> TorchEagle:
-        """Build it; `embedding` and `output` return the target's, for a file that leaves them out."""
+        """Build the head; `embedding` and `output` return the target's layers, for files that lack them."""
 
         def fetch(name: str) -> Tensor:
             name = name.removeprefix("model.")
@@ -100,17 +100,17 @@ class TorchEagle(EagleModel, Llama):
         window = min(self.config.window(0) or tokens, tokens)
         self.config, self._windows = replace(self.config, windows=(window,)), {window}
 
-    def score_shown(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:
+    def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:
         scored = self._score_hidden(forest, layers)
         return SparseLogits(scored.logits, None, scored.logits.shape[-1]), scored.hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Keep the embeddings, which the layer reads; its input are features."""
+        """Store the embeddings for the layer; its residual starts from the features, which replace these zeros."""
         self._embedded = super()._embed(tokens)
         return torch.zeros_like(self._embedded)
 
     def _qkv_product(self, normed: Normed, x: Tensor) -> Tensor:
-        """Multiply the normed embeddings and features, side by side."""
+        """Project the concatenation of normed embeddings and features to queries, keys and values."""
         both = torch.cat(
             [self._norm(self._embedded, None), self._norm(x, None) if self.config.norms_features else x], -1
         )

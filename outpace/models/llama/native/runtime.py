@@ -275,11 +275,11 @@ class NativeLlama(Model):
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
-        logits, hidden = self.score_shown(forest, layers)
+        logits, hidden = self.score_sparse_hidden(forest, layers)
         return TargetOutput(logits.wide(), hidden)
 
-    def score_shown(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
-        """Do the same for parts without a `keep`, but return logits only for the output layer's tokens."""
+    def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
+        """Return sparse logits and hidden states, as `_score_hidden` does, for parts without a `keep`."""
         rows = self._forest(forest)
         hidden = rows.show(hidden_row_numbers(forest), layers, self.config.hidden_size)
         return self._forward(rows), hidden

@@ -168,7 +168,7 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
 
 
 def _state_norm(config: LlamaConfig, fetch: Fetch, prefix: str) -> np.ndarray:
-    """Fetch the norm of the state before attention; empty if the state is normed already."""
+    """Fetch the norm of the hidden state before attention; empty if the state is normed already."""
     if not config.norms_features:
         return np.zeros(0, np.float32)
     return _norm(config, fetch, prefix + ("hidden_norm" if config.takes_features else "input_layernorm"))

@@ -88,10 +88,10 @@ def _norm(config: LlamaConfig, fetch: FetchTensor, name: str) -> Tensor:
 
 
 def _input_norm(config: LlamaConfig, fetch: FetchTensor, prefix: str) -> Tensor:
-    """Fetch the norm before attention: of the state, or of an embedding and a feature side by side.
+    """Fetch the norm before attention: of the hidden state, or of an embedding and a feature, concatenated.
 
-    `_scaled` multiplies it by sqrt(inputs), which are twice as many then. A feature that is normed already stays as it
-    is.
+    Each half is normed by itself, but `_scaled` multiplies by the square root of the size of both; this divides by
+    sqrt(2) to correct it. A feature that is normed already gets a factor of 1.
     """
     norm = _norm(config, fetch, prefix + "input_layernorm")
     if not config.takes_features:
