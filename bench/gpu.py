@@ -200,7 +200,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "polled": {"method": "card", "drafter": "model", "worker": "polled"},
     "planned, polled": {"method": "planned", "drafter": "model", "worker": "polled"},
 }
-CPU_DRAFTS = [*METHODS][-3:]  # methods with the draft on the CPU
+CPU_DRAFTS = ("sequential, draft on the CPU", "polled", "planned, polled")  # methods with the draft on the CPU
 EXPENSIVE = "32B"  # writes few tokens in the available time
 FEW_TOKENS, FEW_PROMPTS = 48, 2
 

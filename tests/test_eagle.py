@@ -158,13 +158,13 @@ def test_ratio_rules_judge_the_heads_draws(rule: str, exact: Loaded, folder: Pat
     assert one.figures.accepted > 0.9 * one.figures.drafted or rule != "rejection"  # p and q are equal
 
 
-def test_a_window_hides_what_is_far_away(exact: Loaded, folder: Path) -> None:
-    """The head attends to its own slot only, so that it needs no more."""
+def test_a_head_drafts_with_a_window(exact: Loaded, folder: Path) -> None:
+    """The head attends to its own slot only, so a window of one slot does not change its drafts."""
     with open_llm(exact, folder / "good", head_window=1, **CHAIN) as llm:
         assert answer(llm, PROMPTS[1]).figures.mean_accepted_length > 3.5
 
 
-def test_what_cannot_run_a_head_says_so(exact: Loaded, target: Loaded, folder: Path) -> None:
+def test_methods_and_drafters_that_cannot_run_a_head_are_refused(exact: Loaded, target: Loaded, folder: Path) -> None:
     refused = [
         ({"method": "card"}, "drafter eagle needs to see the target's passes, .* use method auto or speculative"),
         ({"method": "planned"}, "drafter eagle.* use method auto or speculative"),

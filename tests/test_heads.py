@@ -191,7 +191,7 @@ CASES = [  # changes of the config, tensors to change, and what the sentence say
 
 
 @pytest.mark.parametrize(("changes", "tensors", "said"), CASES)
-def test_a_head_that_does_not_fit_gets_a_sentence(
+def test_a_head_that_does_not_fit_is_refused(
     changes: dict[str, Any], tensors: dict[str, Any], said: str, targets: dict[str, Loaded], tmp_path: Path
 ) -> None:
     config = head_config() | changes

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
 
 
 class Foresight(QuickToy):
-    """Answers each mask with what it would write after its own best tokens in the masks' places."""
+    """Predicts for each mask the token that it would write after its own best tokens in place of the earlier masks."""
 
     def __init__(self) -> None:
         super().__init__(16, 3, 0)
@@ -52,7 +52,7 @@ def test_one_forward_drafts_a_whole_chain() -> None:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_layers_are_products_of_their_rows(width: int) -> None:
-    """Every layer has children of its best nodes, by the row of its depth."""
+    """Each layer has children of the best nodes above it, ranked by the logits of its depth."""
     target, draft = QuickToy(16, 3, 0), Foresight()
     request = make_request((3, 1, 4, 1, 5, 9, 2, 6), "greedy", 12)
     drafter = ParallelDrafter(draft, draft.mask_token, Options(block=BLOCK, width=width))
@@ -78,7 +78,7 @@ def test_a_model_with_a_mask_token_drafts_in_parallel(dtype: str, method: str, t
             assert [one.tokens for one in llm.generate(prompts, **asked)] == plain
 
 
-def test_wrong_masks_get_a_sentence(tmp_path: Path) -> None:
+def test_wrong_mask_tokens_are_refused(tmp_path: Path) -> None:
     target = load_model(model_folder(tmp_path, "target"))
     with pytest.raises(UserError, match=r"config.json: pard_token is 272, it must be a token below 272"):
         load_draft(model_folder(tmp_path, "beyond", pard_token=272), target)

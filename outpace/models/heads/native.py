@@ -43,7 +43,8 @@ class NativeEagle(EagleModel, NativeLlama):
     def from_files(
         cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions
     ) -> NativeEagle:
-        """Build the head. An embedding or output layer that the file lacks is shared with the target."""
+        """Build the head; an embedding or output layer that the file lacks is shared with the target. Without a target
+        the file must have both."""
         check_supported(kernels, head.layer)
         packing = Packing(kernels, options.threads or 1)
         fetch = Fetch(lambda name: files.weight(name.removeprefix("model.")), read_formats(kernels), options.weights)
