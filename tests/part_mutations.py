@@ -17,7 +17,6 @@ from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
 from outpace.decoders import pearl, planned, ssd
 from outpace.drafters import _tree_expander
-from outpace.drafters._calibration import PickModel
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.model import ModelDrafter
@@ -30,17 +29,6 @@ from outpace.rules import base as rules_base
 HERE = Path(__file__).parent
 PATIENCE = 4.0  # seconds that a test waits for what does not come
 QUIET = ("-x", "--capture=no", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
-
-
-def one_coverage(original: Original) -> Original:
-    """The chance that any proposal is picked does not depend on what the draft leaves open."""
-
-    def log_chances(self: Any, *values: Any) -> Any:
-        blind = PickModel()
-        blind.load_state_dict(self.state_dict())
-        return original(blind, *values)
-
-    return log_chances
 
 
 class Failures:
@@ -79,9 +67,10 @@ nothing = returning(None)
 
 
 def undirected(add: Original) -> Original:
-    def mutated(self: Any, state: Any, *given: Any) -> Any:
-        state.directives = DraftDirectives()
-        return add(self, state, *given)
+    def mutated(self: Any, jobs: Any, *given: Any) -> Any:
+        for job in jobs:
+            job.state.directives = DraftDirectives()
+        return add(self, jobs, *given)
 
     return mutated
 
@@ -156,9 +145,6 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     ],
     "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure": [
         ("planned: a trial always pays", ExplorationBudget, "record_use", always_paid)
-    ],
-    "test_parts.py::test_a_sure_draft_leaves_less_open_than_another": [
-        ("acceptance: one coverage for all positions", PickModel, "log_chances", one_coverage)
     ],
     "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
         ("model: directives are ignored", ModelDrafter, "_add", undirected)

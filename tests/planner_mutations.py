@@ -29,8 +29,8 @@ def uncorrected(of: Original) -> Original:
 def corrected_in_any_case(init: Original) -> Original:
     """Chances that a drafter fits itself are corrected too."""
 
-    def mutated(self: Any, costs: Any, sources: Any) -> None:
-        init(self, costs, sources)
+    def mutated(self: Any, costs: Any, sources: Any, text: Any) -> None:
+        init(self, costs, sources, text)
         for source in sources:
             self._own.setdefault(source.name, DecayedMean(0.0, 0.0))
 
