@@ -241,8 +241,9 @@ class DraftRunner:
             tree.current_source, tree.width, tree.vocab_size = source_name, action.width, self._vocab_size
             states.append(state)
             trees.append(tree)
-        if drafter is None:
+        if drafter is None:  # it was given up
             for sequence in sequences:
+                sequence.draft.state = None
                 sequence.advance(0)
             return
         sizes = [*map(len, trees)]
