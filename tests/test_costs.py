@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from toy import Toy
 
 from outpace.core.stats import DecayedMean
 from outpace.core.types import Source
+from outpace.drafters._calibration import PickModels
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
@@ -195,6 +198,18 @@ def test_times_of_a_profile_are_scaled_to_those_of_this_run() -> None:
     assert costs.pass_seconds(5) == pytest.approx(0.69 * 0.105 / 0.66)
 
 
+@pytest.mark.parametrize("kept", [3, "x", {"greedy": 3}, {"greedy": {"coverage": None, "temperature": 1.0}}], ids=str)
+def test_a_drafters_damaged_part_of_a_profile_is_ignored_with_a_warning(tmp_path: Path, kept: Any) -> None:
+    about = profiles.subject(Loaded(Toy(8), None, "a model"), None)
+    profiles.write(about, LEARNT | {"drafters": {"model": kept}}, tmp_path)
+    known = Mock(capabilities=Mock(learnt=PickModels()))
+    known.name = "model"
+    costs = CostModel()
+    with pytest.warns(UserWarning, match=r"drafters.model of the profile .* is ignored .* learnt anew"):
+        assert profiles.Profile(about, tmp_path).load(costs, [known])
+    assert costs.is_timed(1, 1)
+
+
 def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers may mean something else; it causes no warning, and its file remains."""
     target = Loaded(Toy(8), None, "a model")
@@ -221,6 +236,13 @@ def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch:
         ('"trust"', '"thrust"'),
         (YIELDS, "[]"),
         ('"name": "a"', '"name": "b"'),
+        ("6.0", "1" + 400 * "0"),
+        ('"8"', f'"1{400 * "0"}"'),
+        ('"model": 0.9', '"model": 1e308'),
+        ('"model": 0.9', '"model": NaN'),
+        ('"draft": {', '"draft": {"eagle": 3, '),
+        ('"method": "auto"', '"method": "nosuch"'),
+        (None, 100_000 * "["),
     ],
 )
 def test_a_damaged_or_foreign_profile_is_ignored_with_a_warning(tmp_path: Path, old: str | None, new: str) -> None:

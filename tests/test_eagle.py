@@ -164,6 +164,11 @@ def test_a_head_drafts_with_a_window(exact: Loaded, folder: Path) -> None:
         assert answer(llm, PROMPTS[1]).figures.mean_accepted_length > 3.5
 
 
+def test_a_window_of_too_many_tokens_is_refused(exact: Loaded, folder: Path) -> None:
+    with pytest.raises(UserError, match=f"head_window is {1 << 31}, it must be between 0 and {1 << 30}"):
+        open_llm(exact, folder / "good", head_window=1 << 31)
+
+
 def test_methods_and_drafters_that_cannot_run_a_head_are_refused(exact: Loaded, target: Loaded, folder: Path) -> None:
     refused = [
         ({"method": "card"}, "drafter eagle needs to see the target's passes, .* use method auto or speculative"),

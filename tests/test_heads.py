@@ -6,6 +6,7 @@ import importlib
 import json
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +23,12 @@ from heads import LAYERS, MISTAKES, ROWS, VARIANTS, VOCAB, WIDTH, Reference, hea
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
+from outpace.models.files.gguf.header import open_gguf_model
+from outpace.models.heads import files as head_files
+from outpace.models.heads import load as load_heads
 from outpace.models.heads import native as native_heads
 from outpace.models.heads.config import head_kind
+from outpace.models.heads.load import target_of_head
 from outpace.models.llama.native import runtime as native_runtime
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
@@ -187,6 +192,10 @@ CASES = [  # changes of the config, tensors to change, and what the sentence say
     ({}, {"d2t": -np.arange(ROWS)}, "maps 128 rows to token 0, a token may have one"),
     ({}, {"t2d": np.ones(VOCAB, bool)}, "t2d marks 272 tokens, and the output layer has 128 rows"),
     ({"rope_theta": "x"}, {}, "rope_theta is 'x'"),
+    ({"eagle_config": "x"}, {}, "eagle_config is 'x', it must be an object"),
+    ({"speculators_config": [3]}, {}, r"speculators_config is \[3\], it must be an object"),
+    ({"speculators_config": {"verifier": 3}}, {}, "verifier is 3, it must be an object"),
+    ({"speculators_model_type": "eagle3", "transformer_layer_config": "x"}, {}, "transformer_layer_config is 'x'"),
 ]
 
 
@@ -202,6 +211,98 @@ def test_a_head_that_does_not_fit_is_refused(
     with pytest.raises(UserError, match=said) as error:
         load(targets, path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("methods", [None, [], {"a": 1}, 3, ["x"], [{"speculative_tokens": "x"}]], ids=str)
+def test_proposal_methods_of_another_kind_say_no_length(
+    methods: Any, targets: dict[str, Loaded], tmp_path: Path
+) -> None:
+    path = write_head(tmp_path / "head", "speculators")
+    config = json.loads((path / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"] = methods
+    (path / "config.json").write_text(json.dumps(config))
+    assert load(targets, path).head.draft_length is None
+
+
+def test_a_verifier_that_is_no_object_is_named_with_its_file(tmp_path: Path) -> None:
+    path = heads.write_folder(tmp_path / "head", {"speculators_config": 3}, {})
+    with pytest.raises(UserError, match="speculators_config is 3, it must be an object") as error:
+        target_of_head(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_type_that_is_not_read_gets_a_sentence(runtime: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
+    tensors = head_tensors(head_config())
+    bytes_ = heads.write_folder(tmp_path / "bytes", head_config(), tensors | {"fc.weight": np.zeros((64, 192), "u1")})
+    wide = tensors | {"fc.weight": tensors["fc.weight"].astype(float)}
+    double = heads.LAYOUTS["gguf"](tmp_path / "double", head_config(), wide)
+    for path, kind in ((bytes_, "U8"), (double, "F64")):
+        with pytest.raises(UserError, match=f"tensor 'fc.weight' has type {kind}, which is not supported") as error:
+            load(targets, path, runtime)
+        assert str(path) in str(error.value)
+
+
+def test_a_pickle_of_parameters_is_read(targets: dict[str, Loaded], tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head", "pickled")
+    held = torch.load(path / "pytorch_model.bin")
+    kept = {name: torch.nn.Parameter(one) if one.is_floating_point() else one for name, one in held.items()}
+    torch.save(kept, path / "pytorch_model.bin")
+    load(targets, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda one: one.to_sparse(), r"stored as sparse_coo float32 \(cpu\), which is not supported"),
+        (lambda one: one.to(torch.complex64), "stored as strided complex64"),
+        (lambda one: torch.quantize_per_tensor(one, 0.1, 0, torch.qint8), "stored as strided qint8"),
+        (lambda one: one.to("meta"), r"stored as strided float32 \(meta\)"),
+        (lambda one: one / 0, "is damaged: tensor 'norm.weight' holds values that are not finite"),
+    ],
+)
+def test_a_tensor_of_a_pickle_that_is_not_read_gets_a_sentence(
+    change: Any, said: str, targets: dict[str, Loaded], tmp_path: Path
+) -> None:
+    path = write_head(tmp_path / "head", "pickled")
+    held = torch.load(path / "pytorch_model.bin")
+    torch.save(held | {"norm.weight": change(held["norm.weight"])}, path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=said) as error:
+        load(targets, path, "native")
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention.head_count", 0),
+        ("embedding_length", "x"),
+        ("feed_forward_length", 1.5),
+        ("attention.key_length", True),
+        ("norm_before_residual", 7),
+        ("norm_before_fc", "no"),
+    ],
+)
+def test_a_gguf_field_of_the_wrong_kind_is_named(
+    field: str, value: Any, targets: dict[str, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_head(tmp_path / "head", "gguf")
+    header = open_gguf_model(path)
+    changed = header.metadata | {f"eagle3.{field}": value, "tokenizer.ggml.tokens": 0}
+    monkeypatch.setattr(load_heads, "open_gguf_model", lambda path: header)
+    monkeypatch.setattr(head_files, "open_gguf_model", lambda path: replace(header, metadata=changed))
+    with pytest.raises(UserError, match=f"{field} is {value!r}, it must be ") as error:
+        load(targets, path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["blk.0", "blk.0.weight", "blk."])
+def test_a_gguf_tensor_of_another_name_is_not_taken_for_a_head(
+    name: str, targets: dict[str, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "gguf_name", lambda one, known=heads.gguf_name: name if "q_proj" in one else known(one))
+    with pytest.raises(UserError, match=r"holds no tensor 'layers\.0\.self_attn\.q_proj\.weight'"):
+        load(targets, write_head(tmp_path / "head", "gguf"))
 
 
 def test_a_head_of_another_architecture_is_refused(targets: dict[str, Loaded], tmp_path: Path) -> None:
@@ -257,6 +358,7 @@ def test_an_older_eagle_is_known_by_its_tensors(targets: dict[str, Loaded], tmp_
     with pytest.raises(UserError, match=r"is a trained head \(EAGLE-1\) that is not supported yet"):
         load(targets, path)
     assert head_kind({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 30}) is None
+    assert head_kind({"dflash_config": [1]}) == "DFlash"
 
 
 @pytest.mark.parametrize("field", ["top", "nested", "layer_ids"])

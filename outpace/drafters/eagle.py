@@ -39,7 +39,7 @@ class Options(MethodOptions):
     tree_nodes: int = whole(256, 2, 1 << 20)
     floor: float = number(0.005, 0.0, 1.0)
     draws: str = "2,1"
-    head_window: int = whole(0, 0)
+    head_window: int = whole(0, 0, 1 << 30)
 
     def __post_init__(self) -> None:
         DrawCounts.read(self.draws)

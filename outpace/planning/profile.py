@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from outpace.core import machine
+from outpace.core import machine, registry
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256, num_cores, num_threads
 from outpace.core.types import Drafter
@@ -21,6 +20,8 @@ from outpace.planning.cost_model import CostModel
 
 VERSION = 6  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
 FEWEST = 50  # rounds that make a profile worth storing
+_LARGEST = 1e6  # no time in seconds, row count or share is greater
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 FIELDS: dict[str, Any] = {
     "rounds": dict,
     "draft": dict,
@@ -55,13 +56,13 @@ def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] 
     """Return the stored profile or None. A damaged profile, or one of another identity, is ignored with a warning."""
     path = path_of(about, cache)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
         if found["about"] != json.loads(json.dumps(about)):
             raise ValueError("it describes another pair or machine")
         return _checked(found["learnt"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *_DAMAGED) as error:
         warnings.warn(f"the profile {path} is ignored ({error}), speeds are measured anew", stacklevel=2)
         return None
 
@@ -97,7 +98,11 @@ class Profile:
         for drafter in drafters:
             kept, learnt = self._known["drafters"].get(drafter.name), drafter.capabilities.learnt
             if kept is not None and learnt is not None:
-                learnt.load_state_dict(kept)
+                try:
+                    learnt.load_state_dict(kept)
+                except _DAMAGED as error:
+                    where = f"drafters.{drafter.name} of the profile {path_of(self._about, self._cache)}"
+                    warnings.warn(f"{where} is ignored ({error}), it is learnt anew", stacklevel=2)
         return True
 
     def save(self, costs: CostModel, drafters: Iterable[Drafter], tuned: str | None = None) -> Path | None:
@@ -127,13 +132,19 @@ def _checked(learnt: Any) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if not isinstance(learnt[name], kind):
             raise ValueError(f"{name} is of the wrong kind")
+    if learnt["method"] is not None and learnt["method"] not in registry.names("decoders"):
+        raise ValueError(f"there is no method {learnt['method']!r:.80}")
     curves = [learnt["rounds"], *learnt["draft"].values()]
     if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(_whole, curve)]):
-        raise ValueError("a time or a row count is not a number above 0")
+        raise ValueError(f"a time or a row count is not a number above 0 and up to {_LARGEST:g}")
     shares = [*learnt["trust"].values(), *chain.from_iterable(learnt["growth"].values())]
     if not all(map(_is_number, shares)) or not all(map(_is_layers, learnt["growth"].values())):
-        raise ValueError("trust or growth is not a number from 0")
+        raise ValueError(f"trust or growth is not a number from 0 to {_LARGEST:g}")
     return learnt
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not a number")
 
 
 def _is_positive(value: Any) -> bool:
@@ -141,7 +152,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _is_layers(values: Any) -> bool:

@@ -89,7 +89,8 @@ def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | N
         return SPECULATORS.get(kind, kind)
     listed = config.get("architectures")
     name = str(listed[0]).lower() if isinstance(listed, list) and listed else ""
-    projector = (config.get("dflash_config") or {}).get("projector_type", config.get("projector_type"))
+    nested = config.get("dflash_config")
+    projector = (nested if isinstance(nested, Mapping) else config).get("projector_type", config.get("projector_type"))
     for part, kind in ARCHITECTURES:
         if part in name or part == projector:
             return kind
@@ -128,9 +129,24 @@ def verifier_of(config: Mapping[str, Any]) -> str | None:
     return verifier if isinstance(verifier, str) and verifier else None
 
 
+def fields_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object in a field, empty if the field is missing or null; UserError for anything else."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise UserError(f"{name} is {found!r:.80}, it must be an object")
+    return found or {}
+
+
 def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = (config.get("speculators_config") or {}).get("verifier") or {}
-    return found if isinstance(found, Mapping) else {}
+    return fields_of(fields_of(config, "speculators_config"), "verifier")
+
+
+def _draft_length(config: Mapping[str, Any]) -> int | None:
+    """Return the length of drafts that the first proposal method names, None if there is none."""
+    match fields_of(config, "speculators_config").get("proposal_methods"):
+        case [{"speculative_tokens": int(length)}, *_]:
+            return length
+    return None
 
 
 def read_head(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
@@ -148,8 +164,8 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     kind = head_kind(config, files.tensors.keys())
     check_kind(str(kind), files.path)
     is_speculators = "speculators_model_type" in config
-    own = config.get("transformer_layer_config", {}) if is_speculators else config
-    nested = config.get("eagle_config") or {}
+    own = fields_of(config, "transformer_layer_config") if is_speculators else config
+    nested = fields_of(config, "eagle_config")
     if not flag(nested, "use_aux_hidden_state", True):
         raise UserError("eagle_config.use_aux_hidden_state is false: such a head is not supported")
     layer = _layer_config(files, own, max_positions)
@@ -157,7 +173,6 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     taps = _taps(config, nested, num_layers, width, files)
     num_rows = size(config, "draft_vocab_size", layer.vocab_size)
     norm_before_residual = flag(config, "norm_before_residual", default=is_speculators)
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     head = HeadConfig(
         kind=EAGLE3,
         layer=replace(layer, takes_features=True, norms_features=not norm_before_residual),
@@ -171,7 +186,7 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
         has_fc_bias="fc.bias" in files,
         logit_scale=number(config, "logit_scale", 1.0, 1e6),
         verifier=verifier_of(config),
-        draft_length=proposals[0].get("speculative_tokens"),
+        draft_length=_draft_length(config),
     )
     files.check_shapes(_shapes(head, files))
     _check_target(config, target, head)

@@ -6,7 +6,7 @@ Layer 0 is called `midlayer` in EAGLE's own files and `layers.0` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ from outpace.core.errors import UserError, require
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint
 from outpace.models.files.gguf.config import read_scaling, shortest_decimal
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry, ggml_type, open_gguf_model
-from outpace.models.files.gguf.source import deinterleave_rope, dequantise
+from outpace.models.files.gguf.source import can_read, deinterleave_rope, dequantise
 from outpace.models.files.reading import DTYPES, check_file, read_json
+from outpace.models.llama.config.fields import size
 from outpace.models.llama.weight_sources import StoredMatrix
 
 PICKLE = "pytorch_model.bin"
@@ -115,7 +116,7 @@ def _folder_tensor(checkpoint: Checkpoint, name: str) -> HeadTensor:
             raise UserError(f"{checkpoint.file_of(name)}: tensor {name!r} has type {kind}, which is not supported")
         return checkpoint.raw(name).values if kind in INTEGERS else checkpoint.array(name)
 
-    weight = read if kind in INTEGERS else partial(checkpoint.weight, name)
+    weight = partial(checkpoint.weight, name) if kind in DTYPES else read
     return HeadTensor(checkpoint.file_of(name), checkpoint.shape(name), read, weight)
 
 
@@ -135,25 +136,34 @@ def _read_pickle(file: Path) -> dict[str, HeadTensor]:
     if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
         raise UserError(f"{file} is not a state dict: it must map names to tensors")
 
-    def values(tensor: torch.Tensor) -> np.ndarray:
-        return (tensor.float() if tensor.is_floating_point() else tensor).contiguous().numpy()
+    def values(name: str, tensor: torch.Tensor) -> np.ndarray:
+        found = (tensor.float() if tensor.is_floating_point() else tensor).detach().contiguous().numpy()
+        if not np.isfinite(found).all():
+            raise UserError(f"{file} is damaged: tensor {name!r} holds values that are not finite")
+        return found
 
-    return {
-        str(name): HeadTensor(file, tuple(tensor.shape), partial(values, tensor), partial(values, tensor))
-        for name, tensor in held.items()
-    }
+    tensors = {}
+    for name, tensor in held.items():
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+        if not is_plain or tensor.is_quantized or tensor.is_complex():
+            form = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')}"
+            raise UserError(f"{file}: tensor {name!r} is stored as {form} ({tensor.device}), which is not supported")
+        read = partial(values, name, tensor)
+        tensors[str(name)] = HeadTensor(file, tuple(tensor.shape), read, read)
+    return tensors
 
 
 def _open_gguf(header: GgufHeader) -> HeadFiles:
     """Open a .gguf file as llama.cpp's converter writes it: d2t holds token ids, and rotary pairs are interleaved."""
     own = {key.removeprefix("eagle3."): value for key, value in header.metadata.items() if key.startswith("eagle3.")}
-    missing = next(
-        (name for name in ("embedding_length", "attention.head_count", "feed_forward_length") if name not in own), None
-    )
-    if missing is not None:
-        raise UserError(f"{header.path}: eagle3.{missing} is missing")
-    heads = own["attention.head_count"]
-    head_dim = own.get("attention.key_length", own["embedding_length"] // heads)
+    try:
+        width, heads, _ = [
+            size(own, name) for name in ("embedding_length", "attention.head_count", "feed_forward_length")
+        ]
+        head_dim = size(own, "attention.key_length", max(width // heads, 1))
+    except UserError as error:
+        raise UserError(f"{header.path}: eagle3.{error}") from error
+    vocabulary = header.metadata.get("tokenizer.ggml.tokens")
     names = {name: _canonical_gguf_name(name) for name in header.tensors}
     scaling = read_scaling(header, {"attention.key_length": head_dim, "context_length": 2048, **own})
     config = {
@@ -168,10 +178,10 @@ def _open_gguf(header: GgufHeader) -> HeadFiles:
         "rms_norm_eps": shortest_decimal(own.get("attention.layer_norm_rms_epsilon", 1e-5)),
         "rope_theta": shortest_decimal(own.get("rope.freq_base", 10000.0)),
         "rope_scaling": scaling,
-        "vocab_size": own.get("vocab_size", len(header.metadata.get("tokenizer.ggml.tokens", ())) or None),
+        "vocab_size": own.get("vocab_size", len(vocabulary) if isinstance(vocabulary, Sized) else None),
         "target_hidden_size": own.get("target_hidden_size"),
-        "norm_before_residual": bool(own.get("norm_before_residual", False)),
-        "norm_before_fc": bool(own.get("norm_before_fc", False)),
+        "norm_before_residual": own.get("norm_before_residual"),
+        "norm_before_fc": own.get("norm_before_fc"),
         "eagle_aux_hidden_state_layer_ids": own.get("target_layers", own.get("extract_layers")),
     }
     if "d2t" in header.tensors:
@@ -186,7 +196,7 @@ def _canonical_gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("blk."):
         return f"{GGUF_NAMES.get(stem, stem)}.{kind}" if stem else name
-    _, number, part = stem.split(".", 2)
+    number, _, part = stem.removeprefix("blk.").partition(".")
     return f"layers.{number}.{GGUF_NAMES.get(part, part)}.{kind}"
 
 
@@ -194,9 +204,11 @@ def _gguf_tensor(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
     kind = ggml_type(entry.kind).name
     if kind in INTEGERS:
         return HeadTensor(entry.path, entry.shape, lambda: _integers(entry, kind), lambda: _integers(entry, kind))
-    is_rotated = name.startswith("blk.") and name.split(".")[2] in INTERLEAVED
+    is_rotated = any(f".{part}." in name for part in INTERLEAVED)
 
     def read() -> np.ndarray:
+        if not can_read(entry.kind):
+            raise UserError(f"{entry.path}: tensor {name!r} has type {kind}, which is not supported")
         found = dequantise(entry.kind, entry.raw().reshape(entry.shape[0] if len(entry.shape) > 1 else 1, -1))
         if not found.is_finite():
             raise UserError(f"{entry.path} is damaged: tensor {name!r} holds values that are not finite")
@@ -204,7 +216,7 @@ def _gguf_tensor(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
         return np.ascontiguousarray(deinterleave_rope(values, len(values) // head_dim)) if is_rotated else values
 
     def weight() -> StoredMatrix | np.ndarray:
-        if len(entry.shape) != 2:
+        if len(entry.shape) != 2 or not can_read(entry.kind):
             return read()
         rows, columns = entry.shape
         order = np.arange(rows, dtype=np.int32)

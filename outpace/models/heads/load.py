@@ -35,7 +35,10 @@ def kind_of_head(path: Path) -> str | None:
 
 def target_of_head(path: Path) -> str | None:
     """Return the target that a head in the format of speculators names; None if it names none."""
-    return verifier_of(read_optional_json(path / "config.json")) if path.is_dir() else None
+    try:
+        return verifier_of(read_optional_json(path / "config.json")) if path.is_dir() else None
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
 
 
 def load_head(
