@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from doubles import make_rule
-from outpace_kernels import SlotMap, choose_frontiers
+from outpace_kernels import OfferMap, PickModel, SlotMap, TopKRows, attach_offers, choose_frontiers
 
 from outpace.core.tree import (
     PREFIX,
@@ -156,3 +156,16 @@ def test_what_would_break_a_tree_is_refused(node: int) -> None:
         with pytest.raises(ValueError, match=r"not|no |another"):
             refused()
     assert Greedy().walk(tree, [2**32 + 2]) == Verdict([0], 2**32 + 2)
+
+
+def test_batch_calls_refuse_none() -> None:
+    tree, rows = chain([1, 2]), TopKRows([([3], [-0.5])])
+    whole = [[tree], [OfferMap()], [PickModel()]]
+    assert attach_offers(whole[0], [[1]], rows, whole[1], whole[2], [1], [1]) == [1]
+    for place in range(3):
+        trees, maps, picks = (*whole[:place], [None], *whole[place + 1 :])
+        with pytest.raises(ValueError, match="has None in it"):
+            attach_offers(trees, [[1]], rows, maps, picks, [1], [1])
+    for slots, trees in (([None], [tree]), ([SlotMap()], [None])):
+        with pytest.raises(ValueError, match="has None in it"):
+            choose_frontiers(slots, trees, [1], [-9.0], [9])

@@ -119,6 +119,13 @@ nb::object row_at(const ProposalRows& rows, nb::handle key) {
     return nb::cast(to_tuple(rows.at(static_cast<int>(row))));
 }
 
+/// Refuses None in a list of trees or of what belongs to them.
+template <class T>
+void check_present(const std::vector<T*>& given) {
+    if (std::find(given.begin(), given.end(), nullptr) != given.end())
+        throw std::invalid_argument("a list of trees, maps, slots or pick models has None in it");
+}
+
 /// Adds proposals to several trees (see TokenTree::attach_offers) and records them; `offers` has the rows of all
 /// frontiers, tree after tree. Returns the number of new nodes of each tree.
 std::vector<int> attach_offers(const std::vector<TokenTree*>& trees, const std::vector<std::vector<int>>& frontiers,
@@ -129,6 +136,7 @@ std::vector<int> attach_offers(const std::vector<TokenTree*>& trees, const std::
     if (frontiers.size() != count || maps.size() != count || picks.size() != count || widths.size() != count ||
         most.size() != count)
         throw std::invalid_argument("every tree needs a frontier, a map of offers, a pick model and limits");
+    check_present(trees), check_present(maps), check_present(picks);
     std::vector<int> added;
     int first = 0;
     for (std::size_t n = 0; n < count; ++n) {
@@ -147,6 +155,7 @@ std::vector<std::vector<int>> choose_frontiers(const std::vector<SlotMap*>& slot
     const std::size_t count = trees.size();
     if (slots.size() != count || counts.size() != count || floors.size() != count || deepest.size() != count)
         throw std::invalid_argument("every tree needs slots and limits");
+    check_present(trees), check_present(slots);
     std::vector<std::vector<int>> found;
     for (std::size_t n = 0; n < count; ++n)
         found.push_back(slots[n]->next(*trees[n], counts[n], floors[n], deepest[n]));
