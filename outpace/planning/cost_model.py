@@ -77,14 +77,14 @@ class CostModel:
             self._prices.clear()
         self._rates[requests].learn(tokens, seconds)
         if rows > requests:
-            self._pause = 0
+            self._pause = self._planned_from = 0
         elif was_planned:
             self._pause = min(2 * self._pause or 1, _MAX_PAUSE)
             self._planned_from = self.num_rounds + self._pause
 
     def is_paused(self, requests: int) -> bool:
-        """Return whether the next round decodes plainly without a plan. Planning costs host time per request: if no
-        request drafted in the last planned round, up to four rounds are not planned."""
+        """Return whether requests whose lookups gain nothing decode plainly without a plan in the next round. Planning
+        costs host time per request: if no request drafted in the last planned round, up to four are not planned."""
         return requests > 1 and self.num_rounds < self._planned_from
 
     def prices(self, requests: int) -> Prices:

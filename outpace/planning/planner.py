@@ -64,6 +64,7 @@ class Planner:
         self._why = ""
         self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
+        self._is_paused = False  # and is not planned
         self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
@@ -73,9 +74,10 @@ class Planner:
         self.uses_drafts, self.plan = False, None
         for source in self.lookups:
             source.is_asked = False
-        if self._costs.is_paused(requests):
-            self._rounds, self.is_plain = self._rounds + 1, True
+        if self._costs.is_paused(requests) and not any(map(self._gains, self.lookups)):
+            self._rounds, self.is_plain, self._is_paused = self._rounds + 1, True, True
             return
+        self._is_paused = False
         prices = self._costs.prices(requests)
         self.price = _PRICE_MARGIN * prices.tokens_per_second
         is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not prices.is_known
@@ -231,7 +233,7 @@ class Planner:
     def chosen(self, tree: TokenTree) -> list[int]:
         """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
         and then it returns fewer than pay, to time a pass over so few rows."""
-        if self.is_plain and self._costs.is_paused(self._context.requests):
+        if self._is_paused:
             return [0]
         chances = self._acceptance.of(tree)
         best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
