@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Drafter
 from outpace.drafters import build_drafter
-from outpace.models.base import Part
+from outpace.models.base import Model, Part
 from outpace.models.load import Loaded
+from outpace.simulate import trace
+from outpace.simulate.indexed_trace import index_trace, limit_trace
+from outpace.simulate.models import ReplayDraft
 
 T = TypeVar("T")
 
@@ -40,12 +44,20 @@ class SlowedModel:
         return result
 
 
-def slowed_drafter(
-    again: Callable[[], Loaded], vocab_size: int, options: Mapping[str, Any], seconds: float, core: int | None
-) -> Drafter:
+def loaded_draft(again: Callable[[], Loaded], vocab_size: int) -> Model:
+    """Load a draft model again, with the target's vocabulary."""
+    model = again().model
+    model.vocab_size = vocab_size
+    return model
+
+
+def replayed_draft(path: Path, answers: int | None) -> Model:
+    """Return the model that replays the draft's side of a trace."""
+    return ReplayDraft(index_trace(limit_trace(trace.load(path), answers)), lambda rows: 0.0)
+
+
+def slowed_drafter(load: Callable[[], Model], options: Mapping[str, Any], seconds: float, core: int | None) -> Drafter:
     """Build a draft model's drafter in the calling process, which then runs on `core` only (None: on any core)."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    draft = again()
-    draft.model.vocab_size = vocab_size
-    return build_drafter("model", BuildContext(SlowedModel(draft.model, seconds)), options)
+    return build_drafter("model", BuildContext(SlowedModel(load(), seconds)), options)

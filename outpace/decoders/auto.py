@@ -14,9 +14,11 @@ choices are made in `planning/planner.py`.
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.core.options import whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
@@ -28,10 +30,16 @@ class Auto(Decoder):
 
     name = "auto"
     cost = "as speculative, while that pays; host time for planning"
-    Options = PlannerOptions
+
     usual_nodes = 32
 
-    def decode(self, context: RequestContext, options: PlannerOptions) -> DecoderGenerator:
+    @dataclass(frozen=True)
+    class Options(PlannerOptions):
+        """`deepest`: most draft layers in a round; `trials`: share of time for trying again what did not pay."""
+
+        deepest: int = whole(32, 0, 256)
+
+    def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         if not context.request.rule.traits.same_text:
             raise UserError(
                 "method auto chooses drafts by their tokens and by measured times, which does not go with a rule whose"

@@ -30,7 +30,7 @@ _UNKNOWN = 2  # most layers before the time of a draft step and the price are kn
 
 @dataclass(frozen=True)
 class PlannerOptions(MethodOptions):
-    """`deepest`: the most draft layers in a round; `trials`: the share of time for trying again what did not pay."""
+    """`deepest`: most draft layers in a round; `trials`: share of time for trying again what did not pay."""
 
     deepest: int = whole(16, 0, 256)
     trials: float = number(0.01, 0.0, 1.0)
@@ -119,7 +119,7 @@ class Planner:
         """Return how many nodes the draft model should expand in another layer; 0 if that neither brings more than it
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
-        most = min(self._options.deepest, inf if is_known else _UNKNOWN)
+        most = min(self._options.deepest, self._context.budget - 1, inf if is_known else _UNKNOWN)
         if self.is_plain or model.is_trial or model.layers - model.first >= most:
             self._why = "a trial of one layer" if model.is_trial else "as deep as allowed"
             return 0
