@@ -83,8 +83,8 @@ class CostModel:
             self._planned_from = self.num_rounds + self._pause
 
     def is_paused(self, requests: int) -> bool:
-        """Return whether requests whose lookups gain nothing decode plainly without a plan in the next round. Planning
-        costs host time per request: if no request drafted in the last planned round, up to four are not planned."""
+        """Return whether requests without a worker whose lookups gain nothing decode plainly without a plan in the next
+        round. Planning costs host time: if none drafted in the last planned round, up to four are not planned."""
         return requests > 1 and self.num_rounds < self._planned_from
 
     def prices(self, requests: int) -> Prices:

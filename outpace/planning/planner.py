@@ -12,6 +12,7 @@ from math import inf, log
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.stats import RoundPlan
 from outpace.core.tree import TokenTree
+from outpace.core.types import WORKER
 from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
@@ -65,6 +66,7 @@ class Planner:
         self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
         self._is_paused = False  # and is not planned
+        self._may_pause = WORKER not in context.sources  # candidates of a worker cost nothing more
         self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
@@ -74,10 +76,12 @@ class Planner:
         self.uses_drafts, self.plan = False, None
         for source in self.lookups:
             source.is_asked = False
-        if self._costs.is_paused(requests) and not any(map(self._gains, self.lookups)):
-            self._rounds, self.is_plain, self._is_paused = self._rounds + 1, True, True
+        self._is_paused = (
+            self._may_pause and self._costs.is_paused(requests) and not any(map(self._gains, self.lookups))
+        )
+        if self._is_paused:
+            self._rounds, self.is_plain = self._rounds + 1, True
             return
-        self._is_paused = False
         prices = self._costs.prices(requests)
         self.price = _PRICE_MARGIN * prices.tokens_per_second
         is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not prices.is_known
