@@ -147,7 +147,7 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
         (["tune", "--rounds", "1.5"], "'--rounds': it must be a whole number\n"),
         (["generate", "x", "--draft-length", "4"], "(--draft-length) of method auto"),
         (["genrate", "x"], "did you mean 'generate'?"),
-        (["foo"], "no such command 'foo', there are bench, chat, demo, distill, doctor, generate, "),
+        (["foo"], "no such command 'foo', there are bench, chat, demo, distill, doctor, edge, generate, "),
         (["doctor", "--colour"], "no such option: --colour"),
         (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
         (["demo", "--rounds", "0"], "rounds is 0"),
@@ -255,7 +255,7 @@ def test_doctor_has_a_line_for_each_extra() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert set(doctor_file.EXTRAS) == set(extras) - {"native", "docs", "dev"}
-    modules = {"llama_cpp_python": "llama_cpp"}
+    modules = {"llama_cpp_python": "llama_cpp", "sionna_no_rt": "sionna"}
     for name, (_, brought) in doctor_file.EXTRAS.items():
         whole = [part for package in extras[name] for part in (extras["torch"] if "[torch]" in package else [package])]
         packages = [re.split(r"[<>=]", package)[0].replace("-", "_") for package in whole]
@@ -334,7 +334,9 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     assert found["limits"] == pytest.approx({"sequential_limit": 5.0, "parallel_limit": 10.0})
     rows = json.loads(run("theory", "--acceptance", "0.9,0.5", "--lengths", "3", "--json")[1])["lengths"]
     assert [row["tokens"] for row in rows] == pytest.approx([1.9, 2.35, 2.575])
-    assert {row["pearl_speedup"] for row in rows} == {None}
+    assert [row["pearl_speedup"] for row in rows] == pytest.approx(
+        [theory.pearl_tokens([0.9, 0.5], gamma) for gamma in (1, 2, 3)]
+    )
     found = json.loads(run("theory", "--acceptance", "0.9,0.5", "--drafts", "0.5,0", "--json")[1])
     assert found["limits"]["sequential_limit"] == pytest.approx(2.8)
     assert [bound["drafts"] for bound in found["bounds"]] == [1, 2, 3]

@@ -51,6 +51,15 @@ def test_pearls_formula_over_all_outcomes_of_a_block(alpha: float, gamma: int) -
     assert theory.pearl_speedup(alpha, gamma, 0.5) == pytest.approx(tokens / steps / max(1.0, gamma * 0.5))
 
 
+def test_pearls_tokens_by_position() -> None:
+    """A chain of steps walked through: the first checks one token, each further one gamma more."""
+    acceptances, gamma = [0.9, 0.4, 0.7], 2
+    reached = [math.prod((acceptances + [0.7] * 200)[:depth]) for depth in range(200)]
+    steps = 1.0 + math.fsum(reached[1::gamma])
+    assert theory.pearl_tokens(acceptances, gamma) == pytest.approx(math.fsum(reached) / steps)
+    assert theory.pearl_tokens([0.5, 1.0], gamma) == gamma
+
+
 @pytest.mark.parametrize("c", [0.05, 0.2, 0.5, 0.9])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_a_draft_helps_only_where_it_is_accepted_more_often_than_it_costs(alpha: float, c: float) -> None:

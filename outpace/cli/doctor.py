@@ -37,6 +37,10 @@ EXTRAS = {  # of pyproject.toml: purpose and modules
         ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     ),
     "distill": ("outpace distill, with plots", ("matplotlib", "torch", "transformers")),
+    "edge": (
+        "learned shares and Sionna's channels in outpace edge",
+        ("gymnasium", "pettingzoo", "sionna", "stable_baselines3"),
+    ),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),

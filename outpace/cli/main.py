@@ -16,8 +16,21 @@ from outpace.cli.flags import PassthroughCommand
 from outpace.core.errors import UserError
 
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "demo")  # commands that take the options of methods and drafters
-INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate")  # commands that Ctrl-C may end at any point
-COMMANDS = ("generate", "chat", "serve", "demo", "bench", "distill", "tune", "simulate", "methods", "theory", "doctor")
+INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge")  # commands that Ctrl-C may end at any point
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "demo",
+    "bench",
+    "distill",
+    "tune",
+    "simulate",
+    "edge",
+    "methods",
+    "theory",
+    "doctor",
+)
 
 
 def build(names: Iterable[str] = COMMANDS) -> typer.Typer:

@@ -83,7 +83,7 @@ def _row(positions: list[float], gamma: int, cost: float, verify: float, overhea
         "draft_length": gamma,
         "tokens": tokens,
         "sequential_speedup": formulas.speedup(tokens, gamma, cost, verify, overhead),
-        "pearl_speedup": formulas.pearl_speedup(positions[0], gamma, cost) if len(set(positions)) == 1 else None,
+        "pearl_speedup": formulas.pearl_tokens(positions, gamma) / max(gamma * cost, 1.0),
     }
 
 
@@ -93,7 +93,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="right")
     best = max(rows, key=lambda row: row["sequential_speedup"])
     for row in rows:
-        parallel = "-" if row["pearl_speedup"] is None else f"{row['pearl_speedup']:.2f}"
-        cells = [str(row["draft_length"]), f"{row['tokens']:.2f}", f"{row['sequential_speedup']:.2f}", parallel]
+        speeds = (row["tokens"], row["sequential_speedup"], row["pearl_speedup"])
+        cells = [str(row["draft_length"]), *(f"{speed:.2f}" for speed in speeds)]
         table.add_row(*cells, style="bold" if row is best else "")
     return table

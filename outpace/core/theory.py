@@ -79,10 +79,26 @@ def parallel_limit(c: float) -> float:
     return math.inf if c <= 0.0 else 1.0 / c
 
 
+def pearl_tokens(acceptances: Sequence[float], gamma: int) -> float:
+    """Return PEARL's tokens per step: tokens per rejection over steps per rejection. Liu et al., arXiv:2408.11850.
+
+    After a rejection one step checks the first token alone, and while all is accepted each further step checks gamma
+    tokens. All positions after the last one listed accept as it does. If all are alike:
+    (1 - alpha^gamma) / ((1 - alpha) (1 + alpha - alpha^gamma)).
+    """
+    last, checked, steps = acceptances[-1], 1, 1.0
+    if last >= 1.0:
+        return float(gamma)
+    while checked < len(acceptances):
+        steps += math.prod(acceptances[:checked])
+        checked += gamma
+    reached = math.prod(acceptances) * last ** (checked - len(acceptances))
+    return tokens_per_rejection(acceptances) / (steps + reached / (1.0 - last**gamma))
+
+
 def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Return PEARL's speedup with gamma tokens drafted while the target verifies. Liu et al., arXiv:2408.11850."""
-    tokens = float(gamma) if alpha >= 1.0 else (1.0 - alpha**gamma) / ((1.0 - alpha) * (1.0 + alpha - alpha**gamma))
-    return tokens / max(gamma * c, 1.0)
+    """Return PEARL's speedup with gamma tokens drafted while the target verifies, if all positions are alike."""
+    return pearl_tokens([alpha], gamma) / max(gamma * c, 1.0)
 
 
 def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:

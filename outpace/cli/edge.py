@@ -1,0 +1,180 @@
+"""`outpace edge`: which device should draft for which server, with which shares, and whether drafting there pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.table import Table
+
+from outpace.cli import display
+from outpace.cli.flags import common_fields, flag, flags
+from outpace.cli.options import JSON
+from outpace.cli.output_files import check_file, check_plot
+from outpace.core.errors import UserError, check_range, require
+
+if TYPE_CHECKING:
+    from outpace.edge.settings import EdgeSettings
+
+
+@dataclass(frozen=True)
+class NetworkFlags:
+    """The network that is simulated; fields and defaults are those of `EdgeSettings`."""
+
+    panel: ClassVar[str] = "Network"
+    devices: int = flag(120, "Number of devices (M).")
+    servers: int = flag(12, "Number of servers (E).")
+    bandwidth_mhz: float = flag(10.0, "Bandwidth of all servers together (W), divided equally among them.")
+    draft_length: str = flag("8", "Draft length of all devices; auto: each device's best, none where none pays.")
+    battery: tuple[float, float] = flag((0.05, 1.0), "Range of the batteries' levels, between 0.001 and 1.")
+    objective: str = flag(
+        "step",
+        "What policies minimise: step, the time of a step of parallel drafting and verification; or paper, the sum of"
+        " both times with a squared penalty for their difference.",
+    )
+    energy_weight: float = flag(0.0, "Milliseconds that a mJ is worth to a device with an empty battery.")
+    channel: str = flag(
+        "3gpp", "3gpp: path loss and shadowing; sionna: the stochastic channel of sionna-no-rt (extra edge)."
+    )
+    scenario: str = flag("umi", "Of the channel sionna: umi (street canyon) or uma (rooftops).")
+    rate: str = flag("shannon", "Rate of a link: shannon, Shannon's formula; mcs, the link adaptation of sionna.")
+    channel_age: int = flag(0, "1: policies know the channels of the slot before.")
+    slots: int = flag(1, "Slots of a second in which devices move; queues and batteries carry over.")
+    area: float = flag(1000.0, "Side of the square, in metres.")
+    speed: float = flag(1.5, "Speed of the devices, in m/s.")
+    prompts: float = flag(0.05, "Chance that a device sends a new prompt in a slot.")
+    transmit_dbm: float = flag(23.0, "Transmit power of the devices.")
+
+
+@dataclass(frozen=True)
+class LinkFlags:
+    """Instead of a network: one device and one server, times in ms."""
+
+    panel: ClassVar[str] = "One link"
+    device_step: float | None = flag(None, "Time of a draft step on the device.")
+    server_pass: float | None = flag(None, "Time of a target pass on the server.")
+    rtt: float = flag(0.0, "Round trip between them.")
+    device_pass: float | None = flag(None, "Time of a target pass on the device, if the target fits there.")
+
+
+@dataclass(frozen=True)
+class StudyFlags:
+    """What is compared."""
+
+    panel: ClassVar[str] = "Study"
+    policies: str = flag(
+        "", "Policies to compare, as in greedy/equal,move/optimal: an association and shares. The default is most."
+    )
+    worlds: int = flag(10, "Worlds over which figures are averaged.")
+    seed: int = flag(0, "Seed of the first world.")
+    sweep: str = flag("", "Ranges of settings, as in devices=30:180:30,servers=4:20:4.")
+    plot: Path | None = flag(None, "File for a plot.")
+    policy: Path | None = flag(None, "A trained policy, for the shares `learned`; its file is that of --train.")
+    train: Path | None = flag(None, "Train shares for this network and write them to this file (extra edge).")
+    train_minutes: float = flag(5.0, "Time of the training.")
+
+
+@flags
+def edge(
+    network: NetworkFlags,
+    link: LinkFlags,
+    study: StudyFlags,
+    acceptance: str = flag(
+        "",
+        "Acceptance of the draft: a rate, or one for each position with commas between them, or a judgement.json of"
+        " outpace distill. The default is the shipped pair's.",
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Show which devices should draft for which servers, and whether drafting on a device pays."""
+    from outpace.edge.acceptance import read_acceptance
+
+    rates = read_acceptance(acceptance)
+    if link.device_step is not None or link.server_pass is not None:
+        _show_link(link, rates, as_json)
+        return
+    check_plot("--plot", study.plot)
+    settings = _settings(network, rates)
+    if study.train is not None:
+        _train(settings, study, study.train)
+        return
+    _show_network(settings, study, as_json)
+
+
+def _train(settings: EdgeSettings, study: StudyFlags, file: Path) -> None:
+    require("--train", "edge", "stable_baselines3", "pettingzoo")
+    check_file("--train", file)
+    check_range("train-minutes", study.train_minutes, 0.001, 10_000.0)
+    if file.suffix != ".zip":
+        raise UserError(f"--train is {file}, its name must end with .zip")
+    train = import_module("outpace.edge.training").train  # needs the extra
+    with display.loading_bar() as bar:
+        train(settings, file, study.train_minutes, study.seed, lambda done: bar("training", done))
+    display.say(f"wrote {file}: compare it with --policy {file}")
+
+
+def _settings(network: NetworkFlags, rates: tuple[float, ...]) -> EdgeSettings:
+    from outpace.edge.settings import EdgeSettings
+
+    text = network.draft_length
+    try:
+        length = None if text == "auto" else int(text)
+    except ValueError:
+        raise UserError(f"draft-length is {text!r}, it must be a whole number or auto") from None
+    given = common_fields(network, EdgeSettings) | {"acceptance": rates, "draft_length": length}
+    return EdgeSettings(**given)
+
+
+def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> None:
+    from outpace.edge.link import OneLink, advice, choices
+
+    if given.device_step is None or given.server_pass is None:
+        raise UserError("device-step and server-pass go together, name both or neither")
+    link = OneLink(given.device_step, given.server_pass, given.rtt, rates, given.device_pass)
+    if as_json:
+        display.print_json({"choices": [one._asdict() for one in choices(link)], "advice": advice(link)})
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("way to write", "ms a token", "draft length", ""):
+        table.add_column(name, justify="right" if name in ("ms a token", "draft length") else "left")
+    for one in choices(link):
+        table.add_row(one.name, f"{one.time:.2f}", "-" if one.length is None else str(one.length), one.note)
+    display.stdout().print(table)
+    display.stdout().print(advice(link), soft_wrap=True)
+
+
+def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> None:
+    from outpace.edge import report, run
+
+    learned = None
+    if study.policy is not None:
+        from outpace.edge.shares.learned import load
+
+        learned = load(study.policy)
+    default = [*run.DEFAULT, *(["move/learned"] if learned else [])]
+    names = [name.strip() for name in study.policies.split(",")] if study.policies else default
+    policies = [run.find_policy(name, learned) for name in dict.fromkeys(names)]
+    points: list[dict[str, float]] = run.parse_sweep(study.sweep) if study.sweep else [{}]
+    for point in points:  # a wrong one is an error before the work
+        replace(settings, **point)  # type: ignore[arg-type]
+    found: list[Any] = []
+    with display.loading_bar() as bar:
+        for at, rows in run.sweep(settings, points, policies, study.worlds, study.seed):
+            found.append((at, rows))
+            bar("worlds", len(found) / len(points))
+    if as_json:
+        display.print_json({"rows": report.as_rows(found), "advice": report.sentences(found[0][1])})
+    else:
+        display.stdout().print(report.table(found))
+        for sentence in report.sentences(found[0][1]) if len(found) == 1 else []:
+            display.stdout().print(sentence, soft_wrap=True)
+        display.print_for_machines({"rows": report.as_rows(found)})
+    if study.plot is not None:
+        from outpace.edge.plot import plot
+
+        title = (
+            f"{settings.devices} devices, {settings.servers} servers, {study.worlds} worlds, channel {settings.channel}"
+        )
+        plot(found, title, study.plot)

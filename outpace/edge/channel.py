@@ -1,0 +1,81 @@
+"""The radio channel of 3GPP TR 38.901, urban microcell (UMi street canyon), as signal-to-noise ratios.
+
+A server is out of reach where the ratio is below the lowest modulation's; its spectral efficiency is then 0.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from outpace.edge.settings import EdgeSettings
+
+SERVER_HEIGHT, DEVICE_HEIGHT, ENVIRONMENT_HEIGHT = 10.0, 1.5, 1.0
+SHADOW_DB = {"line of sight": 4.0, "blocked": 7.82}
+CORRELATION = 13.0  # metres over which shadowing changes, blocked
+SPEED_OF_LIGHT = 3e8
+
+
+class Channel(Protocol):
+    """Gives the spectral efficiency of each link as the devices move."""
+
+    def efficiency(self, devices: np.ndarray, servers: np.ndarray) -> np.ndarray:
+        """Return bit/s/Hz [devices, servers] for positions [devices, 2] and [servers, 2]; 0 out of reach."""
+
+
+class PathLossChannel:
+    """UMi path loss with log-normal shadowing that changes with the distance a device has moved."""
+
+    def __init__(self, settings: EdgeSettings, rng: np.random.Generator) -> None:
+        self._settings, self._rng = settings, rng
+        self._obstruction = rng.random((settings.devices, settings.servers))
+        self._shadow = rng.standard_normal((settings.devices, settings.servers))
+        self._last: np.ndarray | None = None
+
+    def efficiency(self, devices: np.ndarray, servers: np.ndarray) -> np.ndarray:
+        """Return Shannon's log2(1 + SNR)."""
+        self._move_shadow(devices)
+        distance = np.hypot(*(devices[:, None] - servers[None]).transpose(2, 0, 1))
+        is_clear = self._obstruction < line_of_sight_chance(distance)
+        sigma = np.where(is_clear, SHADOW_DB["line of sight"], SHADOW_DB["blocked"])
+        loss = path_loss(distance, is_clear, self._settings.carrier_ghz) + sigma * self._shadow
+        return shannon(received_snr_db(self._settings, loss), self._settings.reach_db)
+
+    def _move_shadow(self, devices: np.ndarray) -> None:
+        if self._last is not None:
+            kept = np.exp(-np.hypot(*(devices - self._last).T) / CORRELATION)[:, None]
+            fresh = self._rng.standard_normal(self._shadow.shape)
+            self._shadow = kept * self._shadow + np.sqrt(1.0 - kept**2) * fresh
+        self._last = devices.copy()
+
+
+def received_snr_db(settings: EdgeSettings, loss_db: np.ndarray) -> np.ndarray:
+    """Return the SNR in a server's whole band, W / E."""
+    band_hz = settings.bandwidth_mhz * 1e6 / settings.servers
+    return settings.transmit_dbm - loss_db - settings.noise_dbm_hz - 10.0 * np.log10(band_hz)
+
+
+def shannon(snr_db: np.ndarray, reach_db: float) -> np.ndarray:
+    """Return bit/s/Hz; 0 below the reach, and for an SNR of minus infinity."""
+    return np.where(snr_db >= reach_db, np.log2(1.0 + 10.0 ** (np.maximum(snr_db, reach_db) / 10.0)), 0.0)
+
+
+def line_of_sight_chance(distance: np.ndarray) -> np.ndarray:
+    """Return the probability of a line of sight at horizontal distances. TR 38.901, table 7.4.2-1."""
+    far = np.maximum(distance, 18.0)
+    return 18.0 / far + np.exp(-far / 36.0) * (1.0 - 18.0 / far)
+
+
+def path_loss(distance: np.ndarray, is_clear: np.ndarray, carrier_ghz: float) -> np.ndarray:
+    """Return the loss in dB at horizontal distances, of 10 m at least. TR 38.901, table 7.4.1-1."""
+    flat = np.maximum(distance, 10.0)
+    space = np.hypot(flat, SERVER_HEIGHT - DEVICE_HEIGHT)
+    above = (SERVER_HEIGHT - ENVIRONMENT_HEIGHT) * (DEVICE_HEIGHT - ENVIRONMENT_HEIGHT)
+    breakpoint_m = 4.0 * above * carrier_ghz * 1e9 / SPEED_OF_LIGHT
+    carrier = 20.0 * np.log10(carrier_ghz)
+    near = 32.4 + 21.0 * np.log10(space) + carrier
+    beyond = 9.5 * np.log10(breakpoint_m**2 + (SERVER_HEIGHT - DEVICE_HEIGHT) ** 2)
+    clear = np.where(flat <= breakpoint_m, near, 32.4 + 40.0 * np.log10(space) + carrier - beyond)
+    blocked = 35.3 * np.log10(space) + 22.4 + 21.3 * np.log10(carrier_ghz) - 0.3 * (DEVICE_HEIGHT - 1.5)
+    return np.where(is_clear, clear, np.maximum(clear, blocked))

@@ -1,0 +1,97 @@
+"""One device and one server: the time of a token for each way to divide the work, as in `outpace theory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outpace.core import theory
+from outpace.core.errors import check_range
+
+MAX_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class OneLink:
+    """Times in ms; `device_pass` is that of a target pass on the device, None if the target does not fit there."""
+
+    device_step: float
+    server_pass: float
+    rtt: float
+    acceptance: tuple[float, ...]
+    device_pass: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a time that is not positive, and for a negative round trip."""
+        check_range("device-step", self.device_step, 1e-6, 1e9)
+        check_range("server-pass", self.server_pass, 1e-6, 1e9)
+        check_range("rtt", self.rtt, 0.0, 1e9)
+        if self.device_pass is not None:
+            check_range("device-pass", self.device_pass, 1e-6, 1e9)
+        for rate in self.acceptance:
+            check_range("acceptance", rate, 0.0, 1.0)
+
+
+class LinkChoice(NamedTuple):
+    """A way to write with its time per token; `length` is the best draft length, None where there is none."""
+
+    name: str
+    time: float
+    length: int | None = None
+    note: str = ""  # why it is not a choice
+
+
+def choices(link: OneLink) -> list[LinkChoice]:
+    """Return all ways to write, with their best draft lengths."""
+    found = [LinkChoice("draft model alone", link.device_step, None, "writes the draft model's text")]
+    if link.device_pass is not None:
+        time, length = _sequential(link, link.device_pass, 0.0, 0)
+        found.append(LinkChoice("device alone, sequential drafting", time, length))
+    found.append(LinkChoice("server alone", link.server_pass))
+    found.append(LinkChoice("drafting here, sequential", *_sequential(link, link.server_pass, link.rtt, 1)))
+    found.append(LinkChoice("drafting here, PEARL", *_pearl(link)))
+    limit = theory.card_limit(theory.tokens_per_rejection(link.acceptance), 1.0, link.device_step / link.server_pass)
+    found.append(LinkChoice("drafting here, CARD", link.server_pass / limit, None, "a bound, for a link without delay"))
+    return found
+
+
+def _sequential(link: OneLink, target_pass: float, delay: float, least: int) -> tuple[float, int]:
+    """Return the time per token and the length of sequential drafting with at least some drafts."""
+
+    def time(gamma: int) -> float:
+        tokens = theory.expected_tokens_by_position(_positions(link)[:gamma])
+        return target_pass / theory.speedup(tokens, gamma, link.device_step / target_pass, 1.0, delay / target_pass)
+
+    return min((time(gamma), gamma) for gamma in range(least, MAX_LENGTH + 1))
+
+
+def _pearl(link: OneLink) -> tuple[float, int]:
+    """A step waits for the drafts or for the round trip with a pass, whichever takes longer."""
+    served = link.rtt + link.server_pass
+    return min(
+        (max(gamma * link.device_step, served) / theory.pearl_tokens(link.acceptance, gamma), gamma)
+        for gamma in range(1, MAX_LENGTH + 1)
+    )
+
+
+def _positions(link: OneLink) -> tuple[float, ...]:
+    return (*link.acceptance, *[link.acceptance[-1]] * MAX_LENGTH)
+
+
+def advice(link: OneLink) -> str:
+    """Say in one sentence what to do."""
+    usable = [one for one in choices(link) if not one.note]
+    best = min(usable, key=lambda one: one.time)
+    server = next(one for one in usable if one.name == "server alone")
+    if best is server:
+        drafted = min((one for one in usable if one.name.startswith("drafting here")), key=lambda one: one.time)
+        how = drafted.name.partition(", ")[2]
+        return (
+            f"let the server write alone, {server.time:.1f} ms a token: drafting here ({how}) would take"
+            f" {drafted.time:.1f} ms"
+        )
+    gain = f"{server.time / best.time:.2f} times as fast as the server alone"
+    if best.name.startswith("device alone"):
+        return f"write on the device alone with drafts of {best.length} tokens, {best.time:.1f} ms a token: {gain}"
+    how = best.name.partition(", ")[2]
+    return f"draft here for the server ({how}, {best.length} tokens), {best.time:.1f} ms a token: {gain}"

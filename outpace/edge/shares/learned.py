@@ -1,0 +1,77 @@
+"""Divide each server by scores of a trained actor: shares are the softmax of the scores within the cell.
+
+The actor sees one device, the means of its cell and their number, all as ratios of times, so that it works in cells of
+other sizes and speeds than it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError, require
+from outpace.edge.problem import ALONE, Assignment, SlotProblem
+
+OWN = 3  # features of a device
+OBSERVATIONS = 2 * OWN + 1  # with their means over the cell, and the cell's size
+SCORES = 2  # for band and compute
+SPREAD = 2.0  # a score of 1 is worth e^2 of a score of 0
+LIMIT = 8.0  # of a feature
+
+
+def observe(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
+    """Return what each served device sees [devices, OBSERVATIONS]; zeros for the others."""
+    seen = np.zeros((len(server), OBSERVATIONS), dtype=np.float32)
+    served = np.flatnonzero(server != ALONE)
+    cell = server[served]
+    counts = problem.counts(server)[cell]
+    equal_pass = counts * problem.verify[cell]
+    floor = np.maximum(problem.draft[served] - problem.queue[cell], 1e-3)
+    ratios = floor / equal_pass, counts * problem.link[served, cell] / equal_pass, problem.weight[served]
+    own = np.log(np.stack(ratios, axis=1))
+    own[:, 2] -= _means(own[:, 2:], cell, counts)[:, 0]
+    seen[served] = np.hstack([own, _means(own, cell, counts), np.log(counts)[:, None]])
+    return np.clip(seen, -LIMIT, LIMIT)
+
+
+def _means(values: np.ndarray, cell: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return each column's mean over the device's cell [devices, columns]."""
+    sums = np.stack([np.bincount(cell, column) for column in values.T], axis=1) if len(cell) else values
+    return sums[cell] / counts[:, None]
+
+
+def from_scores(problem: SlotProblem, server: np.ndarray, scores: np.ndarray) -> Assignment:
+    """Turn scores in [-1, 1], [devices, SCORES], into shares that sum to 1 at each server."""
+    weights = np.exp(SPREAD * scores.astype(float))
+    cell = np.where(server == ALONE, len(problem.verify), server)
+    shares = weights / np.stack([np.bincount(cell, column) for column in weights.T], axis=1)[cell]
+    shares[server == ALONE] = 1.0
+    return Assignment(server, shares[:, 0], shares[:, 1])
+
+
+def load(file: Path) -> Callable[[SlotProblem, np.ndarray], Assignment]:
+    """Load a policy that `outpace edge --train` wrote; UserError if it is damaged or made for other observations."""
+    require("a learned policy", "edge", "stable_baselines3", "gymnasium")
+    if not file.is_file():
+        raise UserError(f"policy is {file}, which is no file; --train {file} makes one")
+    from stable_baselines3 import SAC
+
+    try:
+        model: Any = SAC.load(file, device="cpu")
+        shapes = model.observation_space.shape, model.action_space.shape
+    except Exception as error:  # the library raises what its unpickling raises
+        raise UserError(f"policy is {file}, which is no policy of --train ({type(error).__name__}: {error})") from error
+    if shapes != ((OBSERVATIONS,), (SCORES,)):
+        raise UserError(
+            f"policy is {file}, which sees {shapes[0]} values and gives {shapes[1]}; allowed are"
+            f" {OBSERVATIONS} and {SCORES}: train it again with --train"
+        )
+
+    def divide(problem: SlotProblem, server: np.ndarray) -> Assignment:
+        scores, _ = model.predict(observe(problem, server), deterministic=True)
+        return from_scores(problem, server, scores)
+
+    return divide

@@ -1,0 +1,106 @@
+"""Trains shares by soft actor-critic: one actor for all devices, learning from cells of several sizes at once.
+
+Haarnoja et al., arXiv:1801.01290, by stable-baselines3.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from stable_baselines3 import SAC
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
+
+from outpace.core.errors import UserError
+from outpace.edge.settings import EdgeSettings
+
+from .environment import CellEnvironment
+
+SIZES = range(3, 13)  # devices of the cells that are trained on
+GRADIENT_STEPS = 8  # after each step of all cells
+LEARNING_RATE = 1e-3
+
+
+def train(
+    settings: EdgeSettings, file: Path, minutes: float, seed: int, progress: Callable[[float], None] = lambda done: None
+) -> None:
+    """Train for a time on the clock and write the policy."""
+    cells = [CellEnvironment(settings, size, seed + number) for number, size in enumerate(SIZES)]
+    model = SAC(
+        "MlpPolicy",
+        SharedActorCells(cells),
+        learning_rate=LEARNING_RATE,
+        buffer_size=100_000,
+        learning_starts=2_000,
+        batch_size=256,
+        gamma=0.0,  # an episode is one step
+        gradient_steps=GRADIENT_STEPS,
+        policy_kwargs={"net_arch": [64, 64]},
+        seed=seed,
+        device="cpu",
+    )
+    model.learn(total_timesteps=10**12, callback=Deadline(60.0 * minutes, progress))
+    try:
+        model.save(file)
+    except OSError as error:
+        raise UserError(f"the policy cannot be written to {file} ({error.strerror})") from error
+
+
+class SharedActorCells(VecEnv):
+    """Each device of several cells as one of the environments that share an actor."""
+
+    def __init__(self, cells: Sequence[CellEnvironment]) -> None:
+        self._cells = cells
+        agents = sum(len(cell.possible_agents) for cell in cells)
+        super().__init__(agents, cells[0].observation_space(""), cells[0].action_space(""))
+
+    def reset(self) -> np.ndarray:
+        """Start a new episode in every cell."""
+        return np.stack([seen for cell in self._cells for seen in cell.reset()[0].values()])
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self._actions = actions
+
+    def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        """Step every cell; all episodes end, and the observations are those of the next ones."""
+        left = iter(self._actions)
+        rewards: list[float] = []
+        last: list[np.ndarray] = []
+        for cell in self._cells:
+            seen, reward, *_ = cell.step({agent: next(left) for agent in cell.agents})
+            rewards += reward.values()
+            last += seen.values()
+        ends = [{"terminal_observation": seen, "TimeLimit.truncated": False} for seen in last]
+        return self.reset(), np.array(rewards, dtype=np.float32), np.ones(self.num_envs, dtype=bool), ends
+
+    def close(self) -> None:
+        """Do nothing: cells hold no resources."""
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        return [getattr(self, attr_name, None)] * self.num_envs
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        setattr(self, attr_name, value)
+
+    def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
+        raise NotImplementedError(method_name)
+
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        return [False] * self.num_envs
+
+
+class Deadline(BaseCallback):
+    """Ends training after a time."""
+
+    def __init__(self, seconds: float, progress: Callable[[float], None]) -> None:
+        super().__init__()
+        self._seconds, self._progress, self._start = seconds, progress, time.monotonic()
+
+    def _on_step(self) -> bool:
+        passed = time.monotonic() - self._start
+        self._progress(min(passed / self._seconds, 1.0))
+        return passed < self._seconds

@@ -1,0 +1,134 @@
+"""A world: devices with batteries, servers, and the channels between them, slot by slot.
+
+A world depends on its settings and seed alone, so every policy meets the same devices, moves and prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from outpace.core import theory
+from outpace.edge.channel import Channel, PathLossChannel
+from outpace.edge.problem import SlotProblem
+from outpace.edge.settings import DEVICE_CLASSES, MAX_LENGTH, MODEL_RATIO, PASS_MS, EdgeSettings
+
+TOKEN_BITS = 17  # the id of a token in a vocabulary of up to 131,072
+
+
+class RadioSlot(NamedTuple):
+    """What happens in a slot whatever the policy does."""
+
+    efficiency: np.ndarray  # bit/s/Hz [devices, servers]
+    is_prompting: np.ndarray  # whether a device sends a new prompt, bool [devices]
+
+
+@dataclass(frozen=True)
+class EdgeWorld:
+    """All that is drawn before a policy acts."""
+
+    settings: EdgeSettings
+    kind: np.ndarray  # index into DEVICE_CLASSES [devices]
+    battery: np.ndarray  # the levels at the start [devices]
+    pass_ms: np.ndarray  # [servers]
+    lengths: np.ndarray  # gamma [devices]
+    slots: tuple[RadioSlot, ...]
+
+    def problem(self, slot: int, queue: np.ndarray, battery: np.ndarray) -> SlotProblem:
+        """Return the assignment problem with a slot's channels, the servers' queues and the batteries' levels."""
+        chosen, efficiency = self.settings, self.slots[slot].efficiency
+        step_ms, watts = (column[self.kind] for column in device_columns())
+        bits = chosen.header_bits + TOKEN_BITS * self.lengths
+        band_khz = 1e3 * chosen.bandwidth_mhz / chosen.servers  # bits per ms at 1 bit/s/Hz
+        with np.errstate(divide="ignore"):
+            link = bits[:, None] / (band_khz * efficiency)
+        draft, alone = self.lengths * step_ms, step_ms * _alone_steps(chosen.acceptance)
+        return SlotProblem(
+            draft=draft,
+            tokens=_step_tokens(chosen.acceptance)[self.lengths],
+            link=link,
+            verify=self.pass_ms,
+            queue=mean_wait(queue, chosen.slot_ms),
+            alone=alone,
+            draft_energy=draft * watts,
+            alone_energy=alone * watts,
+            radio_watts=chosen.radio_watts,
+            transmit_watts=10.0 ** (chosen.transmit_dbm / 10.0 - 3.0),
+            energy_price=chosen.energy_weight * (1.0 - battery),
+            is_paper=chosen.objective == "paper",
+            imbalance=chosen.imbalance,
+        )
+
+    def queue_after(self, queue: np.ndarray, slot: int, server: np.ndarray) -> np.ndarray:
+        """Return the server time of prompts that is left when the next slot starts, with the new prompts."""
+        prompting = server[self.slots[slot].is_prompting & (server >= 0)]
+        new = np.bincount(prompting, minlength=len(queue)) * self.settings.prompt_passes * self.pass_ms
+        return np.maximum(queue - self.settings.slot_ms, 0.0) + new
+
+    def battery_after(self, battery: np.ndarray, milliwatts: np.ndarray) -> np.ndarray:
+        """Return the levels after a slot at these powers (mJ per s)."""
+        capacity = np.array([one.battery_joules for one in DEVICE_CLASSES])[self.kind]
+        return np.maximum(battery - milliwatts * self.settings.slot_ms / 1e6 / capacity, 0.0)
+
+
+def make_world(settings: EdgeSettings, seed: int) -> EdgeWorld:
+    """Draw a world."""
+    rng = np.random.default_rng([seed, settings.devices, settings.servers])
+    devices, servers = rng.random((settings.devices, 2)), rng.random((settings.servers, 2))
+    kind = rng.integers(len(DEVICE_CLASSES), size=settings.devices)
+    pass_ms = np.array(PASS_MS)[rng.integers(len(PASS_MS), size=settings.servers)]
+    battery = rng.uniform(*settings.battery, size=settings.devices)
+    heading = rng.uniform(0.0, 2.0 * np.pi, size=settings.devices)
+    channel, slots, place = _open_channel(settings, rng), [], devices * settings.area
+    for _ in range(settings.slots):
+        efficiency = channel.efficiency(place, servers * settings.area)
+        slots.append(RadioSlot(efficiency, rng.random(settings.devices) < settings.prompts))
+        heading = heading + rng.normal(0.0, 0.3, size=settings.devices)
+        stride = settings.speed * settings.slot_ms / 1e3 * np.stack([np.cos(heading), np.sin(heading)], 1)
+        place = settings.area - np.abs(settings.area - np.abs(place + stride))  # walls reflect
+    lengths = _lengths(settings, kind, battery, pass_ms)
+    return EdgeWorld(settings, kind, battery, pass_ms, lengths, tuple(slots))
+
+
+def _open_channel(settings: EdgeSettings, rng: np.random.Generator) -> Channel:
+    if settings.channel == "3gpp":
+        return PathLossChannel(settings, rng)
+    from outpace.edge.sionna_channel import SionnaChannel
+
+    return SionnaChannel(settings, rng)
+
+
+def mean_wait(queue: np.ndarray, slot_ms: float) -> np.ndarray:
+    """Return how long a pass waits on average if it comes at any time of a slot and the queue goes first."""
+    return np.where(queue <= slot_ms, queue**2 / (2.0 * slot_ms), queue - 0.5 * slot_ms)
+
+
+def device_columns() -> tuple[np.ndarray, np.ndarray]:
+    """Return the times of a draft step and the powers of the device classes."""
+    return np.array([one.draft_ms for one in DEVICE_CLASSES]), np.array([one.compute_watts for one in DEVICE_CLASSES])
+
+
+def _lengths(settings: EdgeSettings, kind: np.ndarray, battery: np.ndarray, pass_ms: np.ndarray) -> np.ndarray:
+    """Return the draft lengths: the given one, or each device's best with an equal share of an average server."""
+    if settings.draft_length is not None:
+        return np.full(settings.devices, settings.draft_length)
+    step_ms, watts = (column[kind][:, None] for column in device_columns())
+    draft = np.arange(MAX_LENGTH + 1)[None] * step_ms
+    step = np.maximum(draft, pass_ms.mean() * settings.devices / settings.servers)
+    energy = draft * watts + step * settings.radio_watts
+    price = settings.energy_weight * (1.0 - battery[:, None])
+    return ((step + price * energy) / _step_tokens(settings.acceptance)[None]).argmin(1)
+
+
+def _step_tokens(acceptance: tuple[float, ...]) -> np.ndarray:
+    """Return the tokens of a step for each draft length; without drafts a step is a plain pass."""
+    return np.array([1.0, *(theory.pearl_tokens(acceptance, gamma) for gamma in range(1, MAX_LENGTH + 1))])
+
+
+def _alone_steps(acceptance: tuple[float, ...]) -> float:
+    """Return a token's time on one device that runs both models in sequence, in draft steps, at its best length."""
+    positions = [*acceptance, *[acceptance[-1]] * MAX_LENGTH]
+    lengths = range(MAX_LENGTH + 1)
+    return min((g + MODEL_RATIO) / theory.expected_tokens_by_position(positions[:g]) for g in lengths)
