@@ -60,8 +60,10 @@ def test_the_reward_is_what_the_shares_save() -> None:
         logs = np.log(np.stack([best.band, best.compute], axis=1))
         scores = (logs - (logs.max(0) + logs.min(0)) / 2) / SPREAD
         assert np.abs(scores).max() < 1.0
-        rewards = cells.step(dict(zip(cells.agents, scores, strict=True)))[1]
-        saved = 1 - given.evaluate(best).cost.mean() / given.evaluate(equal.divide(given, here)).cost.mean()
+        _, rewards, _, _, infos = cells.step(dict(zip(cells.agents, scores, strict=True)))
+        differences = [info["difference"] for info in infos.values()]
+        saved = np.log(given.evaluate(equal.divide(given, here)).cost.mean() / given.evaluate(best).cost.mean())
+        assert all(value > -0.05 for value in differences), differences  # no device does harm at the optimum
         assert list(rewards.values()) == pytest.approx([environment().REWARD_SCALE * saved] * 6, abs=1e-6)
 
 
@@ -99,6 +101,10 @@ def test_a_wrong_policy_file_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"sees \(3,\) values and gives \(1,\); allowed are 7 and 2"):
         load(other)
     assert "is no file" in run_command("edge", "--policy", tmp_path / "none.zip")[2]
+    assert (
+        "no server has 3 devices in reach"
+        in run_command("edge", "--train", tmp_path / "policy.zip", "--transmit-dbm", -200)[2]
+    )
     assert "must end with .zip" in run_command("edge", "--train", tmp_path / "policy.pt")[2]
 
 

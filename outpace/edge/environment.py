@@ -1,8 +1,9 @@
 """One server's cell as a cooperative game of its devices, with PettingZoo's parallel interface.
 
 In each step a device sees itself and its cell's means, and gives two scores; the shares are their softmax. All get the
-same reward: by how much their cell's cost falls below that of equal shares, in tenths of it. A step is an episode,
-since shares do not change what comes next.
+same reward: ten times the logarithm of the cell's cost with equal shares over its cost. A step is an episode, since
+shares do not change what comes next. `infos` has each device's difference reward: the team's reward less what it would
+have been had the device given scores of 0 (Wolpert and Tumer, 2001). Its slope in the device's scores is the team's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 from gymnasium.spaces import Box
 from pettingzoo import ParallelEnv
 
+from outpace.core.errors import UserError
+from outpace.edge.associations import max_sinr
 from outpace.edge.problem import SlotProblem
 from outpace.edge.settings import EdgeSettings
 from outpace.edge.shares import equal
@@ -21,11 +24,12 @@ from outpace.edge.shares.learned import LIMIT, OBSERVATIONS, SCORES, from_scores
 from outpace.edge.world import make_world
 
 CELLS_PER_WORLD = 30  # drawn from one world before the next one is made
+MAX_DRAWS = 50 * CELLS_PER_WORLD
 REWARD_SCALE = 10.0
 
 
 class CellEnvironment(ParallelEnv):
-    """A fixed number of devices at one server; every episode draws a server and devices in its reach."""
+    """A fixed number of devices at one server; every episode draws a server and some devices that are nearest to it."""
 
     metadata = {"name": "outpace_edge_cell", "render_modes": []}  # noqa: RUF012
 
@@ -54,38 +58,48 @@ class CellEnvironment(ParallelEnv):
         if seed is not None:
             self._seed(seed)
         self._cell = self._draw()
+        self._base = self._cell.evaluate(equal.divide(self._cell, self._here)).cost.mean()
         self.agents = list(self.possible_agents)
         return self._by_agent(observe(self._cell, self._here)), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, np.ndarray]) -> tuple[dict[str, Any], ...]:
         """Divide the server by the scores, and end the episode."""
         scores = np.stack([np.clip(actions[agent], -1.0, 1.0) for agent in self.agents])
-        cost, base = (
-            self._cell.evaluate(chosen).cost.mean()
-            for chosen in (from_scores(self._cell, self._here, scores), equal.divide(self._cell, self._here))
-        )
-        reward = REWARD_SCALE * float(1.0 - cost / base)
+        team = self._reward(scores)
+        without = [self._reward(scores * (np.arange(len(scores)) != number)[:, None]) for number in range(len(scores))]
         agents, self.agents = self.agents, []
         seen = observe(self._cell, self._here)
         return (
             dict(zip(agents, seen, strict=True)),
-            dict.fromkeys(agents, reward),
+            dict.fromkeys(agents, team),
             dict.fromkeys(agents, True),
             dict.fromkeys(agents, False),
-            {agent: {} for agent in agents},
+            {agent: {"difference": team - other} for agent, other in zip(agents, without, strict=True)},
         )
+
+    def _reward(self, scores: np.ndarray) -> float:
+        cost = self._cell.evaluate(from_scores(self._cell, self._here, scores)).cost.mean()
+        return REWARD_SCALE * float(np.log(self._base / cost))
 
     def _by_agent(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(self.agents, rows, strict=True))
 
     def _draw(self) -> SlotProblem:
-        """Return a random server with random devices among those that reach it."""
-        while True:
+        """Return a random server with random devices: those for which it is nearest, or where these are too few, those
+        that reach it."""
+        for _ in range(MAX_DRAWS):
             if self._drawn % CELLS_PER_WORLD == 0:
-                world = make_world(replace(self._settings, slots=1), int(self._rng.integers(2**31)))
-                self._world = world.problem(0, np.zeros(self._settings.servers), world.battery)
+                self._make_world()
             self._drawn += 1
             server = int(self._rng.integers(self._settings.servers))
-            near = np.flatnonzero(self._world.reach[:, server])
-            if len(near) >= self._devices:
-                return self._world.cell(server, self._rng.choice(near, self._devices, replace=False))
+            for chosen in (self._nearest == server, self._slot.reach[:, server]):
+                near = np.flatnonzero(chosen)
+                if len(near) >= self._devices:
+                    return self._slot.cell(server, self._rng.choice(near, self._devices, replace=False))
+        raise UserError(f"no server has {self._devices} devices in reach, which training needs")
+
+    def _make_world(self) -> None:
+        devices = max(self._settings.devices, self._devices)
+        world = make_world(replace(self._settings, slots=1, devices=devices), int(self._rng.integers(2**31)))
+        self._slot = world.problem(0, np.zeros(self._settings.servers), world.battery)
+        self._nearest = max_sinr.associate(self._slot, self._rng)

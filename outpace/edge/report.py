@@ -10,16 +10,16 @@ from rich.table import Table
 
 from outpace.edge.run import ALONE_POLICY, BASELINE, BOUNDS, SERVER_ALONE, PolicySummary
 
-COLUMNS = ("policy", "ms a token", "95th perc.", "mJ a token", "cut, %")
+COLUMNS = ("policy", "ms a token", "p95", "mJ", "cut, %")
 Point = Mapping[str, float]
 
 
 def table(found: Sequence[tuple[Point, Sequence[PolicySummary]]]) -> Table:
     """Return all policies at all points; the best of each point is bold."""
-    made = Table(box=None, padding=(0, 2, 0, 0))
     names = list(found[0][0])
+    made = Table(box=None, padding=(0, 1 if names else 2, 0, 0))
     for name in [*names, *COLUMNS]:
-        made.add_column(name.replace("_", " "), justify="left" if name == "policy" else "right")
+        made.add_column(name.replace("_", " "), justify="left" if name == "policy" else "right", no_wrap=True)
     for point, summaries in found:
         best = best_policy(summaries)
         for one in summaries:
