@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import numpy as np
 from answer_cache_mutations import RECALL_MUTATIONS
 from file_mutations import FILE_MUTATIONS
+from forecast_mutations import FORECAST_MUTATIONS
 from head_mutations import HEAD_MUTATIONS
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
@@ -261,6 +262,7 @@ MUTATIONS = [
     *SERVER_MUTATIONS,
     *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
+    *FORECAST_MUTATIONS,
     *HEAD_MUTATIONS,
     *STEP_MUTATIONS,
     *RECALL_MUTATIONS,

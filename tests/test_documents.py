@@ -19,6 +19,7 @@ FOLDERS = (
     REPOSITORY,
     REPOSITORY / "docs",
     REPOSITORY / "kernels",
+    REPOSITORY / "outpace" / "timeseries" / "pair",
     *sorted((REPOSITORY / "outpace" / "drafts").iterdir()),
 )
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]

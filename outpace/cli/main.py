@@ -16,7 +16,7 @@ from outpace.cli.flags import PassthroughCommand
 from outpace.core.errors import UserError
 
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "demo")  # commands that take the options of methods and drafters
-INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge")  # commands that Ctrl-C may end at any point
+INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge", "forecast")  # Ctrl-C may end them at any point
 COMMANDS = (
     "generate",
     "chat",
@@ -27,6 +27,7 @@ COMMANDS = (
     "tune",
     "simulate",
     "edge",
+    "forecast",
     "methods",
     "theory",
     "doctor",

@@ -63,7 +63,7 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
     given = common | {"dtype": options.torch_dtype, "output_loading_info": True, "device_map": options.device_map}
     if options.tp_plan is not None:
         given |= _plan(source, common)
-    with _explained(str(source)), _without_bars():
+    with _explained(str(source)), without_bars():
         module, info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **given))
         if not options.is_spread and not getattr(module, "is_quantized", False):
             module.to(options.device)
@@ -204,7 +204,7 @@ def _templates(tokenizer: Any) -> dict[str, str]:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Disable transformers' own progress bars."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -1,0 +1,139 @@
+"""`outpace forecast`: sample paths and quantiles of time series in a CSV file, by speculation."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from outpace.cli import display
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import JSON
+from outpace.cli.output_files import check_plot
+from outpace.core.errors import UserError, check_whole, require
+from outpace.core.lazy import set_num_threads
+
+if TYPE_CHECKING:
+    from outpace.timeseries.forecaster import Forecaster, SampledForecast
+    from outpace.timeseries.frames import TimeSeries
+
+
+@dataclass(frozen=True)
+class TableFlags:
+    """The columns of the file."""
+
+    panel: ClassVar[str] = "Columns"
+    time: str = flag("time", "The column of times.")
+    value: str = flag("value", "The column of values.")
+    series: str | None = flag(None, "The column that names the series, if the file has several.")
+
+
+@dataclass(frozen=True)
+class ForecasterFlags:
+    """The models and how they are used."""
+
+    panel: ClassVar[str] = "Models"
+    target: str | None = flag(None, "A folder that bench/forecast_train.py wrote. The default is the shipped pair.")
+    draft: str | None = flag(None, "The draft model's folder.")
+    rule: str = flag("exact", "exact, or stride: as published, lossy.")
+    draft_length: int | None = flag(
+        None,
+        "Patches drafted in a round, 0 to 8; 0: the target alone. The default is the best by measured times, or with"
+        " --seed the draft model's own.",
+    )
+    bias: float | None = flag(None, "With --rule stride: factor of the acceptance ratio, at least 1.")
+    tolerance: float | None = flag(
+        None, "With --rule stride: mean squared distance from the target's mean up to which a draft is accepted."
+    )
+    threads: int = flag(1, "CPU threads; small models gain nothing from more.")
+
+
+@flags
+def forecast(
+    file: Annotated[Path, typer.Argument(help="A CSV file with times and values.")],
+    columns: TableFlags,
+    models: ForecasterFlags,
+    horizon: int = flag(96, "Number of values to forecast."),
+    samples: int = flag(100, "Number of sample paths."),
+    seed: int | None = flag(None, "Seed of the sampling: the same seed gives the same paths."),
+    backtest: bool = flag(False, "Forecast the last values of the file, which are then not read."),
+    plot: Path | None = flag(None, "Write a picture."),
+    as_json: bool = JSON,
+) -> None:
+    """Forecast time series: quantiles 0.1 to 0.9 of sample paths, as CSV."""
+    require("outpace forecast", "timeseries", "torch", "transformers", "pandas")
+    check_plot("--plot", plot)
+    check_whole("threads", models.threads, 1)
+    set_num_threads(models.threads)
+    from outpace.timeseries.forecaster import QUANTILES, Forecaster
+    from outpace.timeseries.frames import read_csv, to_frame
+
+    dials = {"bias": models.bias, "tolerance": models.tolerance}
+    forecaster = Forecaster.load(
+        models.target,
+        models.draft,
+        rule=models.rule,
+        draft_length=models.draft_length,
+        **{name: dial for name, dial in dials.items() if dial is not None},
+    )
+    series = read_csv(file, columns.time, columns.value, columns.series, forecaster.target.frequencies)
+    truths = [one.values[-horizon:] for one in series] if backtest and horizon > 0 else []
+    series = [one.before(horizon) for one in series] if truths else series
+    found = forecaster.sample([one.values for one in series], horizon, samples, seed=seed)
+    quantiles, means = found.quantiles(QUANTILES), found.samples.double().mean(1)
+    if as_json:
+        rows = [_as_json(*one) for one in zip(series, quantiles, means, strict=True)]
+        display.print_json({**_summary(forecaster, found, seed), "series": rows})
+    else:
+        table = to_frame(series, quantiles, means, QUANTILES, columns.series, columns.time)
+        table.to_csv(sys.stdout, index=False, float_format="%.6g")
+        sys.stdout.flush()
+        display.say(_sentence(forecaster, found))
+    if plot is not None:
+        _draw(plot, series, found, forecaster.target.patch_length, truths)
+
+
+def _summary(forecaster: Forecaster, found: SampledForecast, seed: int | None) -> dict[str, Any]:
+    stats = found.stats
+    return {
+        "lossless": forecaster.rule.lossless,
+        "samples": found.samples.shape[1],
+        "seed": seed,
+        "draft_lengths": stats.draft_lengths,
+        "patches_per_forward": stats.patches_per_forward,
+        "acceptance": stats.acceptance,
+        "seconds": stats.seconds,
+    }
+
+
+def _as_json(one: TimeSeries, quantiles: Any, means: Any) -> dict[str, Any]:
+    from outpace.timeseries.forecaster import QUANTILES
+
+    levels = {str(level): quantiles[:, at].tolist() for at, level in enumerate(QUANTILES)}
+    times = [time.isoformat() for time in one.next_times(len(means))]
+    return {"name": one.name, "frequency": one.frequency, "times": times, "mean": means.tolist(), "quantiles": levels}
+
+
+def _sentence(forecaster: Forecaster, found: SampledForecast) -> str:
+    """Describe the rounds in a line."""
+    stats = found.stats
+    lengths = sorted(set(stats.draft_lengths))
+    drafting = f"{lengths[0]} to {lengths[-1]} patches drafted a round" if any(lengths) else "nothing drafted"
+    kept = sum(stats.accepted) / max(1, sum(stats.drafted))
+    share = f", {kept:.0%} of them accepted" if any(lengths) else ""
+    lossy = "" if forecaster.rule.lossless else "; the rule is lossy: these are not the target's forecasts"
+    paths = f"{found.samples.shape[1]} paths in {stats.seconds:.2f} s"
+    return f"{paths}, {stats.patches_per_forward:.2f} patches a target pass, {drafting}{share}{lossy}"
+
+
+def _draw(file: Path, series: list[TimeSeries], found: SampledForecast, patch_length: int, truths: list[Any]) -> None:
+    from outpace.timeseries.plot import draw
+
+    try:
+        draw(file, series, found, patch_length, truths)
+    except OSError as error:
+        raise UserError(f"--plot: {file} cannot be written: {error.strerror}") from None
+    display.say(f"wrote {file}")

@@ -1,0 +1,142 @@
+"""Series as tables: read from CSV files and data frames, checked row by row, and written back with their quantiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from outpace.core.errors import UserError
+
+FIRST_LINE = 2  # of a CSV file's values
+
+
+@dataclass(frozen=True)
+class TimeSeries:
+    """Values at equal distances in time."""
+
+    name: str
+    times: pd.DatetimeIndex
+    values: np.ndarray
+    frequency: str
+
+    def next_times(self, count: int) -> pd.DatetimeIndex:
+        """Return the times that follow."""
+        return pd.date_range(self.times[-1], periods=count + 1, freq=self.frequency)[1:]
+
+    def before(self, count: int) -> TimeSeries:
+        """Return the series without its last values."""
+        return TimeSeries(self.name, self.times[:-count], self.values[:-count], self.frequency)
+
+
+def read_csv(file: Path, time: str, value: str, series: str | None, frequencies: Sequence[str]) -> list[TimeSeries]:
+    """Read the series of a CSV file; errors name its lines."""
+    try:
+        table = pd.read_csv(file, dtype=str, keep_default_na=False, skip_blank_lines=False)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, UnicodeError) as error:  # pandas' errors of parsing are ValueErrors
+        raise UserError(f"{file} is not a table of comma-separated values: {str(error).strip()}") from None
+    is_empty = (table == "").all(axis=1).to_numpy()
+    kept = len(table) - (int(is_empty[::-1].argmin()) if not is_empty.all() else len(table))
+    return split_series(table[:kept], time, value, series, frequencies, FIRST_LINE, "line")
+
+
+def split_series(
+    table: pd.DataFrame,
+    time: str,
+    value: str,
+    series: str | None,
+    frequencies: Sequence[str],
+    first: int = 0,
+    row: str = "row",
+) -> list[TimeSeries]:
+    """Return the series of a table, named by the column `series` (None: there is one); raise UserError, which names the
+    row, for whatever is no series at equal distances. `frequencies` are those allowed; empty: any."""
+    for column in (time, value, *([series] if series is not None else [])):
+        if column not in table.columns:
+            raise UserError(f"there is no column {column!r}, the columns are {', '.join(map(repr, table.columns))}")
+    if table.empty:
+        raise UserError(f"the column {value!r} has no values")
+    rows = pd.Series(np.arange(first, first + len(table)), index=table.index)
+    numbers = pd.to_numeric(table[value], errors="coerce").astype(np.float64)
+    _refuse(~np.isfinite(numbers), table[value], rows, row, value, "a finite number; missing values are not filled in")
+    times = _parse_times(table[time])
+    _refuse(times.isna(), table[time], rows, row, time, "a time, as in 2024-05-01 13:15")
+    names = table[series].astype(str) if series is not None else pd.Series("", index=table.index)
+    found = []
+    for name, own in times.groupby(names, sort=False):
+        label = f"series {name!r}, " if series is not None else ""
+        hint = "" if series is not None else "; does --series name a column?"
+        frequency = _frequency(own, rows[own.index].to_numpy(), f"{label}{row}", hint)
+        _check_frequency(frequency, frequencies, label)
+        found.append(TimeSeries(str(name), pd.DatetimeIndex(own), numbers[own.index].to_numpy(), frequency))
+    return found
+
+
+def to_frame(
+    series: Sequence[TimeSeries],
+    quantiles: Tensor,
+    means: Tensor,
+    levels: Sequence[float],
+    id_column: str | None,
+    timestamp_column: str,
+) -> pd.DataFrame:
+    """Return means and quantiles [series, length, levels] as a table."""
+    parts = []
+    for one, own, mean in zip(series, quantiles.numpy(), means.numpy(), strict=True):
+        columns = {} if id_column is None else {id_column: one.name}
+        columns |= {timestamp_column: one.next_times(len(mean)), "predictions": mean}
+        parts.append(pd.DataFrame(columns | {str(level): own[:, at] for at, level in enumerate(levels)}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _refuse(is_bad: pd.Series, values: pd.Series, rows: pd.Series, row: str, column: str, allowed: str) -> None:
+    if is_bad.any():
+        at = int(np.flatnonzero(is_bad.to_numpy())[0])
+        raise UserError(f"{row} {rows.iloc[at]}: {column} is {values.iloc[at]!r}, it must be {allowed}")
+
+
+def _parse_times(texts: pd.Series) -> pd.Series:
+    """Return times, NaT where a text is none; offsets from UTC are converted to UTC."""
+    if pd.api.types.is_numeric_dtype(texts):  # numbers would be read as nanoseconds since 1970
+        return pd.Series(pd.NaT, index=texts.index)
+    try:
+        found = pd.to_datetime(texts, errors="coerce")
+        if pd.api.types.is_datetime64_any_dtype(found):
+            return found
+    except ValueError:
+        pass
+    return pd.to_datetime(texts, errors="coerce", utc=True)
+
+
+def _frequency(times: pd.Series, rows: np.ndarray, where: str, hint: str) -> str:
+    """Return the frequency; raise UserError for duplicates, unsorted times, gaps and less than three values."""
+    if len(times) < 3:
+        raise UserError(f"{where} {rows[0]}: the series has {len(times)} values, its frequency needs 3")
+    steps = times.diff().iloc[1:]
+    usual = steps.mode().iloc[0]
+    for is_bad, says in (
+        (steps == pd.Timedelta(0), "is a duplicate of the time before it" + hint),
+        (steps < pd.Timedelta(0), "is earlier than the time before it; sort the rows by time" + hint),
+    ):
+        if is_bad.any():
+            at = int(np.flatnonzero(is_bad.to_numpy())[0]) + 1
+            raise UserError(f"{where} {rows[at]}: {times.iloc[at]} {says}")
+    frequency = pd.infer_freq(pd.DatetimeIndex(times))
+    if frequency is None:
+        at = int(np.flatnonzero((steps != usual).to_numpy())[0]) + 1
+        step = f"{times.iloc[at]} follows {times.iloc[at - 1]} after {steps.iloc[at - 1]}"
+        raise UserError(f"{where} {rows[at]}: {step}, most steps are {usual}; gaps are not filled in")
+    return str(frequency)
+
+
+def _check_frequency(frequency: str, allowed: Sequence[str], label: str) -> None:
+    offset = pd.tseries.frequencies.to_offset
+    if allowed and offset(frequency) not in [offset(one) for one in allowed]:
+        known = ", ".join(allowed)
+        raise UserError(f"{label}frequency is {frequency}, the model was trained with {known}; resample the series")
