@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from torch import Tensor
 
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, require
+
+with suppress(ImportError):  # an extra; the functions here receive its objects, or check for it
+    import pandas as pd
 
 FIRST_LINE = 2  # of a CSV file's values
 
@@ -35,6 +38,7 @@ class TimeSeries:
 
 def read_csv(file: Path, time: str, value: str, series: str | None, frequencies: Sequence[str]) -> list[TimeSeries]:
     """Read the series of a CSV file; errors name its lines."""
+    require("reading a table", "timeseries", "pandas")
     try:
         table = pd.read_csv(file, dtype=str, keep_default_na=False, skip_blank_lines=False)
     except OSError as error:

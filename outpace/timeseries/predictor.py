@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gluonts.dataset.common import Dataset
-from gluonts.dataset.util import forecast_start
-from gluonts.model.forecast import SampleForecast
-from gluonts.model.predictor import Predictor
 
+from outpace.core.errors import require
 from outpace.timeseries.forecaster import Forecaster
 
+if TYPE_CHECKING:
+    from gluonts.dataset.common import Dataset
+    from gluonts.model.forecast import SampleForecast
 
-class ForecasterPredictor(Predictor):
-    """Predicts each entry of a data set by sample paths."""
+
+class ForecasterPredictor:
+    """Predicts each entry of a data set by sample paths, with the methods of GluonTS' `Predictor`."""
 
     def __init__(
         self, forecaster: Forecaster, prediction_length: int, num_samples: int = 100, seed: int | None = None
     ) -> None:
-        super().__init__(prediction_length=prediction_length)
+        require("a GluonTS predictor", "timeseries", "gluonts")
+        self.prediction_length, self.lead_time = prediction_length, 0
         self._forecaster, self._num_samples, self._seed = forecaster, num_samples, seed
 
     def predict(self, dataset: Dataset, num_samples: int | None = None) -> Iterator[SampleForecast]:
         """Yield a forecast for each entry; all entries are drawn together."""
+        from gluonts.dataset.util import forecast_start
+        from gluonts.model.forecast import SampleForecast
+
         entries = list(dataset)
         values = [np.asarray(entry["target"]) for entry in entries]
         samples = self._forecaster.predict(
