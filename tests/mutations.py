@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import numpy as np
 from answer_cache_mutations import RECALL_MUTATIONS
+from edge_mutations import EDGE_MUTATIONS
 from file_mutations import FILE_MUTATIONS
 from forecast_mutations import FORECAST_MUTATIONS
 from head_mutations import HEAD_MUTATIONS
@@ -257,6 +258,7 @@ MUTATIONS = [
     Mutation("gumbel: p without temperature in reduce", [gumbel], "log_probs", without_temperature),
     *OPTION_MUTATIONS,
     *PLANNER_MUTATIONS,
+    *EDGE_MUTATIONS,
     *RULE_MUTATIONS,
     *PART_MUTATIONS,
     *SERVER_MUTATIONS,

@@ -229,6 +229,22 @@ def test_optimal_shares_are_scipys(seed: int) -> None:
     assert found == pytest.approx(slsqp(given), rel=1e-6)
 
 
+def test_a_device_with_long_drafts_gets_what_it_needs_and_no_more() -> None:
+    given = replace(
+        problem(3, 1, 0),
+        draft=np.array([200.0, 10.0, 10.0]),
+        link=np.array([[1.0], [1.0], [1.0]]),
+        verify=np.array([20.0]),
+        queue=np.array([0.0]),
+        tokens=np.ones(3),
+    )
+    chosen = optimal.divide(given, np.zeros(3, dtype=int))
+    served = given.link[:, 0] / chosen.band + 20.0 / chosen.compute
+    assert served[0] == pytest.approx(200.0, rel=1e-4)
+    assert served[1] == pytest.approx(served[2])
+    assert served[1] < 3 * 21.0  # with equal shares
+
+
 def test_all_servers_are_divided_at_once_as_one_by_one() -> None:
     given = problem(40, 4, 1)
     server = greedy.associate(given, RNG(0))
