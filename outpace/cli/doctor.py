@@ -41,6 +41,7 @@ EXTRAS = {  # of pyproject.toml: purpose and modules
         "learned shares and Sionna's channels in outpace edge",
         ("gymnasium", "pettingzoo", "sionna", "stable_baselines3"),
     ),
+    "timeseries": ("outpace forecast", ("gluonts", "matplotlib", "torch", "transformers", "pandas")),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
