@@ -16,8 +16,9 @@ from test_library import folder
 
 from outpace.api.llm import LLM
 from outpace.card.inline import InlineWorker
+from outpace.card.loop import DraftLoop, Open, SetDirectives
 from outpace.core import registry
-from outpace.core.drafting import BuildContext
+from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Request, Source
@@ -186,3 +187,34 @@ def test_in_another_process_there_is_the_draft_alone(target: Loaded, given: list
         _rebuild_drafter("asking", lambda: target, 7, {})
     drafter = _rebuild_drafter("model", lambda: target, target.model.vocab_size, {})
     assert drafter.capabilities.sources[0].weight_bytes == target.model.weight_bytes
+
+
+def test_a_draft_step_that_agrees_with_a_lookup_is_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds no node, but raises the scores of the branch. CARD's drafter goes on until it has a new node."""
+    forwards, score = [0], QuickToy.score
+
+    def counted(model: QuickToy, forest: Any) -> Any:
+        forwards[0] += 1
+        return score(model, forest)
+
+    monkeypatch.setattr(QuickToy, "score", counted)
+    request = make_request(PROMPT, max_tokens=4)
+    text = write(TARGET, request)
+    drafter = make_drafter("perfect", TARGET)
+    state, tree = drafter.open(request), TokenTree(PROMPT[-1])
+    tree.width, tree.min_score = 1, -1e-3
+    tree.chain(0, text, [-3.0, -3.5, -4.0, -4.5])
+    drafter.grow([state], [tree])
+    assert (forwards[0], len(tree), tree.num_confirmed) == (1, 5, 1)
+    assert tree.scores[1] > -3.0
+    assert tree.scores[4] - tree.scores[1] == pytest.approx(-1.5)
+    loop = DraftLoop(drafter)
+    loop.post(Open(1, request))
+    loop.post(SetDirectives(1, DraftDirectives(width=1, floor=0.0)))
+    loop._read_inbox()
+    drafted = loop._requests[1]
+    drafted.tree.min_score = -1e-3
+    drafted.tree.chain(0, text, [-3.0, -3.5, -4.0, -4.5])
+    drafted.published = 5
+    loop.grow()
+    assert (forwards[0], len(drafted.tree), drafted.tree.num_confirmed) == (1 + 5, 6, 4)

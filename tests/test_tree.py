@@ -158,6 +158,26 @@ def test_what_would_break_a_tree_is_refused(node: int) -> None:
     assert Greedy().walk(tree, [2**32 + 2]) == Verdict([0], 2**32 + 2)
 
 
+def test_a_proposal_for_a_child_that_is_there_raises_the_branch_below_it() -> None:
+    """A draft model that agrees with a branch of lookups makes all of it likelier, and is named as its source."""
+    tree, picks, slots = TokenTree(1), PickModel(), SlotMap()
+    tree.current_source = "ngram"
+    tree.chain(0, [5, 6, 7], [-2.0, -2.5, -4.0])
+    tree.add(0, 8, -1.0)
+    picks.restore(1.0, 0.8, 1.0, 1.0, 1.0)
+    assert choose_frontiers([slots], [tree], [1], [-9.0], [9]) == [[0]]
+    slots.expand(tree, [0], 0, 0)
+    tree.current_source = "model"
+    rows = TopKRows([([5, 8], [0.0, -9.0])])
+    assert attach_offers([tree], [[0]], rows, [OfferMap()], [picks], [2], [2]) == [2]
+    assert len(tree) == 5
+    raised = tree.scores[1]
+    assert raised == pytest.approx(math.log(0.8), abs=1e-3)
+    assert [*tree.scores][2:] == pytest.approx([raised - 0.5, raised - 2.0, -1.0])
+    assert [*tree.sources][1:] == ["model", "ngram", "ngram", "ngram"], "a child that was likelier keeps its source"
+    assert choose_frontiers([slots], [tree], [1], [-9.0], [9]) == [[1]], "the order of expansion follows the scores"
+
+
 def test_batch_calls_refuse_none() -> None:
     tree, rows = chain([1, 2]), TopKRows([([3], [-0.5])])
     whole = [[tree], [OfferMap()], [PickModel()]]

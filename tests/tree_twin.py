@@ -23,6 +23,7 @@ class TreeTwin:
         self.next_id = next_id
         self.max_nodes: int | None = None  # number of nodes that can be verified, if known
         self.min_score = -math.inf
+        self.num_confirmed = 0
         self._children: list[list[int]] = [[]]
 
     def __len__(self) -> int:
@@ -101,6 +102,20 @@ class TreeTwin:
             parents, tokens, path_scores, roles = zip(*fresh, strict=True)
             self.append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
 
+    def confirm(self, parent: int, token: int, chance: float) -> None:
+        """If a node has this child with a lower score, raise it and those below by as much, and change its source."""
+        node = self.child(parent, token)
+        if node is None:
+            return
+        self.num_confirmed += 1
+        old, score = self.scores[node], self.scores[parent] + min(chance, 0.0)
+        if score > old:
+            self.sources[node] = self.current_source
+            more = score - old if old > -math.inf else 0.0
+            for below in self.subtree(node):
+                raised = min(self.scores[below] + more, self.scores[self.parents[below]])
+                self.scores[below] = score if below == node else raised
+
     def chain(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> int:
         """Add picked tokens, each below the one before, and return the first node.
 
@@ -123,11 +138,6 @@ class TreeTwin:
         if self.max_nodes is None or len(self.tokens) + len(more) <= self.max_nodes:
             return -math.inf  # all nodes fit
         return sorted([*self.scores, *more], reverse=True)[self.max_nodes - 1]
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether any added node can be verified, however unlikely it is."""
-        return self.max_nodes is None or len(self.tokens) < self.max_nodes
 
     def children(self, node: int) -> Sequence[int]:
         """Return the children of a node, in the order in which they were added."""
@@ -217,6 +227,9 @@ def attach_offers(
 ) -> None:
     """Add the best proposals below these nodes."""
     found: list[tuple[float, int, int]] = []
+    for node, (tokens, values) in zip(frontier, offers, strict=True):
+        for token, chance in zip(tokens, log_chances(values, fit[0], fit[1], width) if tokens else (), strict=False):
+            tree.confirm(node, token, chance)
     for node, (tokens, values) in zip(frontier, offers, strict=True):
         for rank, chance in enumerate(log_chances(values, fit[0], fit[1], width) if tokens else ()):
             if tree.scores[node] + chance < tree.min_score and rank:

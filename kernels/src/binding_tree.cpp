@@ -127,7 +127,7 @@ void check_present(const std::vector<T*>& given) {
 }
 
 /// Adds proposals to several trees (see TokenTree::attach_offers) and records them; `offers` has the rows of all
-/// frontiers, tree after tree. Returns the number of new nodes of each tree.
+/// frontiers, tree after tree. Returns the number of nodes of each tree that are new or confirmed.
 std::vector<int> attach_offers(const std::vector<TokenTree*>& trees, const std::vector<std::vector<int>>& frontiers,
                                const ProposalRows& offers, const std::vector<OfferMap*>& maps,
                                const std::vector<PickModel*>& picks, const std::vector<int>& widths,
@@ -218,6 +218,7 @@ void bind_tree(nb::module_& m) {
                      [](TokenTree& tree, const std::string& name) { tree.current_source = number_of(name); })
         .def_rw("vocab_size", &TokenTree::vocab_size)
         .def_rw("_is_drawn", &TokenTree::is_drawn)
+        .def_ro("num_confirmed", &TokenTree::num_confirmed)
         .def("add",
              [](TokenTree& tree, int parent, int token, double score, int role, int siblings,
                 std::optional<int64_t> node_id) {
@@ -258,7 +259,6 @@ void bind_tree(nb::module_& m) {
         .def("best_width", &TokenTree::best_width, "most"_a, "fixed"_a, "per_node"_a)
         .def("subtree", &TokenTree::subtree, "node"_a)
         .def("bound", &TokenTree::bound, "more"_a = std::vector<double>{})
-        .def_prop_ro("has_room", &TokenTree::has_room)
         .def("follow", &follow, "picks"_a, "read"_a = nb::none())
         .def("take", &TokenTree::take, "other"_a, "nodes"_a)
         .def("adopt", &TokenTree::adopt, "other"_a, "first"_a, "is_secondary_visible"_a)

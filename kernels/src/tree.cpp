@@ -103,9 +103,22 @@ void TokenTree::attach_children(const std::vector<Child>& children, int primary)
         if (one.score >= least) append(one.parent, one.token, one.score, role, next_id);
 }
 
+void TokenTree::confirm(int parent, int token, double chance) {
+    const int node = child(parent, token);
+    if (node < 0) return;
+    const double score = scores[parent] + std::min(chance, 0.0);
+    ++num_confirmed;
+    if (!(score > scores[node])) return;
+    sources[node] = current_source;
+    const double more = std::isfinite(scores[node]) ? score - scores[node] : 0.0;
+    for (const int below : subtree(node))
+        scores[below] = below == node ? score : std::min(scores[below] + more, scores[parents[below]]);
+}
+
 int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks,
                              int width, int most) {
     if (static_cast<int>(frontier.size()) != offers.count) refuse("every node needs its proposals");
+    const int confirmed = num_confirmed;
     std::vector<std::vector<double>> chances;
     std::vector<std::pair<double, int>> heads;  // (-score of the best child not taken yet, row): a heap, best on top
     for (int row = 0; row < offers.count; ++row) {
@@ -113,6 +126,11 @@ int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRow
         const Proposals& one = offers.at(row);
         if (one.values.size() != one.tokens.size()) refuse("every proposal needs a value");
         chances.push_back(picks.log_chances(one.values, width));
+        if (first_child_[frontier[row]] >= 0)
+            for (std::size_t rank = 0; rank < chances[row].size(); ++rank)
+                confirm(frontier[row], static_cast<int>(one.tokens[rank]), chances[row][rank]);
+    }
+    for (int row = 0; row < offers.count; ++row) {
         if (!chances[row].empty()) heads.emplace_back(-(scores[frontier[row]] + chances[row][0]), row);
     }
     std::make_heap(heads.begin(), heads.end(), std::greater<>());
@@ -132,7 +150,7 @@ int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRow
     }
     const int before = size();
     attach_children(best, width);
-    return size() - before;
+    return size() - before + num_confirmed - confirmed;
 }
 
 int TokenTree::chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores) {
@@ -427,8 +445,9 @@ void PendingNodes::keep(const std::vector<int>& live) {
 }
 
 std::vector<int> SlotMap::next(const TokenTree& tree, int count, double floor, int deepest) {
-    if (floor != floor_) reset();
+    if (floor != floor_ || tree.num_confirmed != num_confirmed_) reset();
     floor_ = floor;
+    num_confirmed_ = tree.num_confirmed;
     if (seen_ > tree.size()) refuse("the nodes to expand are those of another tree: reset them");
     std::vector<int> nodes;
     const auto is_reachable = [&](int node) {

@@ -69,8 +69,9 @@ class TokenTree {
     int add(int parent, int token, double score, int role, int kind, int64_t id);
     /// Adds picked children, best first: those below the bound are left out, the first `primary` are primary nodes.
     void attach_children(const std::vector<Child>& children, int primary);
-    /// Adds the best proposals below each node of `frontier`; returns the number of new nodes. A node's best proposal
-    /// is added whatever its score, others if at least `min_score`. At most `most` children are added, best first.
+    /// Adds the best proposals below each node of `frontier`, parents first; returns the number of nodes that are new or
+    /// confirmed. A node's best proposal is added whatever its score, others if at least `min_score`. At most `most`
+    /// children are added, best first. Proposals that are there already are confirmed first, see `confirm`.
     int attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks, int width,
                       int most);
     /// Adds picked tokens, each below the one before; returns the first node.
@@ -110,7 +111,6 @@ class TokenTree {
     int best_width(int most, double fixed, double per_node) const;
     std::vector<int> subtree(int node) const;
     double bound(const std::vector<double>& more) const;
-    bool has_room() const { return max_nodes < 0 || is_drawn || size() < max_nodes; }
     /// Follows picks from the root; the first `count` nodes have one, `pick(node)`. Returns the path, and the pick after
     /// its end unless it ends on a node without one.
     std::pair<std::vector<int>, std::optional<int64_t>> follow(int count, const std::function<int64_t(int)>& pick) const;
@@ -140,8 +140,12 @@ class TokenTree {
     int max_nodes = -1;  // negative: unknown
     double min_score = -std::numeric_limits<double>::infinity();
     bool is_drawn = false;  // some children were drawn
+    int num_confirmed = 0;  // children that were proposed again, see `confirm`
 
   private:
+    /// If `parent` has a child with this token whose score is less than that of `parent` plus `chance`, raises it to
+    /// that, and the scores of all nodes below by as much, and gives it the current source.
+    void confirm(int parent, int token, double chance);
     void append(int parent, int token, double score, int role, int64_t id);
     /// Throws unless the tree has this node.
     void check(int node) const;
@@ -189,6 +193,7 @@ class SlotMap {
     std::unordered_map<int64_t, int> slots_;
     std::vector<std::pair<double, int>> open_;  // a heap of (-path score, node), the smallest on top
     int seen_ = 0;                              // nodes of the tree that were put into it
+    int num_confirmed_ = 0;                     // of the tree when they were
     double floor_ = 0.0;                        // path score below which it has no nodes
 };
 

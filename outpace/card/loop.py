@@ -3,6 +3,7 @@ layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from traceback import clear_frames
@@ -144,13 +145,24 @@ class DraftLoop:
         self._rows = (
             sum(rows) if not reads_text and self._width > 1 else 0
         )  # 0: not recorded, because reading text takes part of the time
-        self.drafter.grow([drafted.state for drafted in requests], [drafted.tree for drafted in requests])
+        self._grow(requests)
         for drafted in requests:
             has_grown = len(drafted.tree) > drafted.published
             drafted.layers += has_grown
             drafted.reads_text = False
             drafted.idle = not has_grown or drafted.is_done
         return [(key, self._delta(drafted)) for key, drafted in chosen]
+
+    def _grow(self, growing: Sequence[DraftedRequest]) -> None:
+        """Grow trees once, and again those in which the draft only confirmed what another drafter had added."""
+        while growing:
+            confirmed = [drafted.tree.num_confirmed for drafted in growing]
+            self.drafter.grow([drafted.state for drafted in growing], [drafted.tree for drafted in growing])
+            growing = [
+                drafted
+                for drafted, before in zip(growing, confirmed, strict=True)
+                if len(drafted.tree) == drafted.published and drafted.tree.num_confirmed > before
+            ]
 
     def learn_time(self, seconds: float) -> None:
         """Record how long the last `grow` took."""

@@ -185,15 +185,11 @@ class TreeExpander:
         self,
         states: Sequence[ExpansionState],
         trees: Sequence[TokenTree],
-        expand: Callable[[Sequence[ExpansionJob]], Sequence[object]],
+        expand: Callable[[Sequence[ExpansionJob]], object],
     ) -> None:
-        """Call `expand` for the frontiers of all trees, and again for those that have not grown, unless they have as
-        many nodes as can be verified. It runs one forward and returns whether each tree has grown."""
-        jobs = self.jobs(states, trees)
-        while jobs:
-            pairs = zip(jobs, expand(jobs), strict=True)
-            again = [job for job, has_grown in pairs if not has_grown and job.tree.has_room]
-            jobs = self.jobs([job.state for job in again], [job.tree for job in again]) if again else []
+        """Call `expand`, which runs one forward, for the frontiers of all trees."""
+        if jobs := self.jobs(states, trees):
+            expand(jobs)
 
     def jobs(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[ExpansionJob]:
         """Choose what one forward expands, without the trees that have nothing to expand. A request that has much text

@@ -31,6 +31,7 @@ class AcceptanceModel:
         self._by_length = {one.name for one in sources if one.by_length}
         self._own = {one.name: DecayedMean(0.0, 0.0, _FADE) for one in sources if not one.is_calibrated}
         self._tree: TokenTree | None = None
+        self._num_confirmed = 0  # confirmed nodes of this tree, whose scores may have been raised
         self._values = [1.0]  # of its nodes
         self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
 
@@ -48,8 +49,8 @@ class AcceptanceModel:
 
     def of(self, tree: TokenTree) -> list[float]:
         """Return the chance of each node."""
-        if tree is not self._tree:
-            self._tree, self._values = tree, [1.0]
+        if tree is not self._tree or tree.num_confirmed != self._num_confirmed:
+            self._tree, self._num_confirmed, self._values = tree, tree.num_confirmed, [1.0]
         values, first = self._values, len(self._values)
         if first < len(tree):
             scores, trusts = [*tree.scores], {name: self._trust(name) for name in self._own}

@@ -17,7 +17,7 @@ from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
-MAX_LOOKUP_CHANCE = 0.5  # if lookups continue the root with a higher chance, a model's layer shows no typical yield
+MAX_LOOKUP_CHANCE = 0.25  # if lookups continue the root with a higher chance, a model's layer shows no typical yield
 _BEAM = 4  # extra rows by which the price of a row is estimated
 _PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
 # Factor on prices of waits for a worker that has drafted already: the layer would be there in the next round anyway.
@@ -56,6 +56,7 @@ class Planner:
         self.models = [ModelSource(one, context) for one in context.sources if one.runs_model]
         self._chances: list[float] = []  # of the nodes of this round's tree, falling
         self._lookup_chance = 0.0  # that the walk reaches a lookup node of this round's tree
+        self._num_looked_up = 0  # such nodes
         self.price = 0.0  # tokens that a second is worth in this round
         self._row = 0.0  # tokens that one of a few more rows is worth in it
         self._reached = 0.0  # chance that the walk reaches the parents of the layer that is being grown
@@ -94,7 +95,7 @@ class Planner:
         if self.is_plain:
             self._why = "a plain round is timed" if self._context.budget > 1 else "one row for each request"
             return
-        self._lookup_chance = 0.0
+        self._lookup_chance, self._num_looked_up = 0.0, 0
         self._row = self.price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
         for source in self.lookups:
             source.is_asked = self._gains(source) or source.is_due(self._repetitions)
@@ -107,6 +108,7 @@ class Planner:
     def looked_up(self, tree: TokenTree) -> None:
         """Note that a lookup source has added its nodes."""
         self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
+        self._num_looked_up = len(tree) - 1
 
     def found(self, tree: TokenTree, model: ModelSource) -> float:
         """Note the candidates that a worker has drafted before this round; return how many tokens they are worth."""
@@ -178,15 +180,19 @@ class Planner:
         return max(1.0, before * self._costs.sharing(requests, layer).value)
 
     def _reach(self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None) -> list[float]:
-        """Return the chance that the walk reaches the likeliest 1, 2, ... parents of the model's next layer: the leaves
-        and, for the first layer, the root where no lookup node continues it. Each counts with its excess over the price
-        of a row there, because four unlikely leaves give less than one that is as likely as all of them."""
+        """Return the chance that the walk reaches the likeliest 1, 2, ... parents of the model's next layer: leaves,
+        and the root and lookup nodes that the model has not expanded, where no lookup node continues them.
+
+        Each counts with its excess over the price of a row there, because four unlikely leaves give less than one that
+        is as likely as all of them."""
         chances, least = self._acceptance.of(tree), self._row / YIELD
         trust = self._acceptance.trust(model.source)
         leaves = [trust * leaf for leaf in predicted] if predicted else [*map(chances.__getitem__, tree.leaves())]
-        if not model.layers and not predicted:
-            remaining = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
-            leaves.append(trust * remaining)
+        for node in range(self._num_looked_up + 1) if not predicted else ():
+            children, sources = tree.children(node), tree.sources
+            is_expanded = model.source.name in map(sources.__getitem__, children)
+            if not is_expanded and (children if node else not model.layers):
+                leaves.append(trust * (chances[node] - sum(map(chances.__getitem__, children))))
         above = [chance - least for chance in sorted(leaves, reverse=True)[: model.source.width] if chance > least]
         return [*accumulate(above)]
 
