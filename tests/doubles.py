@@ -41,6 +41,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part
 from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession
 
 T = TypeVar("T")
@@ -117,6 +118,43 @@ class ToyHead(EagleModel, QuickToy):
         found = self._score_hidden([part._replace(inputs=None) for part in forest], layers)
         hidden = torch.empty(1, 0) if found.hidden is None else found.hidden
         return SparseLogits(found.logits, None, self.vocab_size), hidden
+
+
+class ToyBlockSession(BlockSession, ToySession):
+    """A toy's session of a head that drafts blocks."""
+
+
+class ToyBlock(BlockModel, QuickToy):
+    """A head that recognises the text's tokens in the hidden states of the toy with seed 0, and predicts as its own toy
+    does after the text and its own best tokens."""
+
+    head = cast(
+        HeadConfig, SimpleNamespace(taps=(1,), block=3, num_drafted=3, from_anchor=True, mask_token=0, markov=None)
+    )
+    markov = Markov(None, {}, None)
+
+    def open(self, capacity: int, max_pending: int) -> ToyBlockSession:
+        return ToyBlockSession(capacity, max_pending)
+
+    def fuse(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        table = QuickToy(self.vocab_size, 3, 0)._tables[0]
+        return torch.cdist(hidden[0], table).argmin(dim=1)[:, None]
+
+    def store_features(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            session, start = part.session, part.session.length
+            session.extend(part.parents)
+            session.tokens[start : start + len(part.tokens)] = part.inputs[:, 0]
+
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+        rows = []
+        for part in forest:
+            known = [*part.session.tokens[: part.session.length].tolist(), part.tokens[0]]
+            part.session.extend(part.parents)
+            for _ in part.logit_rows:
+                rows.append(self._row(known))
+                known.append(int(rows[-1].argmax()))
+        return SparseLogits(torch.stack(rows), None, self.vocab_size)
 
 
 class Watched(draft_model.ModelDrafter):

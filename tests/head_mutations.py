@@ -13,7 +13,7 @@ from heads import exact_pair
 from mutation_checks import Mutation, Original
 
 from outpace.api.llm import LLM
-from outpace.drafters.eagle import EagleDrafter
+from outpace.drafters._feature_drafter import FeatureDrafter
 from outpace.models.heads.eagle3 import FeatureSession
 from outpace.models.heads.native import NativeEagle
 from outpace.models.load import load_draft, load_model
@@ -74,6 +74,6 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
 
 HEAD_MUTATIONS = [
     _mutation("features are those of the position before", NativeEagle, "fuse", shift_features),
-    _mutation("the head's state of a shared prefix is not copied", EagleDrafter, "copy_prefix", copy_nothing),
+    _mutation("the head's state of a shared prefix is not copied", FeatureDrafter, "copy_prefix", copy_nothing),
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
 ]

@@ -33,7 +33,16 @@ CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB,
     "draft_vocab_size": ROWS,
 }
-SPECULATORS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
+SPECULATORS = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "draft_vocab_size",
+    "mask_token_id",
+)
+MASK = 270
+P_EAGLE: dict[str, Any] = {"num_hidden_layers": 2, "mask_token_id": MASK}  # with mask slots and a second layer
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "qwen3": {"model_type": "qwen3"},
@@ -83,6 +92,14 @@ def head_tensors(config: Mapping[str, Any], seed: int = 0, taps: int = 3) -> dic
         "lm_head.weight": matrix(rows, width) * 4,
         "embed_tokens.weight": matrix(config["vocab_size"], width),
     }
+    for layer in range(1, config["num_hidden_layers"]):
+        for name in [one for one in tensors if one.startswith("midlayer.") and "hidden_norm" not in one]:
+            shape, ordinary = tensors[name].shape, name.replace("midlayer.", f"layers.{layer}.")
+            is_wide = len(shape) == 2 and shape[1] == 2 * width
+            is_matrix = len(shape) == 2
+            tensors[ordinary] = matrix(shape[0], width if is_wide else shape[1]) if is_matrix else norm(shape[0])
+    if "mask_token_id" in config:
+        tensors["mask_hidden"] = matrix(1, 1, taps * width) * np.float32(np.sqrt(taps * width))
     if config["model_type"] == "qwen3":
         tensors[attention + "q_norm.weight"], tensors[attention + "k_norm.weight"] = norm(depth), norm(depth)
     if config.get("norm_before_fc"):
@@ -121,7 +138,7 @@ def _speculators(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         | outer
         | {
             "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
+            "speculators_model_type": "peagle" if "mask_token_id" in config else "eagle3",
             "transformer_layer_config": {name: value for name, value in config.items() if name not in outer},
             "speculators_config": {
                 "algorithm": "eagle3",
@@ -231,16 +248,24 @@ class Reference:
         ids = tensors["d2t"] if mistake == "d2t as ids" else tensors["d2t"] + np.arange(len(tensors["d2t"]))
         self.ids = ids.astype(np.int64)
 
-    def __call__(self, hidden: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, hidden: np.ndarray, tokens: Sequence[int], masks: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return logits of the draft's rows, and features, of a path of slots with these `tokens`. `hidden` [taps, n,
-        width] are the target's of the first n positions; later slots read the feature of the slot before."""
+        width] are the target's of the first n positions; later slots read the feature of the slot before, and
+        `masks` slots of P-EAGLE's mask token after them its feature."""
         known = self.fuse(np.asarray(hidden, np.float64))
-        keys, values, logits, outputs = [], [], [], []
-        for slot, token in enumerate(tokens):
-            feature = known[slot] if slot < len(known) else outputs[-1]
+        keys: list[list[Any]] = [[] for _ in range(self.config["num_hidden_layers"])]
+        values: list[list[Any]] = [[] for _ in keys]
+        logits, outputs = [], []
+        for slot, token in enumerate([*tokens, *[MASK] * masks]):
+            if slot >= len(tokens):
+                feature = self.fuse(self._of("mask_hidden").reshape(3, 1, -1))[0]
+            else:
+                feature = known[slot] if slot < len(known) else outputs[-1]
             if slot >= len(known) and self.mistake == "fc on the feedback":
                 feature = self._of("fc.weight") @ np.tile(feature, 3)
-            output = self._layer(feature, token, slot, keys, values, slot < len(known))
+            output = self._layer(feature, token, slot, keys[0], values[0], slot < len(known))
+            for layer in range(1, len(keys)):
+                output = self._ordinary(f"layers.{layer}.", output, slot, keys[layer], values[layer])
             final = self._norm(output, "norm")
             logits.append(self._of("lm_head.weight") @ final * self.config.get("logit_scale", 1.0))
             outputs.append(final if self.config.get("norm_output") else output)
@@ -258,13 +283,30 @@ class Reference:
     def _layer(
         self, feature: np.ndarray, token: int, slot: int, keys: list[Any], values: list[Any], is_known: bool
     ) -> np.ndarray:
-        config, name = self.config, "midlayer.self_attn."
+        config = self.config
         embedded = self._norm(self._of("embed_tokens.weight")[token], "midlayer.input_layernorm")
         normed = feature if self.mistake == "no hidden norm" else self._norm(feature, "midlayer.hidden_norm")
         both = np.concatenate([normed, embedded] if self.mistake == "feature first" else [embedded, normed])
         position = slot + (not is_known and self.mistake == "position shifted in the chain")
-        query = self._heads(self._of(name + "q_proj.weight") @ both, position, "q_norm")
-        keys.append(self._heads(self._of(name + "k_proj.weight") @ both, position, "k_norm"))
+        residual = normed if config.get("norm_before_residual") else feature
+        return self._attend("midlayer.", residual, both, slot, position, keys, values)
+
+    def _ordinary(self, name: str, x: np.ndarray, slot: int, keys: list[Any], values: list[Any]) -> np.ndarray:
+        return self._attend(name, x, self._norm(x, f"{name}input_layernorm"), slot, slot, keys, values)
+
+    def _attend(
+        self,
+        layer: str,
+        residual: np.ndarray,
+        both: np.ndarray,
+        slot: int,
+        position: int,
+        keys: list[Any],
+        values: list[Any],
+    ) -> np.ndarray:
+        config, name = self.config, f"{layer}self_attn."
+        query = self._heads(self._of(name + "q_proj.weight") @ both, position, f"{name}q_norm")
+        keys.append(self._heads(self._of(name + "k_proj.weight") @ both, position, f"{name}k_norm"))
         values.append((self._of(name + "v_proj.weight") @ both).reshape(-1, config["head_dim"]))
         first = max(0, slot + 1 - config.get("sliding_window", slot + 1))
         group = config["num_attention_heads"] // config["num_key_value_heads"]
@@ -274,17 +316,17 @@ class Reference:
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         attended = self._of(name + "o_proj.weight") @ np.einsum("hs,shd->hd", weights, seen_values).reshape(-1)
-        x = (normed if config.get("norm_before_residual") else feature) + attended
-        inner = self._norm(x, "midlayer.post_attention_layernorm")
-        gate = self._of("midlayer.mlp.gate_proj.weight") @ inner
-        up = self._of("midlayer.mlp.up_proj.weight") @ inner
-        return x + self._of("midlayer.mlp.down_proj.weight") @ (gate / (1 + np.exp(-gate)) * up)
+        x = residual + attended
+        inner = self._norm(x, f"{layer}post_attention_layernorm")
+        gate = self._of(f"{layer}mlp.gate_proj.weight") @ inner
+        up = self._of(f"{layer}mlp.up_proj.weight") @ inner
+        return x + self._of(f"{layer}mlp.down_proj.weight") @ (gate / (1 + np.exp(-gate)) * up)
 
     def _heads(self, x: np.ndarray, position: int, norm: str) -> np.ndarray:
         depth = self.config["head_dim"]
         x = x.reshape(-1, depth)
         if self.config["model_type"] == "qwen3":
-            x = self._norm(x, f"midlayer.self_attn.{norm}")
+            x = self._norm(x, norm)
         angles = position * self.config["rope_theta"] ** (-np.arange(0, depth, 2) / depth)
         first, second = x[:, : depth // 2], x[:, depth // 2 :]
         return np.concatenate(

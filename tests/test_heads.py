@@ -168,6 +168,29 @@ def test_native_scores_are_those_of_the_emulation_and_near_the_formulas(
     assert all(np.array_equal(one, other) for one, other in zip(found, emulated, strict=True))
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("layout", ["midlayer", "speculators"])
+def test_mask_slots_are_those_of_the_formulas(
+    layout: str, runtime: str, targets: dict[str, Loaded], tmp_path: Path
+) -> None:
+    """P-EAGLE: the root's slot and three mask slots in one forward, after texts of a batch."""
+    config, tensors = head_config(**heads.P_EAGLE), head_tensors(head_config(**heads.P_EAGLE))
+    path = heads.LAYOUTS[layout](tmp_path / "head", config, tensors)
+    model, reference = load(targets, path, runtime), Reference(config, tensors)
+    assert (model.head.kind, model.head.mask_token) == ("P-EAGLE", heads.MASK)
+    sessions = [opened(model, seed) for seed in (0, 1)]
+    parts = []
+    for session, part in sessions:
+        session.add_features(model.mask_features(3))
+        parts.append(Part(session, [part.tokens[0], *[heads.MASK] * 3], [PREFIX, 0, 1, 2], range(4)))
+    found = np.split(np.asarray(model.score_held(parts).wide()), 2)
+    for seed, logits in enumerate(found):
+        wanted = np.full((4, VOCAB), -np.inf)
+        rows = reference(hidden_states(seed), tokens_of(PROMPT + len(PARENTS) - 1, seed)[:PROMPT], 3)[0][-4:]
+        wanted[:, reference.ids] = rows
+        assert distance(logits, wanted) < (1e-4 if runtime == "llama" else 0.35 * np.std(rows))
+
+
 CASES = [  # changes of the config, tensors to change, and what the sentence says
     (
         {"eagle_aux_hidden_state_layer_ids": [2, 4]},
@@ -183,7 +206,7 @@ CASES = [  # changes of the config, tensors to change, and what the sentence say
         {"embed_tokens.weight": None},
         "a head for 4096 tokens, and the target has 272 tokens in 272 rows",
     ),
-    ({"num_hidden_layers": 2}, {}, "num_hidden_layers is 2"),
+    ({"num_hidden_layers": 2}, {}, "holds no tensor 'layers.1.input_layernorm.weight'"),
     ({"model_type": "qwen3"}, {}, "holds no tensor 'layers.0.self_attn.q_norm.weight'"),
     ({}, {"midlayer.hidden_norm.weight": None}, "holds no tensor 'layers.0.hidden_norm.weight'"),
     ({}, {"midlayer.extra.weight": np.zeros(3, np.float32)}, "'layers.0.extra.weight', which its config.json does not"),
@@ -193,6 +216,20 @@ CASES = [  # changes of the config, tensors to change, and what the sentence say
     ({}, {"t2d": np.ones(VOCAB, bool)}, "t2d marks 272 tokens, and the output layer has 128 rows"),
     ({"rope_theta": "x"}, {}, "rope_theta is 'x'"),
     ({"eagle_config": "x"}, {}, "eagle_config is 'x', it must be an object"),
+    ({}, {"norm.weight": np.ones(WIDTH, np.int64)}, "tensor 'norm.weight' has type I64, which is not supported"),
+    ({}, {"norm.weight": np.ones(WIDTH, bool)}, "tensor 'norm.weight' has type BOOL, which is not supported"),
+    ({}, {"d2t": np.zeros(ROWS, np.float32)}, "tensor 'd2t' has type F32, which is not supported"),
+    (
+        {},
+        {"layers.0.hidden_norm.weight": np.ones(WIDTH, np.float32)},
+        "holds both 'layers.0.hidden_norm.weight' and 'midlayer.hidden_norm.weight', two names of one tensor",
+    ),
+    (
+        heads.P_EAGLE | {"architectures": ["PEagleDraftModel"]},
+        {"mask_hidden": None},
+        "holds no tensor 'mask_hidden'",
+    ),
+    (heads.P_EAGLE | {"mask_token_id": 272}, {}, "mask_token_id is 272, it must be a token below 272"),
     ({"speculators_config": [3]}, {}, r"speculators_config is \[3\], it must be an object"),
     ({"speculators_config": {"verifier": 3}}, {}, "verifier is 3, it must be an object"),
     ({"speculators_model_type": "eagle3", "transformer_layer_config": "x"}, {}, "transformer_layer_config is 'x'"),
@@ -204,7 +241,7 @@ def test_a_head_that_does_not_fit_is_refused(
     changes: dict[str, Any], tensors: dict[str, Any], said: str, targets: dict[str, Loaded], tmp_path: Path
 ) -> None:
     config = head_config() | changes
-    whole = head_tensors(head_config()) | tensors
+    whole = head_tensors(config if "mask_token_id" in changes else head_config()) | tensors
     path = heads.write_folder(
         tmp_path / "head", config, {name: value for name, value in whole.items() if value is not None}
     )
@@ -329,10 +366,8 @@ def test_a_torn_file_and_a_pickle_of_more_than_tensors_are_refused(targets: dict
 
 
 KINDS = {
-    "DFlash": {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}},
     "Domino": {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
-    "DSpark": {"speculators_model_type": "dspark"},
-    "P-EAGLE": {"speculators_model_type": "peagle"},
+    "DFlash2": {"speculators_model_type": "dflash2"},
     "MTP": {"speculators_model_type": "mtp"},
     "Medusa": {"medusa_num_heads": 3},
     "EAGLE-4": {"architectures": ["LlamaForCausalLMEagle4"]},

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from constraints import Table, rings
-from doubles import Outcome, QuickToy, ToyHead, decode, make_request, write
+from doubles import Outcome, QuickToy, ToyBlock, ToyHead, decode, make_request, write
 from timed import Stopwatch, Timed
 from turns import one_of
 
@@ -39,9 +39,13 @@ pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
 TARGET = QuickToy(16, 3, 0)
 NEAR = QuickToy(16, 3, 0)
 NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
-HEADS = {"perfect": ToyHead(16, 3, 0), "partial": ToyHead(16, 3, 0), "garbage": ToyHead(16, 2, 99)}
-HEADS["partial"]._tables = NEAR._tables
-HEADS["chain"] = HEADS["partial"]
+HEADS: dict[str, dict[str, Any]] = {  # by the drafter that runs them, and by quality
+    name: {"perfect": head(16, 3, 0), "partial": head(16, 3, 0), "garbage": head(16, 2, 99)}
+    for name, head in {"eagle": ToyHead, "block": ToyBlock}.items()
+}
+for by_quality in HEADS.values():
+    by_quality["partial"]._tables = NEAR._tables
+    by_quality["chain"] = by_quality["partial"]
 DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99), "chain": NEAR}  # chain: of width 1
 FOLDER = tempfile.TemporaryDirectory()
 FILES = {"cacheback": "table", "retrieval": "datastore"}  # drafters with a file, and the option that names it
@@ -112,14 +116,21 @@ def drafters() -> list[str]:
     """Every drafter, and every two of them on one tree."""
     single = registry.names("drafters")
     on_drafts = [name for name in single if registry.describe("drafters", name).needs == registry.DRAFT_MODEL]
-    pairs = [pair for pair in itertools.combinations(single, 2) if "eagle" not in pair or not {*pair} <= {*on_drafts}]
+    pairs = [
+        pair for pair in itertools.combinations(single, 2) if not HEADS.keys() & {*pair} or not {*pair} <= {*on_drafts}
+    ]
     return [*single, *map("+".join, pairs)]
 
 
 def given(drafter: str, draft: Any = TARGET) -> BuildContext:
-    """What a drafter is built from; the draft of drafter eagle is a head."""
-    is_head = "eagle" in drafter.split("+") and not isinstance(draft, ToyHead)
-    return GIVEN._replace(draft=HEADS["perfect"] if is_head else draft)
+    """What a drafter is built from; the draft of some drafters is a head."""
+    heads = heads_of(drafter)
+    return GIVEN._replace(draft=heads["perfect"] if heads and draft not in heads.values() else draft)
+
+
+def heads_of(drafter: str) -> dict[str, Any]:
+    """The heads that a drafter, or one of several, runs; none for others."""
+    return next((HEADS[part] for part in drafter.split("+") if part in HEADS), {})
 
 
 def files_of(drafter: str) -> dict[str, str]:
@@ -213,8 +224,8 @@ def drafter_of(cell: Cell, watch: Stopwatch) -> Drafter | None:
     if cell.drafter is None:
         return None
     draft: Any = Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01)
-    if "eagle" in cell.drafter.split("+"):
-        draft = HEADS.get(cell.draft or "", HEADS["perfect"])
+    if heads := heads_of(cell.drafter):
+        draft = heads.get(cell.draft or "", heads["perfect"])
     options = files_of(cell.drafter) | ({"width": 1, "branches": 1} if cell.draft == "chain" else {})
     built = build_drafter(cell.drafter, given(cell.drafter, draft), options)
     return Silent(built) if cell.draft == "silent" else built

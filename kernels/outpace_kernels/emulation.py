@@ -7,7 +7,7 @@ operations, emulated_matrices.py the products.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -62,6 +62,11 @@ class Layer:
     mixed_norm: Sequence[float] = field(default_factory=list)
     fed_norm: Sequence[float] = field(default_factory=list)
     token_norm: Sequence[float] = field(default_factory=list)
+    is_causal: bool = False
+
+    def storing_only(self) -> Layer:
+        """Return a layer that stores the keys and values of states that are normed already, and does nothing else."""
+        return replace(self, attention_norm=np.zeros(0, F), output=None)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -170,7 +175,7 @@ class Model:
             if number < len(self.layers):
                 passes = (False, False) if skipped is None else skipped[number]
                 x = x if passes[0] else self._mixed(number, x, turns, spans, gaps, embedded)
-                x = x if passes[1] else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
+                x = x if passes[1] or not self.layers[number].output else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
         if len(wanted):
             self.project(x[wanted], scores)
 
@@ -211,7 +216,8 @@ class Model:
             tokens = self._normed(embedded, np.array(layer.token_norm, F))
             normed = np.concatenate([_whole_groups(tokens), _whole_groups(normed)], axis=1)
         mixed = layer.qkv(normed)
-        return self._added(x, layer.output(self._attend(number, mixed, turns, spans, gaps)), layer.mixed_norm)
+        attended = self._attend(number, mixed, turns, spans, gaps)
+        return self._added(x, layer.output(attended), layer.mixed_norm) if layer.output else x
 
     def _fed(self, number: int, x: np.ndarray, steer: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
         """Run a layer's MLP."""
@@ -247,7 +253,10 @@ class Model:
             for node in range(count):
                 store.put(number, committed + pending + node, keys[row + node], values[row + node])
             for node in range(count):
-                slots = [*there, *(committed + np.flatnonzero(sees[node]))][-layer.window :]
+                slots = np.array([*there, *(committed + np.flatnonzero(sees[node]))])
+                own = np.searchsorted(slots, committed + pending + node) + 1
+                first = max(own - layer.window, 0) if layer.window else 0
+                slots = slots[first : own if layer.is_causal else None]
                 out.append(self._mix(queries[row + node], *store.data[number][:, :, slots]))
             row += count
         return groups_of(np.stack(out)).reshape(len(mixed), -1)

@@ -168,7 +168,7 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
         const float* mixed = task.mixed + static_cast<int64_t>(row) * heads.outputs();
         for (int i = 0; i < heads.head_groups(); ++i) task.out.from(row, head * heads.head_groups() + i).claim();
-        queries[q] = {mixed + head * heads.depth, task.reaches[row].within(task.window),
+        queries[q] = {mixed + head * heads.depth, task.reaches[row].within(task.window, task.is_causal),
                       scores + static_cast<int64_t>(q) * store.slots, 0, 0, 0};
     }
     alignas(64) float out[kQueries * kDepthMax] = {};

@@ -267,6 +267,13 @@ NB_MODULE(_native, m) {
              "rotation"_a = 0, "window"_a = 0, "mixed_norm"_a = std::vector<float>{}, "fed_norm"_a = std::vector<float>{},
              "token_norm"_a = std::vector<float>{})
         .def_rw("window", &Layer::window)
+        .def_rw("is_causal", &Layer::is_causal)
+        .def("storing_only", [](const Layer& layer) {
+            auto other = std::make_shared<Layer>(layer);
+            other->attention_norm.clear();
+            other->output = other->gate_up = other->down = nullptr;
+            return other;
+        })
         .def_prop_ro("bytes", [](const Layer& layer) {
             return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes();
         });

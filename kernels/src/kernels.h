@@ -92,16 +92,17 @@ struct Reach {
     int run;
     int num_more;
     const int* more;
+    int own;  // number of them up to the row's own, which is the last one unless the row sees later rows
 
     int count() const { return run + num_more; }
     int slot(int place) const { return place < run ? first + place : more[place - run]; }
     int last_slot() const { return slot(count() - 1); }
 
-    /// Returns the last `window` of them, or all if there are no more; 0: all.
-    Reach within(int window) const {
-        const int drop = window && count() > window ? count() - window : 0;
-        const int of_run = drop < run ? drop : run, of_more = drop - of_run;
-        return {first + of_run, run - of_run, num_more - of_more, more + of_more};
+    /// Drops all but the last `window` slots up to the row's own (0: none), and if `is_causal`, the later ones.
+    Reach within(int window, bool is_causal) const {
+        const int drop = window && own > window ? own - window : 0, end = is_causal ? own : count();
+        const int of_run = drop < run ? drop : run, of_more = drop - of_run, last = end < run ? end : run;
+        return {first + of_run, last - of_run, end - last - of_more, more + of_more, own - drop};
     }
 };
 
@@ -167,6 +168,7 @@ struct Attend {
     const QueryTile* tiles;
     Activations out;  // every head padded to whole groups
     int window;  // number of tokens that a row sees, itself included; 0: all
+    bool is_causal;  // a row sees no later rows
 };
 
 /// Filters of a row's tokens, as in outpace/core/sampling.py; 0, 1 and 0 keep all.

@@ -67,6 +67,7 @@ void Model::check() const {
         require(layer->window >= 0, "window is below 0");
         if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth, "key_norm");
         require_shape(layer->qkv, heads.outputs(), takes_states ? 2 * stride : shape_.hidden, "qkv");
+        if (!layer->output) continue;
         require_shape(layer->output, shape_.hidden, heads.queries * heads.head_groups() * kGroup, "output");
         require_shape(layer->gate_up, 2 * shape_.middle, shape_.hidden, "gate_up");
         require_shape(layer->down, shape_.hidden, shape_.middle, "down");

@@ -15,7 +15,8 @@
 namespace outpace {
 
 /// One layer's weights. All norms except `mlp_norm` may be empty. With a `token_norm` (first layer only), the state
-/// comes from the spans' inputs, and qkv takes the normalized embedding of each row's token, then the state.
+/// comes from the spans' inputs, and qkv takes the normalized embedding of each row's token, then the state. A layer
+/// with qkv alone stores keys and values and leaves the state as it is.
 struct Layer {
     std::vector<float> attention_norm;  // [hidden]; empty: the state is not normalized
     std::vector<float> mlp_norm;
@@ -26,6 +27,7 @@ struct Layer {
     std::vector<float> token_norm;  // [hidden]
     int rotation = 0;  // index of the rotation of queries and keys; negative: no positions
     int window = 0;  // number of tokens that a row sees, itself included; 0: all
+    bool is_causal = false;  // a row sees no later rows, whatever the spans say
     std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden, or from two of it, each padded
     std::shared_ptr<const Matrix> output;  // hidden from heads, each padded to whole groups of inputs
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...

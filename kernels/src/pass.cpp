@@ -82,7 +82,9 @@ void Model::Pass::find_reaches() {
             for (int other = gapless; other < columns; ++other)
                 if (sees[other]) scratch_.more.push_back(span.committed + other);
             const int num_more = static_cast<int>(scratch_.more.size() - before);
-            scratch_.reaches.push_back({0, span.committed - span.gap + gapless, num_more, nullptr});
+            const int before_all = span.committed - span.gap;
+            const auto own = std::count(sees, sees + span.pending + node + 1, true);
+            scratch_.reaches.push_back({0, before_all + gapless, num_more, nullptr, before_all + static_cast<int>(own)});
             scratch_.slots.push_back(span.committed + span.pending + node);
             scratch_.row_spans.push_back(static_cast<int>(number));
         }
@@ -128,6 +130,7 @@ bool Model::Pass::narrows() const {
     const Taps& taps = forest_.taps;
     const int layers = model_.num_layers(), *wanted = forest_.wanted, *end = wanted + forest_.num_wanted;
     if (!layers || forest_.num_wanted == forest_.rows || skips(layers - 1, 0)) return false;
+    if (!model_.layers_[layers - 1]->output) return false;
     if (std::count(taps.layers, taps.layers + taps.num_layers, layers)) return false;
     return std::adjacent_find(wanted, end, std::greater_equal<int>()) == end;
 }
@@ -155,7 +158,7 @@ void Model::Pass::run(Team::Member& member) {
         show(number, member);
         const auto begin = trial ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point{};
         if (!skips(number, 0)) mix(number, member);
-        if (!skips(number, 1)) feed(number, member);
+        if (model_.layers_[number]->output && !skips(number, 1)) feed(number, member);
         if (trial && !skips(number, 0) && !skips(number, 1)) trial->note(number, std::chrono::steady_clock::now() - begin);
     }
     show(model_.num_layers(), member);
@@ -219,9 +222,10 @@ void Model::Pass::mix(int number, Team::Member& member) {
         normalize_both(layer, member);
     else
         normalize(layer.attention_norm, *layer.qkv, nullptr, forest_.rows, member);
-    multiply(number, *layer.qkv, *layer.output, takes_states ? both_ : normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
+    multiply(number, *layer.qkv, layer.output ? *layer.output : *layer.qkv, takes_states ? both_ : normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
              false, member);
     rotate(layer, spans, member);
+    if (!layer.output) return;
     if (is_narrow(number)) team_.share(member, 1, [&](int) { narrow(); });
     attend(layer, is_narrow(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
     add(number, *layer.output, *layer.gate_up, attended_, layer.mixed_norm, member);
@@ -271,7 +275,7 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
 void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans,
                          Team::Member& member) {
     const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.reaches.data(), spans,
-                      tiles.data(),        rounded_for(*layer.output, attended_), layer.window};
+                      tiles.data(),        rounded_for(*layer.output, attended_), layer.window, layer.is_causal};
     const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
     float* scores = scratch_.scores.data() + member.number * room;
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });

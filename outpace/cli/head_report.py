@@ -3,6 +3,7 @@ accepted, and the likely reason if few are."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ PROMPTS = (
 )
 MAX_TOKENS, LENGTH = 64, 4  # of an answer; of a drafted chain
 POOR = 1.3  # mean accepted length below which something is probably wrong
+CARD = "README.md"
+CLAIM = re.compile(r"accept\w*[ _-]+length|tokens? per (?:target )?pass", re.IGNORECASE)
+NUMBER = re.compile(r"(?<![\w.])(\d{1,2}\.\d{1,3})(?![\w.%])")  # a length, not a version or a share
 QUANTISED = ("int4", "int8", "file")  # precisions whose hidden states differ from those in training
 
 
@@ -33,17 +37,11 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
     """Load target and head, answer the prompts with drafts of LENGTH tokens, and return what was found."""
     from outpace.api.llm import load
 
-    options: dict[str, Any] = {
-        "method": "speculative",
-        "drafter": "eagle",
-        "draft_length": LENGTH,
-        "width": 1,
-        "profile": False,
-    }
+    options: dict[str, Any] = {"method": "speculative", "draft_length": LENGTH, "width": 1, "profile": False}
     with display.loading_bar(quiet) as bar:
         llm = load(target, draft, progress=bar, **options)
     with llm:
-        if llm.draft is None:
+        if llm.draft is None or not llm.draft.is_head:
             raise UserError(f"{draft} is not a trained head, which doctor expects with --draft")
         answers = []
         for prompt in PROMPTS:
@@ -69,6 +67,7 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
             "head_precision": llm.draft.precision,
             "chat_template": llm.tokenizer.has_template,
             "trained_length": head.draft_length,
+            "claimed_length": claimed_length(llm.draft.files() if llm.draft.files else None),
             "mean_accepted_length": round(figures.mean_accepted_length, 3),
             "acceptance": [round(rate, 3) for rate in rates(figures.positions)],
             "draft_step_seconds": round(figures.draft_seconds / max(LENGTH * figures.passes, 1), 6),
@@ -77,11 +76,39 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
         return found | {"advice": advise(found)}
 
 
+def claimed_length(path: Path | None) -> list[float] | None:
+    """Return the smallest and the largest mean accepted length that a head's card states; None if it states none.
+
+    Looked at are lines that name such a length, and the rows of a table whose head, or the line above it, does.
+    """
+    if path is None or not (card := (path if path.is_dir() else path.parent) / CARD).is_file():
+        return None
+    lengths, in_table, named = list[float](), False, False
+    for line in card.read_text(encoding="utf-8", errors="replace").splitlines():
+        is_row = line.lstrip().startswith("|")
+        has_ended = in_table and not is_row
+        if CLAIM.search(line):
+            named = True
+        elif has_ended or (line.strip() and not is_row):
+            named = False
+        in_table = is_row and (in_table or named)
+        if in_table or CLAIM.search(line):
+            lengths += [value for value in map(float, NUMBER.findall(line)) if 1.0 <= value <= 17.0]
+    return [min(lengths), max(lengths)] if lengths else None
+
+
 def advise(found: dict[str, Any]) -> str:
     """Return a sentence on the mean accepted length, with the likeliest reason if it is poor."""
     length = found["mean_accepted_length"]
     if length >= POOR:
         return f"{length:.2f} tokens per target pass with a draft length of {LENGTH}: the head fits the target"
+    if claim := found["claimed_length"]:
+        return f"{_reason(found)}; the head's card states {claim[0]:.2f} to {claim[1]:.2f} tokens per target pass"
+    return _reason(found)
+
+
+def _reason(found: dict[str, Any]) -> str:
+    """Return the likeliest reason of a poor mean accepted length."""
     trained = found["trained_for"]
     if trained and Path(trained).name.lower() not in str(found["target"]).lower():
         return f"the head was trained for {trained}, and the target is {found['target']}"
@@ -100,15 +127,17 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the name and the value of each row of the table."""
     trained = f", trained for {found['trained_for']}" if found["trained_for"] else ""
     step, target = 1000 * found["draft_step_seconds"], 1000 * found["target_pass_seconds"]
+    claim = found["claimed_length"]
     acceptance = ", ".join(f"{rate:.2f}" for rate in found["acceptance"]) or "nothing was drafted"
     return [
         ("head", f"{found['head']}: {found['kind']}{trained}, {found['head_precision']}"),
         ("target", f"{found['target']}, {found['target_precision']}"),
         ("hidden states", f"after layers {', '.join(map(str, found['taps']))} of {found['layers']}"),
-        ("norms", ", ".join(found["norms"]) or "the usual ones of EAGLE-3"),
+        ("norms", ", ".join(found["norms"]) or f"the usual ones of {found['kind']}"),
         ("vocabulary", f"{found['output_rows']} of {found['vocabulary']} tokens can be proposed"),
         ("chat template", "the target's" if found["chat_template"] else "none"),
         ("times", f"a draft step {step:.2f} ms, a target pass {target:.2f} ms"),
         ("acceptance", f"by position {acceptance}; {found['mean_accepted_length']:.2f} tokens per target pass"),
+        ("card", f"{claim[0]:.2f} to {claim[1]:.2f} tokens per target pass" if claim else "states no accepted length"),
         ("finding", found["advice"]),
     ]

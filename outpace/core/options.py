@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,9 +20,14 @@ def number(default: float, low: float, high: float = math.inf) -> Any:
     return field(default=default, metadata={"check": check_range, "bounds": (low, high)})
 
 
+def parsed(default: str, parse: Callable[[str], object]) -> Any:
+    """Declare an option that is a text which `parse` accepts; for others it raises UserError."""
+    return field(default=default, metadata={"check": lambda name, value: parse(value), "bounds": ()})
+
+
 @dataclass(frozen=True)
 class CheckedOptions:
-    """Checks the fields that are declared by `whole` or `number` when an instance is created."""
+    """Checks the fields that are declared by one of the functions above when an instance is created."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a value out of bounds."""

@@ -1,30 +1,36 @@
-"""Expand token trees with a head whose slots read features: from the target's hidden states or the parent's output."""
+"""Expand token trees with a trained head, whose slots read features of the target or of their parents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
-
-from outpace_kernels import OfferMap
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation
+from outpace.drafters._children import OfferState
 from outpace.drafters._tree_expander import CHUNK, ExpansionState, TreeExpander
 from outpace.models.base import chain
-from outpace.models.heads.eagle3 import FeatureSession
+from outpace.models.heads.eagle3 import HeadModel
 
 
-@dataclass
-class EagleState(ExpansionState):
-    """A request's state. `offers`: the proposals below a tree node, by node id."""
-
-    session: FeatureSession
-    offers: OfferMap = field(default_factory=OfferMap)
+class EagleState(OfferState):
+    """A request's state, whose session is one token behind the target's."""
 
     @property
     def held_prefix(self) -> int:
         return self.session.length
+
+
+def add_features(head: HeadModel, state: ExpansionState, seen: Observation) -> bool:
+    """Queue the features of the prompt's or the accepted tokens' hidden states; return whether there were any."""
+    if seen.seen is None or seen.seen.hidden is None:
+        return False
+    hidden = seen.seen.hidden  # [taps, nodes, width]
+    if seen.tokens:
+        rows = {node: row for row, node in enumerate(seen.seen.ids)}
+        hidden = hidden[:, [rows[node] for node in seen.node_ids]]
+    state.session.add_features(head.fuse(hidden))
+    return True
 
 
 class FeatureExpander(TreeExpander):
@@ -63,3 +69,26 @@ def _ready(state: EagleState, tree: TokenTree, nodes: list[int]) -> list[int]:
     if len(ready) < len(nodes):
         state.slots.reset()
     return ready
+
+
+class BlockState(OfferState):
+    """A request's state; its session stores the text as far as the target's hidden states are known."""
+
+    @property
+    def held_prefix(self) -> int:
+        return self.session.length
+
+
+class BlockExpander(TreeExpander):
+    """Expands the root of each tree, once in a round, if the hidden states of the whole text before it are known."""
+
+    def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
+        return [[0] if self._is_ready(state, tree) else [] for state, tree in open_trees]
+
+    def _is_ready(self, state: BlockState, tree: TokenTree) -> bool:
+        is_new = tree.ids[0] not in state.slots and state.room >= 0
+        return is_new and state.missing == len(state.session.features)
+
+    def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
+        """Return no request: texts are read as their hidden states arrive."""
+        return set()

@@ -1,4 +1,4 @@
-"""Score token trees with a draft model that was trained to draft in parallel: one forward for all layers of a tree."""
+"""Score token trees with a model that was trained to draft in parallel: one forward for all layers of a tree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
-from outpace.drafters._tree_expander import ExpansionJob, TreeExpander
+from outpace.drafters._feature_expander import FeatureExpander
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander
 from outpace.models.base import Model
+from outpace.models.heads.eagle3 import EagleModel
 
 
 class MaskExpander(TreeExpander):
@@ -34,7 +36,20 @@ class MaskExpander(TreeExpander):
             rows = range(root, root + self._block)
             parts.append(part._replace(tokens=[*part.tokens, *masks], parents=parents, logit_rows=rows, best=0))
             roots.append(root)
+            self._prepare(job.state)
         held = self.model.score_held(parts)
         for job, root in zip(jobs, roots, strict=True):
             job.state.session.keep(range(root), (root,))
         return held
+
+    def _prepare(self, state: ExpansionState) -> None:
+        """Prepare a session for the masks of a forward."""
+
+
+class FeatureMaskExpander(FeatureExpander, MaskExpander):
+    """Does the same with a head, whose mask slots read a feature of their own."""
+
+    model: EagleModel
+
+    def _prepare(self, state: Any) -> None:
+        state.session.add_features(self.model.mask_features(self._block - 1))

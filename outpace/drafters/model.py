@@ -19,7 +19,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.multi_step import MAX_STEPS
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, number, parsed, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModel, PickModels
@@ -48,12 +48,8 @@ class Options(MethodOptions):
     tree_nodes: int = whole(256, 2, 1 << 20)
     floor: float = number(0.005, 0.0, 1.0)
     draft_window: int | None = whole(None, 0)
-    draws: str = "2,1"
+    draws: str = parsed("2,1", DrawCounts.read)
     steps: int | None = whole(None, 1, MAX_STEPS)
-
-    def __post_init__(self) -> None:
-        DrawCounts.read(self.draws)
-        super().__post_init__()
 
 
 @dataclass

@@ -22,6 +22,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "polled", "inline")
+HEAD_DRAFTERS = ("block", "eagle")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED = "planned"  # the same with a drafter in parallel with the target
@@ -122,7 +123,7 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
 
     1. "speculative" for a rule whose text depends on the drafts: with a planner, the text would depend on measured
        times;
-    2. the method that `outpace tune` found fastest for this pair of models (`tuned`);
+    2. the method that `outpace tune` found fastest for this pair of models (`tuned`), if it can run the draft;
     3. "planned" if the draft model has a GPU of its own, where it can run in parallel with the target;
     4. "auto", the same planner, which drafts in each round as much as pays, alternating with the target. With the
        target on a GPU and the draft on the CPU sequential drafting was faster than CARD at both measured sizes.
@@ -135,7 +136,8 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
         raise UserError(f"rule {rule} does not go with method auto, use it with method {', '.join(others)} or {last}")
     if chosen is not None and not chosen.traits.same_text:
         return "speculative"
-    if tuned:
+    is_head = draft is not None and draft.is_head  # the drafter of a head cannot run in parallel with the target
+    if tuned and not (is_head and registry.find("decoders", tuned).drafting == "parallel"):
         return tuned
     has_own_gpu = draft is not None and _device(draft) != _device(target) and str(_device(draft)).startswith("cuda")
     return PLANNED if has_own_gpu else AUTO
@@ -165,13 +167,12 @@ def default_drafter(method: str, drafter_of_draft: str | None) -> str:
 
 
 def _check_draft(drafter: str, draft: Loaded | None) -> None:
-    """Raise UserError for a drafter that cannot run this draft: drafter eagle runs heads, and only these."""
+    """Raise UserError for a drafter that cannot run this draft: a head has one drafter, and some take heads only."""
     if draft is None:
         return
-    is_head = draft.drafter == "eagle"
     for part in drafter_modules(drafter):
-        if is_head != (part == "eagle") and (part == "eagle" or _runs_draft(part)):
-            kind = "a trained head" if is_head else "a draft model"
+        if _runs_draft(part) and (part != draft.drafter if draft.is_head else part in HEAD_DRAFTERS):
+            kind = "a trained head" if draft.is_head else "a draft model"
             raise UserError(f"drafter {part} does not run {draft.name}, which is {kind}: use drafter {draft.drafter}")
 
 

@@ -16,7 +16,7 @@ from outpace.models.files.find import locate
 from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import head_kind
+from outpace.models.heads.config import DRAFTERS, head_kind
 from outpace.models.heads.load import kind_of_head, load_head
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
@@ -109,7 +109,9 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
         )
     model = load_head(path, target.model, target.config, target.tokenizer.size, target.files, options)
     model.vocab_size = min(model.vocab_size, target.model.vocab_size)
-    return Loaded(model, target.tokenizer, str(spec), notice=model.notice, drafter="eagle")
+    drafter, notice = DRAFTERS[model.head.kind], model.notice
+    files = partial(Path, path)
+    return Loaded(model, target.tokenizer, str(spec), notice=notice, files=files, drafter=drafter, is_head=True)
 
 
 def open_draft(

@@ -35,7 +35,8 @@ class Loaded:
     `inflate`: size of the model whose costs a pass has. `notice`: a sentence for users about the model and its loading.
     `again` loads the same model, with the options that are changed by name, in any process, and can be pickled; `files`
     finds the folder of its files; both are None if the model was passed as an object. `others`: for a draft model,
-    further draft models next to it. `drafter`: for a draft, the drafter that runs it.
+    further draft models next to it. `drafter`: for a draft, the drafter that runs it. `is_head`: whether it is a
+    trained head, which reads the target's hidden states.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class Loaded:
     files: Callable[[], Path] | None = None
     others: tuple[Loaded, ...] = ()
     drafter: str = "model"
+    is_head: bool = False
 
     @property
     def precision(self) -> str:

@@ -1,9 +1,12 @@
-"""EAGLE-3 as a draft model: one decoder layer that reads the target's hidden states. Li et al., arXiv:2503.01840.
+"""EAGLE-3 as a draft model: a decoder layer that reads the target's hidden states. Li et al., arXiv:2503.01840.
 
 Slot t of a session holds the feature f_t of position t and the token x_(t+1), and predicts x_(t+2). For positions that
 the target has computed, f_t = fc(the target's hidden states); for drafted nodes it is the output of the parent's slot.
 So a session holds the text from its second token on, and a queue of features for the committed tokens that it reads
 next and for the tree's root.
+
+P-EAGLE (the same layout with `mask_hidden`) drafts several tokens in one forward: the root's slot is followed by slots
+of a mask token, whose feature is the same at every place.
 """
 
 from __future__ import annotations
@@ -66,26 +69,29 @@ class FeatureSession(Session):
         self.outputs = []
 
 
-class EagleModel(Model):
-    """Adds EAGLE-3's features to a runtime whose model consists of the head's layer."""
+class HeadModel(Model):
+    """A head: a runtime's model of its layers, which reads the target's hidden states.
+
+    `fuse` computes features from them: [taps, rows, target's width] to [rows, width]. `norm_output` applies the final
+    norm. `limit_window` lets the layers see at most this many trailing tokens; it is called before sessions are opened.
+    """
 
     head: HeadConfig
-    score_sparse_hidden: Callable[[Sequence[Part], Sequence[int]], tuple[SparseLogits, Any]]  # of the runtime
+    fuse: Callable[[Any], Any]
+    norm_output: Callable[[Any], Any]
+    limit_window: Callable[[int], None]
+    score_sparse_hidden: Callable[[Sequence[Part], Sequence[int]], tuple[SparseLogits, Any]]
 
-    def fuse(self, hidden: Any) -> Any:
-        """Compute features from the target's hidden states by `fc`: [taps, rows, target's width] to [rows, width]."""
-        raise NotImplementedError
+
+class EagleModel(HeadModel):
+    """Adds EAGLE-3's features to a runtime whose model consists of the head's layers."""
 
     def norm_feature(self, features: Any) -> Any:
         """Apply the feature's norm, for heads whose residual is the normed feature."""
         raise NotImplementedError
 
-    def norm_output(self, outputs: Any) -> Any:
-        """Apply the final norm."""
-        raise NotImplementedError
-
-    def limit_window(self, tokens: int) -> None:
-        """Let the layer see at most this many trailing tokens; call it before sessions are opened."""
+    def mask_features(self, count: int) -> Any:
+        """Return the features of mask slots, for heads that draft in parallel: [count, width]."""
         raise NotImplementedError
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:

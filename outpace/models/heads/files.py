@@ -1,12 +1,12 @@
 """Opens the files of a head; its tensors have the same names in every layout.
 
-A head is a folder with config.json and safetensors or `pytorch_model.bin`, or a .gguf file of the architecture eagle3.
-Layer 0 is called `midlayer` in EAGLE's own files and `layers.0` here.
+A head is a folder with config.json and safetensors or `pytorch_model.bin`, or a .gguf file of the architecture eagle3
+or dflash. Layer 0 is called `midlayer` in EAGLE's own files and `layers.0` here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +24,15 @@ from outpace.models.llama.weight_sources import StoredMatrix
 
 PICKLE = "pytorch_model.bin"
 INTEGERS = ("I64", "I32", "BOOL")
+INTEGER_TENSORS = ("d2t",)  # all others are floats
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # used in training only
 GGUF_NAMES = {
     "output_norm": "norm",
     "output": "lm_head",
     "token_embd": "embed_tokens",
-    "enc.output_norm": "input_norm",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "conf_proj": "confidence_head.proj",
     "attn_norm": "input_layernorm",
     "attn_norm_2": "hidden_norm",
     "attn_q": "self_attn.q_proj",
@@ -43,14 +46,18 @@ GGUF_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-INTERLEAVED = ("attn_q", "attn_k")  # the two rows of a rotary pair are neighbours
+NORMS = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # the meaning of enc.output_norm, by architecture
+INTERLEAVED = ("attn_q", "attn_k")  # in eagle3, the two rows of a rotary pair are neighbours
+RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
 
 
 class HeadTensor(NamedTuple):
-    """A tensor of a file. `read` returns its values as float32 or integers, `weight` a matrix as the file stores it."""
+    """A tensor of a file. `kind`: its type; `read` returns its values as float32 or integers, `weight` a matrix as the
+    file stores it."""
 
     file: Path
     shape: tuple[int, ...]
+    kind: str
     read: Callable[[], np.ndarray]
     weight: Callable[[], StoredMatrix | np.ndarray]
 
@@ -62,7 +69,13 @@ class HeadFiles:
         self, path: Path, config: dict[str, Any], tensors: Mapping[str, HeadTensor], has_absolute_ids: bool = False
     ) -> None:
         self.path, self.config, self.has_absolute_ids = path, config, has_absolute_ids
-        self.tensors = {_canonical_name(name): tensor for name, tensor in tensors.items()}
+        self.tensors: dict[str, HeadTensor] = {}
+        names: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            canonical = _canonical_name(name)
+            if canonical in names:
+                raise UserError(f"{path} holds both {names[canonical]!r} and {name!r}, two names of one tensor")
+            names[canonical], self.tensors[canonical] = name, tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -81,9 +94,11 @@ class HeadFiles:
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the file holds exactly these tensors; those for training only may be there too."""
         for name, expected in shapes.items():
-            if (found := self.shape(name)) != expected:
-                where = f"{self._tensor(name).file}: tensor {name!r}"
-                raise UserError(f"{where} has shape {list(found)}, expected {list(expected)}")
+            file, found, kind, *_ = self._tensor(name)
+            if found != expected:
+                raise UserError(f"{file}: tensor {name!r} has shape {list(found)}, expected {list(expected)}")
+            if (kind in INTEGERS) != (name in INTEGER_TENSORS):
+                raise UserError(f"{file}: tensor {name!r} has type {kind}, which is not supported")
         if unknown := sorted(self.tensors.keys() - shapes.keys() - set(UNUSED)):
             raise UserError(f"{self.path} holds the tensor {unknown[0]!r}, which its config.json does not call for")
 
@@ -105,7 +120,10 @@ def open_head(path: Path) -> HeadFiles:
 
 def _canonical_name(name: str) -> str:
     name = name.removeprefix("model.")
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+    for other, ours in RENAMED.items():
+        if name.startswith(other):
+            return ours + name.removeprefix(other)
+    return name
 
 
 def _folder_tensor(checkpoint: Checkpoint, name: str) -> HeadTensor:
@@ -117,7 +135,7 @@ def _folder_tensor(checkpoint: Checkpoint, name: str) -> HeadTensor:
         return checkpoint.raw(name).values if kind in INTEGERS else checkpoint.array(name)
 
     weight = partial(checkpoint.weight, name) if kind in DTYPES else read
-    return HeadTensor(checkpoint.file_of(name), checkpoint.shape(name), read, weight)
+    return HeadTensor(checkpoint.file_of(name), checkpoint.shape(name), kind, read, weight)
 
 
 def _read_pickle(file: Path) -> dict[str, HeadTensor]:
@@ -148,23 +166,24 @@ def _read_pickle(file: Path) -> dict[str, HeadTensor]:
         if not is_plain or tensor.is_quantized or tensor.is_complex():
             form = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')}"
             raise UserError(f"{file}: tensor {name!r} is stored as {form} ({tensor.device}), which is not supported")
-        read = partial(values, name, tensor)
-        tensors[str(name)] = HeadTensor(file, tuple(tensor.shape), read, read)
+        read, kind = partial(values, name, tensor), "F32" if tensor.is_floating_point() else INTEGERS[0]
+        tensors[str(name)] = HeadTensor(file, tuple(tensor.shape), kind, read, read)
     return tensors
 
 
 def _open_gguf(header: GgufHeader) -> HeadFiles:
     """Open a .gguf file as llama.cpp's converter writes it: d2t holds token ids, and rotary pairs are interleaved."""
-    own = {key.removeprefix("eagle3."): value for key, value in header.metadata.items() if key.startswith("eagle3.")}
+    kind = str(header.metadata.get("general.architecture"))
+    own = {key.removeprefix(f"{kind}."): value for key, value in header.metadata.items() if key.startswith(f"{kind}.")}
     try:
         width, heads, _ = [
             size(own, name) for name in ("embedding_length", "attention.head_count", "feed_forward_length")
         ]
         head_dim = size(own, "attention.key_length", max(width // heads, 1))
     except UserError as error:
-        raise UserError(f"{header.path}: eagle3.{error}") from error
+        raise UserError(f"{header.path}: {kind}.{error}") from error
     vocabulary = header.metadata.get("tokenizer.ggml.tokens")
-    names = {name: _canonical_gguf_name(name) for name in header.tensors}
+    names = {name: _canonical_gguf_name(name, kind) for name in header.tensors}
     scaling = read_scaling(header, {"attention.key_length": head_dim, "context_length": 2048, **own})
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -184,27 +203,38 @@ def _open_gguf(header: GgufHeader) -> HeadFiles:
         "norm_before_fc": own.get("norm_before_fc"),
         "eagle_aux_hidden_state_layer_ids": own.get("target_layers", own.get("extract_layers")),
     }
+    if kind == "dflash":
+        mask = header.metadata.get("tokenizer.ggml.mask_token_id")
+        taps = "aux_hidden_state_layer_ids" if mask is not None else "target_layer_ids"  # older files count from 0
+        config |= {
+            "architectures": ["DSparkDraftModel" if "markov_w1.weight" in header.tensors else "DFlashDraftModel"],
+            "block_size": own.get("block_size"),
+            "mask_token_id": own.get("mask_token_id") if mask is None else mask,
+            taps: own.get("target_layers"),
+        }
     if "d2t" in header.tensors:
         config["draft_vocab_size"] = header.tensors["d2t"].shape[0]
-    tensors = {names[name]: _gguf_tensor(name, entry, head_dim) for name, entry in header.tensors.items()}
+    rotated = INTERLEAVED if kind == "eagle3" else ()
+    tensors = {names[name]: _gguf_tensor(name, entry, head_dim, rotated) for name, entry in header.tensors.items()}
     tensors.pop("rope_freqs.weight", None)  # in `scaling`
     return HeadFiles(header.path, config, tensors, has_absolute_ids=True)
 
 
-def _canonical_gguf_name(name: str) -> str:
+def _canonical_gguf_name(name: str, architecture: str) -> str:
     """Translate a tensor name of llama.cpp."""
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("blk."):
-        return f"{GGUF_NAMES.get(stem, stem)}.{kind}" if stem else name
+        known = GGUF_NAMES | {"enc.output_norm": NORMS[architecture]}
+        return f"{known.get(stem, stem)}.{kind}" if stem else name
     number, _, part = stem.removeprefix("blk.").partition(".")
     return f"layers.{number}.{GGUF_NAMES.get(part, part)}.{kind}"
 
 
-def _gguf_tensor(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
+def _gguf_tensor(name: str, entry: TensorEntry, head_dim: int, rotated: Sequence[str]) -> HeadTensor:
     kind = ggml_type(entry.kind).name
     if kind in INTEGERS:
-        return HeadTensor(entry.path, entry.shape, lambda: _integers(entry, kind), lambda: _integers(entry, kind))
-    is_rotated = any(f".{part}." in name for part in INTERLEAVED)
+        return HeadTensor(entry.path, entry.shape, kind, lambda: _integers(entry, kind), lambda: _integers(entry, kind))
+    is_rotated = any(f".{part}." in name for part in rotated)
 
     def read() -> np.ndarray:
         if not can_read(entry.kind):
@@ -223,7 +253,7 @@ def _gguf_tensor(name: str, entry: TensorEntry, head_dim: int) -> HeadTensor:
         order = deinterleave_rope(order, rows // head_dim) if is_rotated else order
         return StoredMatrix(entry.path, name, kind, entry.raw().reshape(rows, -1), order, columns, read, entry.forget)
 
-    return HeadTensor(entry.path, entry.shape, read, weight)
+    return HeadTensor(entry.path, entry.shape, kind, read, weight)
 
 
 def _integers(entry: TensorEntry, kind: str) -> np.ndarray:

@@ -11,16 +11,18 @@ from outpace.models.base import Capability
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.header import open_gguf_model
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import EAGLE3, check_kind, head_kind, read_head, verifier_of
+from outpace.models.heads.config import BLOCKS, DFLASH, EAGLE3, check_kind, head_kind, verifier_of
+from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import EagleModel
 from outpace.models.heads.files import open_head
-from outpace.models.heads.native import NativeEagle
+from outpace.models.heads.native import NativeBlock, NativeEagle
+from outpace.models.heads.reader import read_head
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.options import AUTO, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 MOST_PADDING = 1024  # rows by which the vocabularies of head and target may differ
-GGUF_KINDS = {"eagle3": EAGLE3, "dflash": "DFlash"}  # by general.architecture
+GGUF_KINDS = {"eagle3": EAGLE3, "dflash": DFLASH}  # by general.architecture
 
 
 def kind_of_head(path: Path) -> str | None:
@@ -48,7 +50,7 @@ def load_head(
     num_tokens: int,
     files: Callable[[], Path] | None,
     options: LoadOptions,
-) -> EagleModel:
+) -> EagleModel | BlockModel:
     """Build the model of a head for a target model, whose tokenizer has `num_tokens` tokens.
 
     Raise UserError for an unsupported kind, a damaged file, a head for another target, or a target that does not give
@@ -60,15 +62,16 @@ def load_head(
     opened, config = open_head(path), {**target_config, "hidden_size": target.config.hidden_size}
     num_layers = target.num_layers or int(target.config.num_hidden_layers)
     head = read_head(opened, config, target.max_positions, num_layers)
-    tokens, rows = head.layer.vocab_size, int(config.get("vocab_size") or target.vocab_size)
+    tokens, rows = head.layers.vocab_size, int(config.get("vocab_size") or target.vocab_size)
     if tokens < num_tokens or abs(tokens - rows) > MOST_PADDING:
         raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} tokens in {rows} rows")
     if isinstance(target, NativeLlama):
         weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
-        return NativeEagle.from_files(opened, head, target, native)
+        kind = NativeBlock if head.kind in BLOCKS else NativeEagle
+        return kind.from_files(opened, head, target, native)
     require("a head for a target that runs by torch", "torch")
-    from outpace.models.heads.torch import TorchEagle
+    from outpace.models.heads.torch import TorchBlock, TorchEagle
 
     module = getattr(target, "module", None)  # of transformers
 
@@ -83,4 +86,5 @@ def load_head(
         with open_source(files()) as source:
             return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else "lm_head.weight")
 
-    return TorchEagle.from_files(opened, head, embedding, output, target.device, target.dtype, options.kv_dtype)
+    built = TorchBlock if head.kind in BLOCKS else TorchEagle
+    return built.from_files(opened, head, embedding, output, target.device, target.dtype, options.kv_dtype)

@@ -1,55 +1,62 @@
-"""EAGLE-3 heads on the native kernels: a model of one layer, and a model without layers that computes `fc`."""
+"""Trained heads on the native kernels: a model of the head's layers, and small ones for `fc` and for features."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from outpace.core.kernels import kernels
-from outpace.models.heads.config import HeadConfig, draft_ids
+from outpace.models.base import Part
+from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession, rms_norm
 from outpace.models.heads.files import HeadFiles
+from outpace.models.heads.reader import draft_ids
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession, host_floats
 from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, matrix_of_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class NativeFeatureSession(FeatureSession, NativeSession):
     """A native session with features."""
 
 
-class NativeEagle(EagleModel, NativeLlama):
-    """An EAGLE-3 head for a native target."""
+class NativeBlockSession(BlockSession, NativeSession):
+    """A native session of a head that drafts blocks."""
 
-    session_type = NativeFeatureSession
+
+class NativeHead(NativeLlama):
+    """A head for a native target: its layers, and `fc`."""
 
     def __init__(
         self,
         head: HeadConfig,
-        layer: Any,
+        layers: Sequence[Any],
         ends: EmbeddingAndHead,
         fc: Any,
-        norms: Mapping[str, np.ndarray],
+        own: Mapping[str, np.ndarray],
         options: NativeOptions,
     ) -> None:
-        """`layer` and `fc` are packed for the kernels. `norms`: those outside of the layer, by name, and fc's bias."""
-        super().__init__(head.layer, [layer], ends, options)
-        self.head, self._norms, self._fc = head, norms, fc
-        self._products: dict[int, Any] = {}  # by number of threads
+        """`layers` and `fc` are packed for the kernels. `own`: norms outside of the layers, fc's bias and mask_hidden,
+        by name."""
+        super().__init__(head.layers, layers, ends, options)
+        self.head, self._own, self._fc = head, own, fc
+        self._others: dict[tuple[str, int], Any] = {}  # further kernels' models, by name and number of threads
 
     @classmethod
-    def from_files(
-        cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions
-    ) -> NativeEagle:
+    def from_files(cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions) -> Self:
         """Build the head; an embedding or output layer that the file lacks is shared with the target. Without a target
         the file must have both."""
-        check_supported(kernels, head.layer)
+        check_supported(kernels, head.layers)
         packing = Packing(kernels, options.threads or 1)
         fetch = Fetch(lambda name: files.weight(name.removeprefix("model.")), read_formats(kernels), options.weights)
-        shared, kept = target.ends if target else None, None
-        embedding, output = (shared.embedding, shared.head) if shared else (None, None)
+        shared = target.ends if target else None
+        embedding, output, kept = (shared.embedding, shared.head, shared.kept) if shared else (None, None, None)
         if "embed_tokens.weight" in files:
             embedding = matrix_of_rows(packing, fetch, "embed_tokens.weight")
         if "lm_head.weight" in files:
@@ -57,51 +64,82 @@ class NativeEagle(EagleModel, NativeLlama):
             order = None if ids is None else np.argsort(ids)
             output = matrix_of_rows(packing, fetch, "lm_head.weight", order)
             kept = None if ids is None else ids[order]
-        norms = {name: files.array(f"{name}.weight") for name in _norm_names(head)}
-        if head.has_fc_bias:
-            norms["fc.bias"] = files.array("fc.bias")
+        own = {name: files.array(name) for name in files.tensors if name in OWN or name.startswith("fc_norm.")}
         ends = EmbeddingAndHead(embedding, files.array("norm.weight"), output, kept)
-        fc = matrix_of_rows(packing, fetch, "fc.weight")
-        model = cls(head, load_layer(packing, head.layer, 0, fetch), ends, fc, norms, options)
+        layers = [load_layer(packing, head.layers, number, fetch) for number in range(head.layers.num_layers)]
+        model = cls(head, layers, ends, matrix_of_rows(packing, fetch, "fc.weight"), own, options)
         model.precision, model.notice = fetch.precision, fetch.notice
         return model
 
     def fuse(self, hidden: np.ndarray) -> np.ndarray:
         rows = host_floats(hidden).swapaxes(0, 1)  # [rows, taps, target's width]
-        eps = self.config.rms_norm_eps
         if self.head.fc_norm:
-            scales = np.stack([self._norms[f"fc_norm.{tap}"] for tap in range(len(self.head.taps))])
-            rows = rms_norm(rows, scales, eps)
-        joined = np.ascontiguousarray(rows.reshape(len(rows), -1), np.float32)
+            scales = np.stack([self._own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
+            rows = rms_norm(rows, scales, self.config.rms_norm_eps)
+        joined = np.ascontiguousarray(rows.reshape(len(rows), self._fc.inputs), np.float32)
         out = np.empty((len(joined), self.config.hidden_size), np.float32)
         if len(joined):
-            self._product().project(joined, out)
-        return out + self._norms["fc.bias"] if self.head.has_fc_bias else out
-
-    def norm_feature(self, features: np.ndarray) -> np.ndarray:
-        return rms_norm(features, self._norms["layers.0.hidden_norm"], self.config.rms_norm_eps)
+            self._other("fc", self._product).project(joined, out)
+        return out + self._own["fc.bias"] if self.head.has_fc_bias else out
 
     def norm_output(self, outputs: np.ndarray) -> np.ndarray:
         return rms_norm(outputs, self.ends.norm, self.config.rms_norm_eps)
 
     def limit_window(self, tokens: int) -> None:
-        [layer] = self._layers
-        layer.window = min(layer.window or tokens, tokens)
+        for layer in self._layers:
+            layer.window = min(layer.window or tokens, tokens)
 
-    def _product(self) -> Any:
-        """Return a kernels' model that computes `fc`, as its output layer, with this thread's number of threads."""
-        threads = getattr(self._share, "threads", self._threads)
-        if threads not in self._products:
-            width, norm = self._fc.inputs, self._norms.get("input_norm", np.zeros(0, np.float32))
-            config, name = self.config, self.options.instruction_set
-            self._products[threads] = self.kernels.Model(
-                self.heads, width, 0, config.rms_norm_eps, [], self._fc, norm, self._fc, name, threads
-            )
-        return self._products[threads]
+    def _other(self, name: str, build: Callable[[int], Any]) -> Any:
+        """Return the kernels' model with this name, with this thread's number of threads."""
+        key = name, getattr(self._share, "threads", self._threads)
+        if key not in self._others:
+            self._others[key] = build(key[1])
+        return self._others[key]
+
+    def _product(self, threads: int) -> Any:
+        """Create a kernels' model that computes `fc`, as its output layer."""
+        norm = self._own["input_norm.weight"] if self.head.norm_before_fc else np.zeros(0, np.float32)
+        eps, name = self.config.rms_norm_eps, self.options.instruction_set
+        return self.kernels.Model(self.heads, self._fc.inputs, 0, eps, [], self._fc, norm, self._fc, name, threads)
 
 
-def _norm_names(head: HeadConfig) -> list[str]:
-    """List the norms outside of the layer."""
-    each = [f"fc_norm.{tap}" for tap in range(len(head.taps))] if head.fc_norm else []
-    before = ["input_norm"] if head.norm_before_fc else []
-    return [*each, *before, *(["layers.0.hidden_norm"] if head.norm_before_residual else [])]
+class NativeEagle(EagleModel, NativeHead):
+    """An EAGLE-3 or P-EAGLE head for a native target."""
+
+    session_type = NativeFeatureSession
+
+    def norm_feature(self, features: np.ndarray) -> np.ndarray:
+        return rms_norm(features, self._own["layers.0.hidden_norm.weight"], self.config.rms_norm_eps)
+
+    def mask_features(self, count: int) -> np.ndarray:
+        hidden = self._own["mask_hidden"].reshape(len(self.head.taps), 1, -1)
+        return np.repeat(self.fuse(hidden), count, axis=0)
+
+
+class NativeBlock(BlockModel, NativeHead):
+    """A DFlash or DSpark head for a native target."""
+
+    session_type = NativeBlockSession
+
+    @classmethod
+    def from_files(cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions) -> Self:
+        model = super().from_files(files, head, target, options)
+        model.markov = Markov.from_files(files, head)
+        for layer, is_causal in zip(model._layers, head.causal, strict=True):
+            layer.is_causal = is_causal
+        return model
+
+    def fuse(self, hidden: np.ndarray) -> np.ndarray:
+        return rms_norm(super().fuse(hidden), self._own["hidden_norm.weight"], self.config.rms_norm_eps)
+
+    def store_features(self, parts: Sequence[Part]) -> None:
+        forest = self._forest(parts)
+        model = self._other("features", self._storing)
+        model.forward(*forest.arrays(self.rope_table.table), np.empty((0, model.outputs), np.float32), **forest.extras)
+
+    def _storing(self, threads: int) -> Any:
+        """Create a kernels' model that stores keys and values of features, which are normed already."""
+        return self._with_threads(threads, [layer.storing_only() for layer in self._layers])
+
+
+OWN = ("fc.bias", "input_norm.weight", "hidden_norm.weight", "layers.0.hidden_norm.weight", "mask_hidden")

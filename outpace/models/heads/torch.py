@@ -1,49 +1,64 @@
-"""EAGLE-3 heads by torch, on the target's device and in its dtype."""
+"""Trained heads by torch, on the target's device and in its dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.arrays import to_device
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Part
-from outpace.models.heads.config import HeadConfig, draft_ids
+from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession, rms_norm
 from outpace.models.heads.files import HeadFiles
+from outpace.models.heads.reader import draft_ids
+from outpace.models.llama.torch.attention import SessionRows, WindowView
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.llama.torch.session import LlamaSession
-from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
+from outpace.models.llama.torch.weights import FetchTensor, Normed, load_head, load_keys_and_values, load_layer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TorchFeatureSession(FeatureSession, LlamaSession):
     """A session of the torch runtime with features."""
 
 
-class TorchEagle(EagleModel, Llama):
-    """An EAGLE-3 head for a target that runs by torch. Drafts do not change the text: it needs no exact mode."""
+class TorchBlockSession(BlockSession, LlamaSession):
+    """A session of the torch runtime of a head that drafts blocks."""
 
-    session_type = TorchFeatureSession
+
+class TorchHead(Llama):
+    """A head for a target that runs by torch. Drafts do not change the text: it needs no exact mode."""
 
     def __init__(
         self,
+        files: HeadFiles,
         head: HeadConfig,
-        layer: LayerWeights,
+        fetch: FetchTensor,
         embedding: Tensor,
-        output: Normed,
         ids: Tensor | None,
-        own: dict[str, Tensor],
         kv_dtype: str,
     ) -> None:
-        """`own`: fc's weight and bias, and the norms outside of the layer, by name."""
-        super().__init__(head.layer, [layer], embedding, output, False, ids, kv_dtype)
-        self.head, self._own = head, own
-        self._embedded = embedding[:0]
+        """`ids` [rows]: the tokens of a reduced output layer's rows."""
+        layers = [load_layer(head.layers, number, fetch) for number in range(head.layers.num_layers)]
+        output = load_head(head.layers, embedding, None, fetch)
+        super().__init__(head.layers, layers, embedding, output, False, ids, kv_dtype)
+        self.head = head
+        self._own = {  # fc's weight and bias, mask_hidden, and the norms outside of the layers
+            name: fetch(name)
+            for name in files.tensors
+            if name.startswith(("fc", "input_norm", "mask_hidden"))
+            or name.endswith(("norm.weight", "hidden_norm.weight"))
+        }
 
     @classmethod
     def from_files(
@@ -55,7 +70,7 @@ class TorchEagle(EagleModel, Llama):
         device: torch.device,
         dtype: torch.dtype,
         kv_dtype: str,
-    ) -> TorchEagle:
+    ) -> Self:
         """Build the head; `embedding` and `output` return the target's layers, for files that lack them."""
 
         def fetch(name: str) -> Tensor:
@@ -68,14 +83,7 @@ class TorchEagle(EagleModel, Llama):
         table = fetch("embed_tokens.weight") if has_own else embedding().to(device=device, dtype=dtype)
         ids = draft_ids(files, head) if "lm_head.weight" in files else None
         tokens = None if ids is None else torch.from_numpy(ids).to(device)
-        names = [
-            name
-            for name in files.tensors
-            if name.startswith(("fc", "input_norm")) or name in ("norm.weight", "layers.0.hidden_norm.weight")
-        ]
-        own = {name: fetch(name) for name in names}
-        layer = load_layer(head.layer, 0, fetch)
-        return cls(head, layer, table, load_head(head.layer, table, None, fetch), tokens, own, kv_dtype)
+        return cls(files, head, fetch, table, tokens, kv_dtype)
 
     @torch.inference_mode()
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -89,29 +97,80 @@ class TorchEagle(EagleModel, Llama):
         return F.linear(joined, self._own["fc.weight"], self._own.get("fc.bias"))
 
     @torch.inference_mode()
-    def norm_feature(self, features: Tensor) -> Tensor:
-        return rms_norm(features, self._own["layers.0.hidden_norm.weight"], self.config.rms_norm_eps)
-
-    @torch.inference_mode()
     def norm_output(self, outputs: Tensor) -> Tensor:
         return rms_norm(outputs, self._own["norm.weight"], self.config.rms_norm_eps)
 
     def limit_window(self, tokens: int) -> None:
-        window = min(self.config.window(0) or tokens, tokens)
-        self.config, self._windows = replace(self.config, windows=(window,)), {window}
+        windows = [min(self.config.window(layer) or tokens, tokens) for layer in range(self.num_layers)]
+        self.config, self._windows = replace(self.config, windows=tuple(windows)), {*windows}
 
     def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:
         scored = self._score_hidden(forest, layers)
         return SparseLogits(scored.logits, None, scored.logits.shape[-1]), scored.hidden
 
+
+class TorchEagle(EagleModel, TorchHead):
+    """An EAGLE-3 or P-EAGLE head for a target that runs by torch."""
+
+    session_type = TorchFeatureSession
+
+    @torch.inference_mode()
+    def norm_feature(self, features: Tensor) -> Tensor:
+        return rms_norm(features, self._own["layers.0.hidden_norm.weight"], self.config.rms_norm_eps)
+
+    def mask_features(self, count: int) -> Tensor:
+        return self.fuse(self._own["mask_hidden"].view(len(self.head.taps), 1, -1)).expand(count, -1)
+
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Store the embeddings for the layer; its residual starts from the features, which replace these zeros."""
+        """Store the embeddings for the first layer; its residual starts from the features, which replace these
+        zeros."""
         self._embedded = super()._embed(tokens)
         return torch.zeros_like(self._embedded)
 
-    def _qkv_product(self, normed: Normed, x: Tensor) -> Tensor:
-        """Project the concatenation of normed embeddings and features to queries, keys and values."""
+    def _qkv_product(self, number: int, x: Tensor) -> Tensor:
+        """Project the first layer's normed embeddings and features, side by side, to queries, keys and values."""
+        if number:
+            return super()._qkv_product(number, x)
+        normed = self._layers[0].qkv
         both = torch.cat(
             [self._norm(self._embedded, None), self._norm(x, None) if self.config.norms_features else x], -1
         )
         return self._apply(normed.linear, both if normed.norm is None else (both * normed.norm).to(x.dtype))
+
+
+class TorchBlock(BlockModel, TorchHead):
+    """A DFlash or DSpark head for a target that runs by torch."""
+
+    session_type = TorchBlockSession
+
+    def __init__(self, files: HeadFiles, head: HeadConfig, fetch: FetchTensor, *others: Any) -> None:
+        super().__init__(files, head, fetch, *others)
+        self.markov, norm = Markov.from_files(files, head), fetch("hidden_norm.weight")
+        self._storing = [load_keys_and_values(head.layers, n, norm, fetch) for n in range(self.num_layers)]
+        self._is_causal = [*head.causal]
+
+    @torch.inference_mode()
+    def store_features(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            rows = SessionRows(part, 0, self.max_positions - 1, (), self.device)
+            factors = self._rope(to_device(rows.positions, np.int64, self.device))
+            features = rows.inputs.to(self.device, self.dtype)
+            for number, product in enumerate(self._storing):
+                self._store(number, rows, self._keys_and_values(number, product, features, factors))
+
+    def _keys_and_values(self, number: int, product: Normed, features: Tensor, factors: Any) -> Tensor:
+        """Compute a layer's keys and values of features: [rows, 2 kv_heads, head_dim]"""
+        first, layer = self.config.num_heads, self._layers[number]
+        both = self._apply_normed(product, features)
+        both = both if layer.head_norm is None else self._norm_heads(both, layer.head_norm[first:])
+        return self._attention[number].prepare(both, factors[self.config.rotation(number)][:, first:])
+
+    def _view(self, number: int, rows: SessionRows) -> WindowView:
+        """Return what a layer's rows see; in causal layers, no later ones of the block."""
+        view, count = super()._view(number, rows), rows.rows.stop - rows.rows.start
+        if not self._is_causal[number]:
+            return view
+        later = torch.full((count, count), -torch.inf, dtype=torch.float64, device=self.device).triu(1)
+        mask = later.new_zeros(count, count) if view.mask is None else view.mask.clone()
+        mask[:, -count:] += later
+        return view._replace(mask=mask)

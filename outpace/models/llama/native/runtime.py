@@ -173,15 +173,16 @@ class NativeLlama(Model):
         self._skipped: np.ndarray | None = None  # bool [layers, (attention, MLP)]
         self._last_kept = -1 if ends.kept is None else int(ends.kept[-1])
 
-    def _with_threads(self, threads: int) -> Any:
-        """Create a kernels' model with this number of threads; all of them share the weights."""
+    def _with_threads(self, threads: int, layers: Sequence[Any] | None = None) -> Any:
+        """Create a kernels' model with this number of threads; all of them share the weights. `layers`: by default its
+        own."""
         config, ends = self.config, self.ends
         return self.kernels.Model(
             self.heads,
             config.hidden_size,
             self._mlp_width,
             config.rms_norm_eps,
-            list(self._layers),
+            list(self._layers if layers is None else layers),
             ends.embedding,
             ends.norm,
             ends.head,

@@ -143,6 +143,7 @@ def _is_float(weight: Weight) -> bool:
 
 def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
     """Build the kernels' layer `number` from Hugging Face weight names."""
+    config = config if number == 0 else replace(config, takes_features=False, norms_features=True)
     prefix = f"model.layers.{number}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 

@@ -27,7 +27,7 @@ from outpace.models.base import Capability, Model, Part, hidden_row_numbers, row
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows
+from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
 from outpace.models.llama.torch.linear import (
     COUNTS,
     HEAD_COUNTS,
@@ -196,12 +196,12 @@ class Llama(Model):
     def _qkv(self, number: int, x: Tensor, factors: RopeFactors) -> Tensor:
         """Compute a layer's queries, keys and values, normed and rotated: [rows, heads + 2 kv_heads, head_dim]"""
         layer = self._layers[number]
-        qkv = self._qkv_product(layer.qkv, x)
+        qkv = self._qkv_product(number, x)
         qkv = qkv if layer.head_norm is None else self._norm_heads(qkv, layer.head_norm)
         return self._attention[number].prepare(qkv, factors[self.config.rotation(number)])
 
-    def _qkv_product(self, normed: Normed, x: Tensor) -> Tensor:
-        return self._apply_normed(normed, x)
+    def _qkv_product(self, number: int, x: Tensor) -> Tensor:
+        return self._apply_normed(self._layers[number].qkv, x)
 
     def _mlp(self, number: int, x: Tensor, sessions: Sequence[SessionRows] = ()) -> Tensor:
         """Add a layer's MLP to the residual."""
@@ -214,11 +214,20 @@ class Llama(Model):
 
     def _attend(self, number: int, rows: SessionRows, qkv: Tensor, out: Tensor) -> None:
         """Store one session's new keys and values, and write the attention of its nodes to `out`."""
-        heads, view = self.config.num_heads, rows.views[self.config.window(number)]
-        kv = rows.session.kv[number]  # [2, kv_heads, slots, width]
-        kv[:, :, rows.slots] = self._encode(qkv[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3))
+        heads, view = self.config.num_heads, self._view(number, rows)
+        kv = self._store(number, rows, qkv[:, heads:])
         keys, values = self._decode(number, kv[:, :, view.first : rows.used])
         self._attention[number].attend(qkv[:, :heads], keys, values, view.mask, out)
+
+    def _store(self, number: int, rows: SessionRows, new: Tensor) -> Tensor:
+        """Store keys and values of new nodes [rows, 2 kv_heads, head_dim] in one layer, and return all of its slots."""
+        kv = rows.session.kv[number]  # [2, kv_heads, slots, width]
+        kv[:, :, rows.slots] = self._encode(new.unflatten(1, (2, -1)).permute(1, 2, 0, 3))
+        return kv
+
+    def _view(self, number: int, rows: SessionRows) -> WindowView:
+        """Return what a session's rows see in a layer."""
+        return rows.views[self.config.window(number)]
 
     def _encode(self, new: Tensor) -> Tensor:
         return self._kv_format.encode(new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class LayerWeights:
 
 def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWeights:
     """Build layer `number` from Hugging Face weight names."""
+    config = config if number == 0 else replace(config, takes_features=False)
     prefix = f"model.layers.{number}."
     input_norm, mlp_norm = _input_norm(config, fetch, prefix), _norm(config, fetch, prefix + config.mlp_norm)
     weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
@@ -73,6 +74,18 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
         output_norm=norm_after(gemma.ATTENTION_NORM),
         down_norm=norm_after(gemma.MLP_OUTPUT_NORM),
     )
+
+
+def load_keys_and_values(config: LlamaConfig, number: int, norm: Tensor, fetch: FetchTensor) -> Normed:
+    """Build the product that computes keys and values of layer `number` from an input with a norm of its own."""
+    prefix = f"model.layers.{number}.self_attn."
+
+    def fused(kind: str) -> Tensor:
+        return torch.cat(
+            [_interleave(fetch(f"{prefix}k_proj.{kind}"), config.head_dim), fetch(f"{prefix}v_proj.{kind}")]
+        )
+
+    return _normed(fused("weight"), fused("bias") if config.attention_bias else None, norm)
 
 
 def load_head(config: LlamaConfig, embedding: Tensor, rows: Tensor | None, fetch: FetchTensor) -> Normed:

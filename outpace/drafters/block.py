@@ -1,0 +1,119 @@
+"""A DFlash or DSpark head drafts a block of tokens in one forward, from the target's hidden states.
+
+DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
+
+A block is the last written token and mask tokens, which attend to each other and to keys and values of the target's
+hidden states. A DFlash head predicts each place without regard to the tokens in between, so the tree has the paths with
+the best products of probabilities; a DSpark head adds a bias that depends on the token before. The block's own keys and
+values are dropped. If hidden states of the text are missing, nothing is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from outpace.core.drafting import BuildContext, Needs
+from outpace.core.errors import UserError
+from outpace.core.logits import SparseLogits
+from outpace.core.options import MethodOptions, parsed, whole
+from outpace.core.tree import TokenTree
+from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
+from outpace.drafters._children import ChildAdder
+from outpace.drafters._feature_expander import BlockExpander, BlockState, add_features
+from outpace.drafters._sampled import DrawCounts
+from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
+from outpace.models.heads.dflash import BlockModel
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    """`width`: nodes of each layer that get children, and children of each; `tree_nodes`: maximum size of the tree;
+    `draws`: children drawn below a node of depth 0, 1, ..., for rules that judge several drawn children; `head_window`:
+    number of trailing tokens that the head sees; 0: as the file says, usually all."""
+
+    width: int = whole(2, 1, 512)
+    tree_nodes: int = whole(256, 2, 1 << 20)
+    draws: str = parsed("2,1", DrawCounts.read)
+    head_window: int = whole(0, 0, 1 << 30)
+
+
+class BlockDrafter(Drafter):
+    """Keeps keys and values of the target's hidden states for each request."""
+
+    capabilities = Capabilities(
+        (Source("block", runs_model=True, reads=0, by_length=True),),  # its inputs come with the target's passes
+        Needs(prompt=True),  # each instance adds the layers
+        cost="a forward of the head over a block for all layers of the tree together",
+    )
+
+    def __init__(self, head: BlockModel, options: Options) -> None:
+        self._head = head
+        self._children = ChildAdder(options.width, options.tree_nodes, options.draws)
+        self._expander = BlockExpander(head, head.head.block, options.tree_nodes)
+        needs = Needs(layers=head.head.taps, prompt=True)
+        found = self._expander.capabilities(self.capabilities, self._children.pick_models, needs=needs)
+        self.capabilities = replace(found, sources=(found.sources[0]._replace(reads=0),))
+
+    def open(self, request: Request) -> BlockState:
+        return BlockState(request, session=self._expander.open(request))
+
+    def grow(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
+        """Run one forward for all trees that were not grown in this round."""
+        self._expander.grow(states, trees, self._expand)
+
+    def observe(self, state: BlockState, seen: Observation) -> None:
+        if seen.tokens:
+            self._children.learn(state, seen)
+            state.tokens += seen.tokens
+            self._forget(state)
+        add_features(self._head, state, seen)
+        if len(state.session.features) > CHUNK:
+            self._head.read_features([state.session])
+
+    def copy_prefix(self, state: BlockState, other: BlockState, length: int) -> None:
+        state.session.start_from(other.session, length)
+
+    def pause(self, state: BlockState) -> None:
+        """Forget the tree. The text stays, because its hidden states are not given a second time."""
+        self._forget(state)
+
+    def close(self, state: BlockState) -> None:
+        """Read the rest of the text as far as its hidden states are known, for requests with this prefix."""
+        self._head.read_features([state.session])
+        state.session.trim()
+
+    def _forget(self, state: BlockState) -> None:
+        state.slots.clear()
+        state.offers.keep(state.slots)
+
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
+        """Run one forward and add all layers; return the number of nodes added to each tree."""
+        for state, tree, _ in jobs:
+            state.slots[tree.ids[0]] = 0
+        draft = self._head.draft([job.state.session for job in jobs], [job.tree.tokens[0] for job in jobs])
+        numbers = {id(job.tree): number for number, job in enumerate(jobs)}
+
+        def logits_of(number: int, depth: int, nodes: Sequence[int]) -> SparseLogits:
+            return draft.layer(number, depth, [_path(jobs[number].tree, node) for node in nodes])
+
+        def log_confidence(job: ExpansionJob, node: int) -> float | None:
+            return draft.log_confidence(numbers[id(job.tree)], _path(job.tree, node))
+
+        return self._children.add_layers(jobs, self._head.head.num_drafted, logits_of, log_confidence)
+
+
+def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """Return the tokens from the root down to a node."""
+    return (tree.tokens[0], *tokens_below_root(tree, node))
+
+
+def build(options: Options, *, given: BuildContext) -> BlockDrafter:
+    """Build the drafter; UserError without a head."""
+    if not isinstance(given.draft, BlockModel):
+        raise UserError(
+            "drafter block needs a DFlash or DSpark head for the target: name its folder with --draft (or draft=...)"
+        )
+    if options.head_window:
+        given.draft.limit_window(options.head_window)
+    return BlockDrafter(given.draft, options)
