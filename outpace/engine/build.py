@@ -171,7 +171,7 @@ def _check_draft(drafter: str, draft: Loaded | None) -> None:
     if draft is None:
         return
     for part in drafter_modules(drafter):
-        if _runs_draft(part) and (part != draft.drafter if draft.is_head else part in HEAD_DRAFTERS):
+        if part != draft.drafter and _runs_draft(part) if draft.is_head else part in HEAD_DRAFTERS:
             kind = "a trained head" if draft.is_head else "a draft model"
             raise UserError(f"drafter {part} does not run {draft.name}, which is {kind}: use drafter {draft.drafter}")
 
