@@ -1,4 +1,4 @@
-"""Slows models down to a given time per pass, to stand in for larger models on cores of their own."""
+"""Slows models down to a given time per pass, to emulate larger models on devices of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class SlowedModel:
-    """A model whose forwards last at least `seconds`: it sleeps for the rest of the time and leaves the core free."""
+    """A model whose forwards last at least `seconds`: it sleeps for the rest of the time and frees the core."""
 
     def __init__(self, model: Any, seconds: float) -> None:
         self._model, self._seconds = model, seconds

@@ -3,9 +3,9 @@
 Run: python bench/two_devices.py --trace FILE [--ratio 2.3,7,20] [--pass-ms 70] [--methods card,planned] [--answers 9]
      [--nodes 32] [--width 16] [--out FILE.jsonl] [--draft DRAFT --target TARGET --tasks A.jsonl,B.jsonl --prompts 3]
 A target pass lasts --pass-ms and a forward of the draft model --pass-ms divided by the ratio, for any number of rows:
-both sleep for the rest of that time, so they share only caches and memory. Messages, waits, planning and all other host
-work are real. The models replay the trace (see docs/simulate.md). With --draft real models run, whose forwards must fit
-into these times on one core; if the trace does not exist, they record it from --tasks.
+the processes sleep for the rest of that time, so they share only caches and memory. Messages, waits, planning and all
+other host work are real. By default the models replay the trace (see docs/simulate.md). With --draft the real models
+run, whose forwards must fit into these times on one core; if the trace does not exist, they record it from --tasks.
 
 Methods are named as in `outpace simulate`, which also gives their best draft lengths and the predicted speedups.
 Sequential methods draft in the process of the target. Plain decoding is timed on the first two answers, since all its
@@ -47,7 +47,7 @@ from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups
 
 TARGET_CORE, DRAFT_CORE = 0, 1
 STARTING = 60.0  # seconds allowed for the start of the drafter process
-PLAIN_ANSWERS = 2
+PLAIN_ANSWERS = 2  # answers by which plain decoding is timed
 
 
 class Pair(NamedTuple):
@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Results of one method: seconds per token, per round and per draft step, tokens per pass, and the texts."""
+    """Results of one method: seconds per token, median round and draft step, tokens per pass, and the texts."""
 
     seconds: float
     round: float
@@ -128,13 +128,13 @@ def until_ready(worker: ProcessWorker) -> None:
 
 
 def predict(recorded: trace.Trace, setup: Setup, ratio: float) -> Outcome:
-    """Simulate a method; the outcome has its speedup and, if it has one, its best draft length."""
+    """Simulate a method; return its outcome, with the speedup and, if it has one, the best draft length."""
     *_, outcome = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), setup], [costs.by_ratio(ratio)])
     return outcome
 
 
 def row_of(setup: Setup, pair: Pair, recorded: trace.Trace, times: tuple[float, float], plain: Any) -> dict[str, Any]:
-    """Measure a method at these seconds of target passes and draft steps; `plain` is plain decoding's row, if any."""
+    """Measure a method; `times`: seconds of a target pass and a draft step; `plain`: plain decoding's row, if any."""
     if setup.lengths:
         best = predict(recorded, setup, times[0] / times[1]).draft_length
         setup = replace(setup, options={**setup.options, "draft_length": best}, lengths=())

@@ -25,10 +25,10 @@ enum Siblings : uint8_t { kUnset, kPicked, kDrawn, kWithoutReplacement };
 struct Calibration {
     double temperature;
     double coverage;  // probability that any proposal is picked
-    double open;      // if not negative: coverage is 1 - open * what the proposals leave, and scores are log q
+    double open;      // if not negative: coverage is 1 - open * (1 - the sum of the proposals' q), and values are log q
 };
 
-/// A model's tokens after one node, best first, and their values.
+/// A model's proposals for the token after one node, best first: log q, or log q plus shared noise.
 struct Proposals {
     std::vector<int64_t> tokens;
     std::vector<double> values;
@@ -48,7 +48,7 @@ struct Child {
     int parent, token;
 };
 
-/// One node that was added, relative to its parent, as it travels to a copy of the tree.
+/// Nodes that were added to a tree, with their parents' ids, to be sent to a copy of the tree.
 struct Delta {
     std::vector<int64_t> ids, parents;
     std::vector<int> tokens, roles;
@@ -57,8 +57,8 @@ struct Delta {
 
 class PickModel;
 
-/// Nodes in order of insertion, parents before children. Path scores never exceed the parent's, so the best n nodes are
-/// closed under ancestors. Methods throw std::invalid_argument for what does not fit.
+/// Nodes in order of insertion, parents before children. A path score never exceeds the parent's, so the best n nodes
+/// include their ancestors. Methods throw std::invalid_argument for invalid nodes or scores.
 class TokenTree {
   public:
     TokenTree(int token, int64_t root_id, int64_t next_id);
@@ -76,7 +76,7 @@ class TokenTree {
                       int most);
     /// Adds picked tokens, each below the one before; returns the first node.
     int chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores);
-    /// Declares how the children of a node are chosen; throws if it is known to be otherwise.
+    /// Declares how the children of a node are chosen; throws if another way was declared before.
     void declare(int node, int kind);
 
     int child(int node, int token) const;
@@ -125,8 +125,8 @@ class TokenTree {
     void adopt(const TokenTree& other, int first, bool is_secondary_visible);
     /// Returns the nodes from `first` on.
     Delta delta(int first) const;
-    /// Adds nodes by their parents' ids; returns how many were added and how many have no parent here. The delta is that
-    /// of a tree, so that no two of its siblings are alike.
+    /// Adds nodes by their parents' ids; returns how many were added and how many have no parent here. The delta must
+    /// come from a tree, so no two siblings have the same token.
     std::pair<int, int> insert(const Delta& delta);
 
     std::vector<int> tokens, parents, depths;
@@ -177,8 +177,8 @@ class SlotMap {
     /// increased by `missing`, the number of other rows before them in the pass.
     std::pair<std::vector<int>, std::vector<int>> expand(const TokenTree& tree, const std::vector<int>& nodes,
                                                          int first, int missing);
-    /// Follows a verdict. Returns the slots of the accepted nodes up to the first that was not expanded, and of the
-    /// nodes of `tree`; renumbers the latter from 0 and forgets all others.
+    /// Follows a verification. Returns the slots of the accepted nodes up to the first that was not expanded, and of
+    /// the nodes of `tree`; renumbers the latter from 0 and forgets all others.
     std::pair<std::vector<int>, std::vector<int>> follow(const std::vector<int64_t>& accepted, const TokenTree& tree);
     /// Forgets the nodes that may be expanded: the tree or its scores have changed.
     void reset() { open_.clear(), seen_ = 0; }
@@ -192,9 +192,9 @@ class SlotMap {
   private:
     std::unordered_map<int64_t, int> slots_;
     std::vector<std::pair<double, int>> open_;  // a heap of (-path score, node), the smallest on top
-    int seen_ = 0;                              // nodes of the tree that were put into it
-    int num_confirmed_ = 0;                     // of the tree when they were
-    double floor_ = 0.0;                        // path score below which it has no nodes
+    int seen_ = 0;                              // nodes of the tree that were considered for the heap
+    int num_confirmed_ = 0;                     // the tree's `num_confirmed` when they were put into it
+    double floor_ = 0.0;                        // lowest path score of nodes that were put into it
 };
 
 /// The proposals below expanded nodes, by the id of the node.
@@ -229,7 +229,7 @@ class PendingNodes {
     std::vector<int> parents, depths;
 };
 
-/// Estimates how likely the target picks each of a node's proposals, from what it picked before
+/// Estimates the probability that the target picks each of a node's proposals, from what it picked before
 /// (drafters/_calibration.py).
 class PickModel {
   public:

@@ -1,4 +1,4 @@
-"""`outpace edge`: which device should draft for which server, with which shares, and whether drafting there pays."""
+"""`outpace edge`: which device should draft for which server, with which shares, and whether drafting pays."""
 
 from __future__ import annotations
 
@@ -26,54 +26,54 @@ class NetworkFlags:
     panel: ClassVar[str] = "Network"
     devices: int = flag(120, "Number of devices (M).")
     servers: int = flag(12, "Number of servers (E).")
-    bandwidth_mhz: float = flag(10.0, "Bandwidth of all servers together (W), divided equally among them.")
-    draft_length: str = flag("8", "Draft length of all devices; auto: each device's best, none where none pays.")
-    battery: tuple[float, float] = flag((0.05, 1.0), "Range of the batteries' levels, between 0.001 and 1.")
+    bandwidth_mhz: float = flag(10.0, "Bandwidth of all servers together in MHz (W), divided equally among them.")
+    draft_length: str = flag("8", "Draft length of all devices; auto: each device's best, 0 if drafting does not pay.")
+    battery: tuple[float, float] = flag((0.05, 1.0), "Range of the initial battery levels, between 0.001 and 1.")
     objective: str = flag(
         "step",
-        "What policies minimise: step, the time of a step of parallel drafting and verification; or paper, the sum of"
-        " both times with a squared penalty for their difference.",
+        "What policies minimise: step, the time of a step that drafts and verifies in parallel; or paper, the"
+        " sum of both times with a penalty on the square of their difference.",
     )
-    energy_weight: float = flag(0.0, "Milliseconds that a mJ is worth to a device with an empty battery.")
+    energy_weight: float = flag(0.0, "Milliseconds that one mJ is worth to a device with an empty battery.")
     channel: str = flag(
-        "3gpp", "3gpp: path loss and shadowing; sionna: the stochastic channel of sionna-no-rt (extra edge)."
+        "3gpp", "3gpp: path loss and shadowing of TR 38.901; sionna: the channel of sionna-no-rt (extra edge)."
     )
-    scenario: str = flag("umi", "Of the channel sionna: umi (street canyon) or uma (rooftops).")
-    rate: str = flag("shannon", "Rate of a link: shannon, Shannon's formula; mcs, the link adaptation of sionna.")
-    channel_age: int = flag(0, "1: policies know the channels of the slot before.")
-    slots: int = flag(1, "Slots of a second in which devices move; queues and batteries carry over.")
-    area: float = flag(1000.0, "Side of the square, in metres.")
+    scenario: str = flag("umi", "Scenario of the channel sionna: umi (street canyon) or uma (rooftops).")
+    rate: str = flag("shannon", "Rate of a link: shannon, log2(1 + SNR); mcs, the link adaptation of sionna.")
+    channel_age: int = flag(0, "Age in slots of the channels that policies know, 0 or 1.")
+    slots: int = flag(1, "Number of slots of one second; devices move, and queues and batteries carry over.")
+    area: float = flag(1000.0, "Side of the simulated square, in metres.")
     speed: float = flag(1.5, "Speed of the devices, in m/s.")
-    prompts: float = flag(0.05, "Chance that a device sends a new prompt in a slot.")
-    transmit_dbm: float = flag(23.0, "Transmit power of the devices.")
+    prompts: float = flag(0.05, "Probability that a device sends a new prompt in a slot.")
+    transmit_dbm: float = flag(23.0, "Transmit power of the devices, in dBm.")
 
 
 @dataclass(frozen=True)
 class LinkFlags:
-    """Instead of a network: one device and one server, times in ms."""
+    """One device and one server, instead of a network; times in ms."""
 
     panel: ClassVar[str] = "One link"
-    device_step: float | None = flag(None, "Time of a draft step on the device.")
-    server_pass: float | None = flag(None, "Time of a target pass on the server.")
-    rtt: float = flag(0.0, "Round trip between them.")
-    device_pass: float | None = flag(None, "Time of a target pass on the device, if the target fits there.")
+    device_step: float | None = flag(None, "Time of a draft step on the device, in ms.")
+    server_pass: float | None = flag(None, "Time of a target pass on the server, in ms.")
+    rtt: float = flag(0.0, "Round trip between device and server, in ms.")
+    device_pass: float | None = flag(None, "Time of a target pass on the device, in ms, if it can hold the target.")
 
 
 @dataclass(frozen=True)
 class StudyFlags:
-    """What is compared."""
+    """The policies to compare, and over which worlds and settings."""
 
     panel: ClassVar[str] = "Study"
     policies: str = flag(
-        "", "Policies to compare, as in greedy/equal,move/optimal: an association and shares. The default is most."
+        "", "Policies to compare: associations and shares, as in greedy/equal,move/optimal. The default is most."
     )
-    worlds: int = flag(10, "Worlds over which figures are averaged.")
+    worlds: int = flag(10, "Number of random worlds over which figures are averaged.")
     seed: int = flag(0, "Seed of the first world.")
-    sweep: str = flag("", "Ranges of settings, as in devices=30:180:30,servers=4:20:4.")
-    plot: Path | None = flag(None, "File for a plot.")
-    policy: Path | None = flag(None, "A trained policy, for the shares `learned`; its file is that of --train.")
-    train: Path | None = flag(None, "Train shares for this network and write them to this file (extra edge).")
-    train_minutes: float = flag(5.0, "Time of the training.")
+    sweep: str = flag("", "Settings to vary, name=first:last:step, as in devices=30:180:30,servers=4:20:4.")
+    plot: Path | None = flag(None, "Write a plot to this file.")
+    policy: Path | None = flag(None, "File of a policy trained by --train, for the shares `learned`.")
+    train: Path | None = flag(None, "Train a policy for this network and write it to this .zip file (extra edge).")
+    train_minutes: float = flag(5.0, "CPU time of the training, in minutes.")
 
 
 @flags
@@ -83,8 +83,8 @@ def edge(
     study: StudyFlags,
     acceptance: str = flag(
         "",
-        "Acceptance of the draft: a rate, or one for each position with commas between them, or a judgement.json of"
-        " outpace distill. The default is the shipped pair's.",
+        "Acceptance rate of drafted tokens: one, or one for each position with commas between them, or a judgement.json"
+        " of outpace distill. The default is the shipped pair's.",
     ),
     as_json: bool = JSON,
 ) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableFlags:
-    """The columns of the file."""
+    """The columns of the CSV file."""
 
     panel: ClassVar[str] = "Columns"
     time: str = flag("time", "The column of times.")
@@ -33,22 +33,22 @@ class TableFlags:
 
 @dataclass(frozen=True)
 class ForecasterFlags:
-    """The models and how they are used."""
+    """The models, and how they draft and verify."""
 
     panel: ClassVar[str] = "Models"
-    target: str | None = flag(None, "A folder that bench/forecast_train.py wrote. The default is the shipped pair.")
+    target: str | None = flag(None, "The target's folder, by bench/forecast_train.py. The default is the shipped pair.")
     draft: str | None = flag(None, "The draft model's folder.")
-    rule: str = flag("exact", "exact, or stride: as published, lossy.")
+    rule: str = flag("exact", "exact, or stride (the published rule, lossy).")
     draft_length: int | None = flag(
         None,
         "Patches drafted in a round, 0 to 8; 0: the target alone. The default is the best by measured times, or with"
         " --seed the draft model's own.",
     )
-    bias: float | None = flag(None, "With --rule stride: factor of the acceptance ratio, at least 1.")
+    bias: float | None = flag(None, "With --rule stride: factor by which the ratio p / q is multiplied, at least 1.")
     tolerance: float | None = flag(
         None, "With --rule stride: mean squared distance from the target's mean up to which a draft is accepted."
     )
-    threads: int = flag(1, "CPU threads; small models gain nothing from more.")
+    threads: int = flag(1, "Number of CPU threads; small models gain nothing from more than one.")
 
 
 @flags
@@ -59,8 +59,8 @@ def forecast(
     horizon: int = flag(96, "Number of values to forecast."),
     samples: int = flag(100, "Number of sample paths."),
     seed: int | None = flag(None, "Seed of the sampling: the same seed gives the same paths."),
-    backtest: bool = flag(False, "Forecast the last values of the file, which are then not read."),
-    plot: Path | None = flag(None, "Write a picture."),
+    backtest: bool = flag(False, "Forecast the last --horizon values of each series from those before them."),
+    plot: Path | None = flag(None, "Write a plot to this file."),
     as_json: bool = JSON,
 ) -> None:
     """Forecast time series: quantiles 0.1 to 0.9 of sample paths, as CSV."""
@@ -118,7 +118,7 @@ def _as_json(one: TimeSeries, quantiles: Any, means: Any) -> dict[str, Any]:
 
 
 def _sentence(forecaster: Forecaster, found: SampledForecast) -> str:
-    """Describe the rounds in a line."""
+    """Describe the time and the rounds in one sentence."""
     stats = found.stats
     lengths = sorted(set(stats.draft_lengths))
     drafting = f"{lengths[0]} to {lengths[-1]} patches drafted a round" if any(lengths) else "nothing drafted"

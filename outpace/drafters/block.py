@@ -2,10 +2,11 @@
 
 DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
 
-A block is the last written token and mask tokens, which attend to each other and to keys and values of the target's
-hidden states. A DFlash head predicts each place without regard to the tokens in between, so the tree has the paths with
-the best products of probabilities; a DSpark head adds a bias that depends on the token before. The block's own keys and
-values are dropped. If hidden states of the text are missing, nothing is drafted.
+A block consists of the last written token and mask tokens. They attend to each other and to keys and values computed
+from the target's hidden states. A DFlash head predicts each position independently of the drafted tokens before it, so
+the tree consists of the paths with the largest products of probabilities; a DSpark head adds a bias that depends on the
+preceding token. The block's own keys and values are dropped after the forward. Nothing is drafted if hidden states of
+the text are missing.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BlockDrafter(Drafter):
     """Keeps keys and values of the target's hidden states for each request."""
 
     capabilities = Capabilities(
-        (Source("block", runs_model=True, reads=0, by_length=True),),  # its inputs come with the target's passes
-        Needs(prompt=True),  # each instance adds the layers
+        (Source("block", runs_model=True, reads=0, by_length=True),),  # reads nothing itself: the passes deliver it
+        Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
         cost="a forward of the head over a block for all layers of the tree together",
     )
 
@@ -75,11 +76,11 @@ class BlockDrafter(Drafter):
         state.session.start_from(other.session, length)
 
     def pause(self, state: BlockState) -> None:
-        """Forget the tree. The text stays, because its hidden states are not given a second time."""
+        """Forget the tree. Keep the text, because its hidden states are not delivered a second time."""
         self._forget(state)
 
     def close(self, state: BlockState) -> None:
-        """Read the rest of the text as far as its hidden states are known, for requests with this prefix."""
+        """Store keys and values of the text whose hidden states are known, for requests that share this prefix."""
         self._head.read_features([state.session])
         state.session.trim()
 
@@ -109,7 +110,7 @@ def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 
 def build(options: Options, *, given: BuildContext) -> BlockDrafter:
-    """Build the drafter; UserError without a head."""
+    """Build the drafter; raise UserError if the draft is not such a head."""
     if not isinstance(given.draft, BlockModel):
         raise UserError(
             "drafter block needs a DFlash or DSpark head for the target: name its folder with --draft (or draft=...)"

@@ -2,9 +2,10 @@
 
 EAGLE-3, arXiv:2503.01840; trees by the product of probabilities as in EAGLE-2, arXiv:2406.16858.
 
-Between rounds the head's session holds only slots whose features come from the target: the root's slot stays, and the
-accepted tokens are read again, with the target's hidden states, in the next forward. If features of the text are
-missing, nothing is drafted.
+A slot of the head's session reads a token and a feature, which comes from the target's hidden states or, for a drafted
+node, from the output of the parent's slot. Between rounds only slots with the target's features are kept: the root's
+slot stays, and accepted tokens are read again in the next forward. Nothing is drafted if features of the text are
+missing.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class EagleDrafter(FeatureDrafter):
     """Adds one layer to each tree in a forward."""
 
     capabilities = Capabilities(
-        (Source("eagle", runs_model=True, reads=0, by_length=True),),  # its inputs come with the target's passes
-        Needs(prompt=True),  # each instance adds the layers
+        (Source("eagle", runs_model=True, reads=0, by_length=True),),  # reads nothing itself: the passes deliver it
+        Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
         q_at_leaves=True,
         cost="a forward of one layer and the head's output layer for each layer of the tree",
     )
@@ -64,7 +65,7 @@ class EagleDrafter(FeatureDrafter):
 
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:
-    """Build the drafter; UserError without a head."""
+    """Build the drafter; raise UserError if the draft is not such a head."""
     if not isinstance(given.draft, EagleModel):
         raise UserError(
             "drafter eagle needs an EAGLE-3 head for the target: name its folder with --draft (or draft=...)"

@@ -2,9 +2,9 @@
 
 PARD, arXiv:2504.18583; P-EAGLE, a head that reads the target's hidden states, arXiv:2602.01469.
 
-The row of the root predicts the next token, and that of the j-th mask the token j places later, without regard to the
-tokens in between. So one forward gives proposals for every layer, and the tree has the paths with the best products of
-probabilities. The masks' keys and values are dropped; accepted tokens are read in the next forward.
+The row of the root predicts the next token, and that of the j-th mask the token j positions later, independently of the
+tokens in between. So one forward gives proposals for every layer, and the tree consists of the paths with the largest
+products of probabilities. The masks' keys and values are dropped; accepted tokens are read in the next forward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Options(MethodOptions):
 
 
 class ParallelDrafter(Drafter):
-    """Keeps a session of the draft model for each request, in step with what the target commits."""
+    """Keeps a session of the draft model for each request, which follows the tokens that the target commits."""
 
     capabilities = Capabilities(
         (Source("parallel", runs_model=True),), cost="a forward of the draft model for all layers of the tree together"
@@ -94,7 +94,7 @@ def _add_layers(children: ChildAdder, jobs: Sequence[ExpansionJob], held: Sparse
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:
-    """Build the drafter; UserError without a draft that has a mask token."""
+    """Build the drafter; raise UserError unless the draft has a mask token."""
     if isinstance(given.draft, EagleModel) and given.draft.head.mask_token is not None:
         return ParallelHeadDrafter(given.draft, given.draft.head.mask_token, options)
     if given.draft is None or given.draft.mask_token is None:

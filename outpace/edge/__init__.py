@@ -1,1 +1,1 @@
-"""Devices that draft for servers over a radio network: who drafts for whom, with which shares, and does it pay."""
+"""Simulate devices that draft for servers over a radio network: which device for which server, and whether it pays."""

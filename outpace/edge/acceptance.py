@@ -1,4 +1,4 @@
-"""The acceptance by position of a pair of models: typed numbers, or the judgement that `outpace distill` wrote."""
+"""Read the acceptance rate at each draft position: numbers, or a judgement.json that `outpace distill` wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHIPPED = Path(__file__).parents[1] / "drafts" / "smollm2-135m-instruct" / "judg
 
 
 def read_acceptance(text: str) -> tuple[float, ...]:
-    """Parse rates with commas between them, or read a judgement's file; the shipped pair's for an empty text."""
+    """Parse comma-separated rates or read a judgement.json; an empty text means the rates of the shipped pair."""
     if not text:
         return judged(SHIPPED)
     try:
@@ -30,7 +30,7 @@ def read_acceptance(text: str) -> tuple[float, ...]:
 
 
 def judged(file: Path) -> tuple[float, ...]:
-    """Return the mean over tasks of the acceptance by position at temperature 0."""
+    """Return the acceptance rate at each draft position at temperature 0, averaged over tasks."""
     rows = read_json(file).get("rows")
     columns = [_positions(row, file) for row in rows if _is_greedy(row)] if isinstance(rows, list) else []
     if not any(columns):

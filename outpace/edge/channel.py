@@ -1,6 +1,7 @@
-"""The radio channel of 3GPP TR 38.901, urban microcell (UMi street canyon), as signal-to-noise ratios.
+"""Path loss and shadowing of 3GPP TR 38.901, urban microcell (UMi street canyon), and the rates that they allow.
 
-A server is out of reach where the ratio is below the lowest modulation's; its spectral efficiency is then 0.
+A server is out of reach where the signal-to-noise ratio (SNR) is below that of the lowest modulation; the spectral
+efficiency is then 0.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import numpy as np
 
 from outpace.edge.settings import EdgeSettings
 
-SERVER_HEIGHT, DEVICE_HEIGHT, ENVIRONMENT_HEIGHT = 10.0, 1.5, 1.0
-SHADOW_DB = {"line of sight": 4.0, "blocked": 7.82}
-CORRELATION = 13.0  # metres over which shadowing changes, blocked
-SPEED_OF_LIGHT = 3e8
+SERVER_HEIGHT, DEVICE_HEIGHT, ENVIRONMENT_HEIGHT = 10.0, 1.5, 1.0  # metres
+SHADOW_DB = {"line of sight": 4.0, "blocked": 7.82}  # standard deviation of shadowing
+CORRELATION = 13.0  # correlation distance of shadowing in metres, for blocked links
+SPEED_OF_LIGHT = 3e8  # m/s
 
 
 class Channel(Protocol):
     """Gives the spectral efficiency of each link as the devices move."""
 
     def efficiency(self, devices: np.ndarray, servers: np.ndarray) -> np.ndarray:
-        """Return bit/s/Hz [devices, servers] for positions [devices, 2] and [servers, 2]; 0 out of reach."""
+        """Return bit/s/Hz [devices, servers] for positions in metres, [devices, 2] and [servers, 2]; 0 out of reach."""
 
 
 class PathLossChannel:
@@ -34,7 +35,7 @@ class PathLossChannel:
         self._last: np.ndarray | None = None
 
     def efficiency(self, devices: np.ndarray, servers: np.ndarray) -> np.ndarray:
-        """Return Shannon's log2(1 + SNR)."""
+        """Return Shannon's log2(1 + SNR), [devices, servers]."""
         self._move_shadow(devices)
         distance = np.hypot(*(devices[:, None] - servers[None]).transpose(2, 0, 1))
         is_clear = self._obstruction < line_of_sight_chance(distance)
@@ -51,24 +52,24 @@ class PathLossChannel:
 
 
 def received_snr_db(settings: EdgeSettings, loss_db: np.ndarray) -> np.ndarray:
-    """Return the SNR in a server's whole band, W / E."""
+    """Return the SNR in dB over a server's whole band, W / E."""
     band_hz = settings.bandwidth_mhz * 1e6 / settings.servers
     return settings.transmit_dbm - loss_db - settings.noise_dbm_hz - 10.0 * np.log10(band_hz)
 
 
 def shannon(snr_db: np.ndarray, reach_db: float) -> np.ndarray:
-    """Return bit/s/Hz; 0 below the reach, and for an SNR of minus infinity."""
+    """Return log2(1 + SNR) in bit/s/Hz; 0 where the SNR is below `reach_db`, minus infinity included."""
     return np.where(snr_db >= reach_db, np.log2(1.0 + 10.0 ** (np.maximum(snr_db, reach_db) / 10.0)), 0.0)
 
 
 def line_of_sight_chance(distance: np.ndarray) -> np.ndarray:
-    """Return the probability of a line of sight at horizontal distances. TR 38.901, table 7.4.2-1."""
+    """Return the probability of a line of sight at horizontal distances in metres. TR 38.901, table 7.4.2-1."""
     far = np.maximum(distance, 18.0)
     return 18.0 / far + np.exp(-far / 36.0) * (1.0 - 18.0 / far)
 
 
 def path_loss(distance: np.ndarray, is_clear: np.ndarray, carrier_ghz: float) -> np.ndarray:
-    """Return the loss in dB at horizontal distances, of 10 m at least. TR 38.901, table 7.4.1-1."""
+    """Return the loss in dB at horizontal distances in metres, at least 10. TR 38.901, table 7.4.1-1."""
     flat = np.maximum(distance, 10.0)
     space = np.hypot(flat, SERVER_HEIGHT - DEVICE_HEIGHT)
     above = (SERVER_HEIGHT - ENVIRONMENT_HEIGHT) * (DEVICE_HEIGHT - ENVIRONMENT_HEIGHT)

@@ -1,9 +1,12 @@
 """One server's cell as a cooperative game of its devices, with PettingZoo's parallel interface.
 
-In each step a device sees itself and its cell's means, and gives two scores; the shares are their softmax. All get the
-same reward: ten times the logarithm of the cell's cost with equal shares over its cost. A step is an episode, since
-shares do not change what comes next. `infos` has each device's difference reward: the team's reward less what it would
-have been had the device given scores of 0 (Wolpert and Tumer, 2001). Its slope in the device's scores is the team's.
+A cell is a server and its devices. In a step each device observes its own features and their means over the cell, and
+acts by two scores, for band and compute; the softmax of the scores over the cell gives the shares. All devices get the
+same reward: ten times the logarithm of the ratio of the cell's cost with equal shares to its cost with these shares.
+
+An episode is one step, because shares do not affect what follows. `infos` holds each device's difference reward: the
+common reward minus the one if this device had given scores of 0 (Wolpert and Tumer, 2001). Both rewards have the same
+gradient with respect to the device's scores.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ from outpace.edge.shares import equal
 from outpace.edge.shares.learned import LIMIT, OBSERVATIONS, SCORES, from_scores, observe
 from outpace.edge.world import make_world
 
-CELLS_PER_WORLD = 30  # drawn from one world before the next one is made
+CELLS_PER_WORLD = 30  # cells drawn from one world before the next world is made
 MAX_DRAWS = 50 * CELLS_PER_WORLD
 REWARD_SCALE = 10.0
 
 
 class CellEnvironment(ParallelEnv):
-    """A fixed number of devices at one server; every episode draws a server and some devices that are nearest to it."""
+    """A fixed number of devices at one server; each episode draws a server and devices for which it is the best one."""
 
     metadata = {"name": "outpace_edge_cell", "render_modes": []}  # noqa: RUF012
 
@@ -63,7 +66,7 @@ class CellEnvironment(ParallelEnv):
         return self._by_agent(observe(self._cell, self._here)), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, np.ndarray]) -> tuple[dict[str, Any], ...]:
-        """Divide the server by the scores, and end the episode."""
+        """Compute shares from the scores, return the rewards, and end the episode."""
         scores = np.stack([np.clip(actions[agent], -1.0, 1.0) for agent in self.agents])
         team = self._reward(scores)
         without = [self._reward(scores * (np.arange(len(scores)) != number)[:, None]) for number in range(len(scores))]
@@ -85,8 +88,8 @@ class CellEnvironment(ParallelEnv):
         return dict(zip(self.agents, rows, strict=True))
 
     def _draw(self) -> SlotProblem:
-        """Return a random server with random devices: those for which it is nearest, or where these are too few, those
-        that reach it."""
+        """Return a random server with random devices: those with their best channel to it or, if these are too few,
+        those that reach it."""
         for _ in range(MAX_DRAWS):
             if self._drawn % CELLS_PER_WORLD == 0:
                 self._make_world()

@@ -1,4 +1,4 @@
-"""One device and one server: the time of a token for each way to divide the work, as in `outpace theory`."""
+"""One device and one server: the time per token of each way to divide the work, by the formulas of `outpace theory`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class OneLink:
 
 
 class LinkChoice(NamedTuple):
-    """A way to write with its time per token; `length` is the best draft length, None where there is none."""
+    """A way to write with its time per token in ms; `length` is the best draft length, None if nothing is drafted."""
 
     name: str
     time: float
     length: int | None = None
-    note: str = ""  # why it is not a choice
+    note: str = ""  # why `advice` does not consider it
 
 
 def choices(link: OneLink) -> list[LinkChoice]:
@@ -56,7 +56,7 @@ def choices(link: OneLink) -> list[LinkChoice]:
 
 
 def _sequential(link: OneLink, target_pass: float, delay: float, least: int) -> tuple[float, int]:
-    """Return the time per token and the length of sequential drafting with at least some drafts."""
+    """Return the time per token of sequential drafting at the best length that is at least `least`, and that length."""
 
     def time(gamma: int) -> float:
         tokens = theory.expected_tokens_by_position(_positions(link)[:gamma])
@@ -66,7 +66,7 @@ def _sequential(link: OneLink, target_pass: float, delay: float, least: int) -> 
 
 
 def _pearl(link: OneLink) -> tuple[float, int]:
-    """A step waits for the drafts or for the round trip with a pass, whichever takes longer."""
+    """Return the time per token of PEARL and its best length; a step waits for the drafts and for the server."""
     served = link.rtt + link.server_pass
     return min(
         (max(gamma * link.device_step, served) / theory.pearl_tokens(link.acceptance, gamma), gamma)

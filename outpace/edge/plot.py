@@ -15,7 +15,7 @@ MAX_PANELS = 6
 
 
 def plot(found: Found, title: str, file: Path) -> None:
-    """Draw what the sweep asks for."""
+    """Draw bars by policy, curves over a sweep, or, if only the weight of energy is swept, curves by battery level."""
     from matplotlib.figure import Figure
 
     names = list(found[0][0])
@@ -69,7 +69,7 @@ def _draw_sweep(axes: Any, found: Found, name: str) -> None:
 
 
 def _draw_batteries(panels: Sequence[Any], found: Found) -> None:
-    """Draw the policy that is best at the first point."""
+    """Draw times and energies of the policy that is best at the first point of the sweep."""
     policy = (best_policy(found[0][1]) or found[0][1][0]).policy
     rows = [next(row for row in rows if row.policy == policy) for _, rows in found]
     weights = [point["energy_weight"] for point, _ in found]

@@ -1,8 +1,9 @@
 """One slot of a network as an assignment problem, and what an assignment costs.
 
-Device m has a draft of gamma tokens ready after gamma t_d. Server e with a share z of its compute and y of its band
-has received and verified it after queue + d / (y R) + t_p / z. Drafting runs in parallel with verification (PEARL), so
-a step takes the greater of both and gives the tokens of `core/theory.py`.
+A device drafts gamma tokens in gamma t_d. Its server, which gives it a share y of the band and z of the compute, has
+received these d bits and verified them after queue + d / (y R) + t_p / z, where R is the rate over the whole band.
+Drafting runs in parallel with verification (PEARL), so a step takes the greater of both times and yields
+`theory.pearl_tokens`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ALONE = -1  # the server of a device that drafts and verifies alone
 
 @dataclass(frozen=True)
 class Assignment:
-    """Each device's server, ALONE if none is in reach, and its shares of that server's band and compute."""
+    """The server of each device, or ALONE, and the device's shares of the server's band and compute."""
 
     server: np.ndarray  # [devices]
     band: np.ndarray  # y [devices]
@@ -35,34 +36,34 @@ class DeviceFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotProblem:
-    """Times in ms, energies in mJ. The link's and the pass's times are those of a device that has the whole server."""
+    """Times in ms, energies in mJ. `link` and `verify` are times of a device that has the whole server to itself."""
 
     draft: np.ndarray  # gamma t_d [devices]
-    tokens: np.ndarray  # a step's tokens [devices]
+    tokens: np.ndarray  # expected tokens of a step [devices]
     link: np.ndarray  # d / R [devices, servers], infinite out of reach
     verify: np.ndarray  # t_p [servers]
-    queue: np.ndarray  # mean wait for prompts at a server [servers]
-    alone: np.ndarray  # a token's time on the device alone [devices]
-    draft_energy: np.ndarray  # of a step's drafting [devices]
-    alone_energy: np.ndarray  # of a token on the device alone [devices]
+    queue: np.ndarray  # mean wait behind prompts [servers]
+    alone: np.ndarray  # time per token on the device alone [devices]
+    draft_energy: np.ndarray  # energy of drafting in a step [devices]
+    alone_energy: np.ndarray  # energy per token on the device alone [devices]
     radio_watts: float
     transmit_watts: float
-    energy_price: np.ndarray  # ms per mJ: the weight times the used share of the battery [devices]
+    energy_price: np.ndarray  # ms per mJ: the energy weight times the used part of the battery [devices]
     is_paper: bool = False
     imbalance: float = 0.0
 
     @property
     def reach(self) -> np.ndarray:
-        """Whether a server is in reach, bool [devices, servers]."""
+        """Which servers are in reach, bool [devices, servers]."""
         return np.isfinite(self.link)
 
     @property
     def weight(self) -> np.ndarray:
-        """The price of a ms of a step for each device: time and radio energy, for each token of the step."""
+        """Cost per token of one more ms of a step [devices]: the time, and the price of the radio's energy."""
         return (1.0 + self.energy_price * self.radio_watts) / self.tokens
 
     def equal_costs(self, counts: np.ndarray) -> np.ndarray:
-        """Return each device's cost at each server if that one divides itself equally among `counts` devices."""
+        """Return each device's cost at each server, [devices, servers], if `counts` devices share it equally."""
         shared = np.maximum(counts, 1)
         parts = self.link * shared, (self.verify * shared)[None], self.queue[None]
         return self._cost(*parts, *(array[:, None] for array in self._own))
@@ -81,7 +82,7 @@ class SlotProblem:
         energy: np.ndarray,
         price: np.ndarray,
     ) -> np.ndarray:
-        """Return the objective per token: time plus priced energy, or the paper's sum with its penalty."""
+        """Return the objective per token: time plus the price of the energy, or the paper's sum with its penalty."""
         served = queue + link + verify
         if self.is_paper:
             # A server out of reach costs infinitely much; its other terms are left out, since inf - inf has no value.
@@ -92,8 +93,8 @@ class SlotProblem:
         return (np.maximum(draft, served) * (1.0 + price * self.radio_watts) + price * energy) / tokens
 
     def evaluate(self, chosen: Assignment) -> DeviceFigures:
-        """Evaluate an assignment. A device whose server is out of reach, because the policy knew old channels, writes
-        alone."""
+        """Evaluate an assignment. A device writes alone if its server is out of reach, as can happen if the policy knew
+        old channels."""
         index = np.arange(len(self.draft))
         link = self.link[index, chosen.server]
         is_served = (chosen.server != ALONE) & np.isfinite(link)
@@ -114,7 +115,7 @@ class SlotProblem:
         return replace(self, link=self.link[devices][:, [server]], **parts, **there)
 
     def without_drafts(self) -> SlotProblem:
-        """Return the problem of servers that write alone: a token a pass, and next to nothing on the links."""
+        """Return the problem of servers that write alone: one token per pass, and almost no time on the links."""
         none, one = np.zeros_like(self.draft), np.ones_like(self.draft)
         link = np.where(self.reach, 1e-9 * self.link, np.inf)
         return replace(self, draft=none, tokens=one, link=link, draft_energy=none, is_paper=False)

@@ -15,7 +15,7 @@ Point = Mapping[str, float]
 
 
 def table(found: Sequence[tuple[Point, Sequence[PolicySummary]]]) -> Table:
-    """Return all policies at all points; the best of each point is bold."""
+    """Return a table of all policies at all points of the sweep; the best policy of each point is bold."""
     names = list(found[0][0])
     made = Table(box=None, padding=(0, 1 if names else 2, 0, 0))
     for name in [*names, *COLUMNS]:
@@ -35,12 +35,12 @@ def _cut(one: PolicySummary) -> str:
 
 
 def best_policy(summaries: Sequence[PolicySummary]) -> PolicySummary | None:
-    """Return the policy of the least objective; bounds are none."""
+    """Return the policy with the lowest objective, bounds left out; None if there are only bounds."""
     return min((one for one in summaries if one.policy not in BOUNDS), key=lambda one: one.cost, default=None)
 
 
 def sentences(summaries: Sequence[PolicySummary]) -> list[str]:
-    """Say which policy to use, whether drafting pays, and how many devices lose."""
+    """Say which policy to use, whether drafting pays, and how many devices would be faster alone or have no server."""
     by_name, best = {one.policy: one for one in summaries}, best_policy(summaries)
     if best is None:
         return []
@@ -64,5 +64,5 @@ def _percent(share: float | None) -> str:
 
 
 def as_rows(found: Sequence[tuple[Point, Sequence[PolicySummary]]]) -> list[dict[str, Any]]:
-    """Return the table for machines."""
+    """Return the rows of the table for JSON."""
     return [{**point, **asdict(one)} for point, summaries in found for one in summaries]

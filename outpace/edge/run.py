@@ -32,7 +32,7 @@ Divide = Callable[[SlotProblem, np.ndarray], Assignment]
 
 @dataclass(frozen=True)
 class EdgePolicy:
-    """How servers are chosen and divided. Without drafts the servers write and the devices only listen."""
+    """An association and shares. If `drafts` is False, the servers write alone and the devices only receive."""
 
     name: str
     associate: Associate
@@ -44,7 +44,7 @@ class EdgePolicy:
 
 
 def associations_by_name() -> list[str]:
-    """Return the names of all associations: those of their files."""
+    """Return the names of all associations, which are those of their modules."""
     files = (one.name for one in pkgutil.iter_modules(associations.__path__))
     return sorted(name.replace("_", "-") for name in files if not name.startswith("_"))
 
@@ -92,15 +92,15 @@ class PolicySummary:
     policy: str
     time: float
     time_error: float  # half of the 95 % interval of the mean over worlds
-    slowest: float  # 95th percentile over devices and slots
+    slowest: float  # 95th percentile of the time over devices and slots
     energy: float
     cost: float
-    cut: float | None  # of the objective against the baseline in the same worlds; None for the bounds under `paper`
+    cut: float | None  # how far the objective is below the baseline's, as a fraction; None for bounds under `paper`
     cut_error: float
     faster_alone: float  # share of devices that would be faster alone
     out_of_reach: float  # share of devices without a server
-    low_battery: tuple[float, float] | None  # time and energy of devices whose battery was below 0.2 at the start
-    high_battery: tuple[float, float] | None  # the same above 0.8
+    low_battery: tuple[float, float] | None  # time and energy of devices whose battery was below 20 % at the start
+    high_battery: tuple[float, float] | None  # the same for batteries above 80 %
 
 
 def compare(

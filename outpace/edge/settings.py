@@ -1,7 +1,7 @@
 """The parameters of a simulated network, with their defaults.
 
-M, E and W are those of UARA, arXiv:2511.01695, with GPT2-XL as the target and GPT2 (137 M) as the draft model. The
-other values of its Table I could not be read: those marked "ours" were chosen here.
+M, E and W are those of the paper, UARA (arXiv:2511.01695), which has GPT2-XL as the target and GPT2 (137 M weights) as
+the draft model. The other values of its Table I could not be read: those marked "ours" were chosen here.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ MODEL_RATIO = 1558 / 137  # a target pass over a draft step on the same device, 
 
 @dataclass(frozen=True)
 class EdgeSettings:
-    """What a world is made of. Lengths in metres, times in milliseconds unless the name says otherwise."""
+    """The parameters of a world. Distances are in metres and times in milliseconds unless the name says otherwise."""
 
     devices: int = 120  # M; the paper has 30 to 180
     servers: int = 12  # E; the paper has 4 to 20
     bandwidth_mhz: float = 10.0  # W, divided equally among the servers; the paper's
-    acceptance: tuple[float, ...] = (0.8,)  # by position, the last one holds for all further positions
+    acceptance: tuple[float, ...] = (0.8,)  # rate at each draft position; the last one holds for all further positions
     draft_length: int | None = 8  # ours: gamma of all devices; None: each device's best, 0 if drafting does not pay
     objective: str = "step"
-    energy_weight: float = 0.0  # ms that a device with an empty battery would spend to save a mJ
+    energy_weight: float = 0.0  # ms that a device with an empty battery spends to save one mJ
     channel: str = "3gpp"
     scenario: str = "umi"
     rate: str = "shannon"
     channel_age: int = 0  # policies know the channels of this many slots ago
     slots: int = 1
-    area: float = 1000.0  # ours: side of the square
+    area: float = 1000.0  # ours: side of the square in which devices and servers are
     speed: float = 1.5  # ours: metres a second
     slot_ms: float = 1000.0  # ours
-    battery: tuple[float, float] = (0.05, 1.0)  # ours: range of the batteries' levels
+    battery: tuple[float, float] = (0.05, 1.0)  # ours: range of the battery levels at the start, 1 is full
     prompts: float = 0.05  # ours: chance that a device sends a new prompt in a slot
     prompt_passes: float = 20.0  # ours: server time of a prompt, in target passes
-    header_bits: int = 480  # ours: a message's headers; a drafted token adds 17 bits, since keyed rules need ids alone
+    header_bits: int = 480  # ours: headers of a message; each token adds 17 bits, as keyed rules need only ids
     transmit_dbm: float = 23.0  # ours: 3GPP's power class 3
     noise_dbm_hz: float = -167.0  # ours: thermal noise of -174 and a noise figure of 7 dB
     carrier_ghz: float = 3.5  # ours
-    reach_db: float = -6.7  # ours: SNR below which a server is out of reach, that of the lowest CQI
+    reach_db: float = -6.7  # ours: lowest SNR at which a server is in reach, that of the lowest CQI
     radio_watts: float = 0.8  # ours: a connected radio, which does not sleep between messages of a step
-    imbalance: float = 0.01  # ours: factor per ms of the paper's squared penalty
+    imbalance: float = 0.01  # ours: factor of the objective paper's squared difference, per ms
 
     def __post_init__(self) -> None:
         """Raise UserError for a value that no network can have."""

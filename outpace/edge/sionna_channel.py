@@ -1,7 +1,7 @@
 """The stochastic channel of 3GPP TR 38.901 by sionna-no-rt, UMi or UMa, and its link adaptation.
 
-A link's SNR is that of the power over all its paths. Every slot starts from one seed, so that shadowing and lines of
-sight persist while a device hardly moves.
+A link's SNR is computed from the power of all its paths together. Every slot uses the same seed, so that shadowing and
+lines of sight persist while a device hardly moves.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from outpace.core.errors import require
 from outpace.edge.channel import received_snr_db, shannon
 from outpace.edge.settings import EdgeSettings
 
-HEIGHTS = {"umi": 10.0, "uma": 25.0}  # of the servers, TR 38.901
+HEIGHTS = {"umi": 10.0, "uma": 25.0}  # of the servers in metres, TR 38.901
 DEVICE_HEIGHT = 1.5
 ELEMENTS = 12 * 14 * 25  # resource elements of a transport block: 25 resource blocks for a slot
-BLER_TARGET = 0.1  # blocks that fail are sent again
+BLER_TARGET = 0.1  # fraction of transport blocks that may fail; these are sent again
 
 
 class SionnaChannel:
@@ -50,7 +50,7 @@ class SionnaChannel:
         return 10.0 * np.log10(np.maximum(power, 1e-30))
 
     def _make_model(self) -> Any:
-        """Make a model for each slot: a used one draws other numbers than a fresh one from the same seed."""
+        """Create a model; each slot needs a new one, because a used one draws other numbers from the same seed."""
         from sionna.phy.channel import tr38901
 
         carrier = self._settings.carrier_ghz * 1e9

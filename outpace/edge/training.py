@@ -1,4 +1,4 @@
-"""Trains shares by soft actor-critic: one actor for all devices, learning from cells of several sizes at once.
+"""Trains learned shares by soft actor-critic: one actor for all devices, trained on cells of several sizes at once.
 
 Haarnoja et al., arXiv:1801.01290, by stable-baselines3.
 """
@@ -20,17 +20,17 @@ from outpace.edge.settings import EdgeSettings
 
 from .environment import CellEnvironment
 
-SIZES = range(3, 13)  # devices of the cells that are trained on
+SIZES = range(3, 13)  # numbers of devices in the cells to train on
 GRADIENT_STEPS = 8  # after each step of all cells
 BATCH = 256
 LEARNING_RATE = 1e-3
-ENTROPY = "auto_0.02"  # its first weight: at 1, the library's, its decay takes longer than all the rest
+ENTROPY = "auto_0.02"  # initial weight of the entropy: from the library's 1, its decay takes longer than a training
 
 
 def train(
     settings: EdgeSettings, file: Path, minutes: float, seed: int, progress: Callable[[float], None] = lambda done: None
 ) -> None:
-    """Train for some minutes of processor time and write the policy."""
+    """Train for `minutes` of CPU time and write the policy to `file`. `progress` receives the fraction that is done."""
     cells = [CellEnvironment(settings, size, seed + number) for number, size in enumerate(SIZES)]
     model = SAC(
         "MlpPolicy",
@@ -54,7 +54,7 @@ def train(
 
 
 class SharedActorCells(VecEnv):
-    """Each device of several cells as one of the environments that share an actor, with difference rewards."""
+    """Several cells as a vector of environments, one for each device, that share an actor; with difference rewards."""
 
     def __init__(self, cells: Sequence[CellEnvironment]) -> None:
         self._cells = cells
@@ -69,7 +69,7 @@ class SharedActorCells(VecEnv):
         self._actions = actions
 
     def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        """Step every cell; all episodes end, and the observations are those of the next ones."""
+        """Step every cell. All episodes end; the observations returned are those of the next episodes."""
         left = iter(self._actions)
         rewards: list[float] = []
         last: list[np.ndarray] = []
@@ -97,7 +97,7 @@ class SharedActorCells(VecEnv):
 
 
 class Deadline(BaseCallback):
-    """Ends training after some processor time."""
+    """Ends training after `seconds` of CPU time."""
 
     def __init__(self, seconds: float, progress: Callable[[float], None]) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ TOKEN_BITS = 17  # the id of a token in a vocabulary of up to 131,072
 
 
 class RadioSlot(NamedTuple):
-    """What happens in a slot whatever the policy does."""
+    """The part of a slot that does not depend on the policy."""
 
     efficiency: np.ndarray  # bit/s/Hz [devices, servers]
     is_prompting: np.ndarray  # whether a device sends a new prompt, bool [devices]
@@ -27,17 +27,17 @@ class RadioSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class EdgeWorld:
-    """All that is drawn before a policy acts."""
+    """All random draws that do not depend on a policy."""
 
     settings: EdgeSettings
     kind: np.ndarray  # index into DEVICE_CLASSES [devices]
-    battery: np.ndarray  # the levels at the start [devices]
-    pass_ms: np.ndarray  # [servers]
-    lengths: np.ndarray  # gamma [devices]
+    battery: np.ndarray  # levels at the start, 1 is full [devices]
+    pass_ms: np.ndarray  # time of a target pass [servers]
+    lengths: np.ndarray  # draft lengths, gamma [devices]
     slots: tuple[RadioSlot, ...]
 
     def problem(self, slot: int, queue: np.ndarray, battery: np.ndarray) -> SlotProblem:
-        """Return the assignment problem with a slot's channels, the servers' queues and the batteries' levels."""
+        """Return the assignment problem for a slot's channels, the servers' queues in ms, and the battery levels."""
         chosen, efficiency = self.settings, self.slots[slot].efficiency
         step_ms, watts = (column[self.kind] for column in device_columns())
         bits = chosen.header_bits + TOKEN_BITS * self.lengths
@@ -62,13 +62,13 @@ class EdgeWorld:
         )
 
     def queue_after(self, queue: np.ndarray, slot: int, server: np.ndarray) -> np.ndarray:
-        """Return the server time of prompts that is left when the next slot starts, with the new prompts."""
+        """Return each server's queue in ms at the start of the next slot: prompts left over and new prompts."""
         prompting = server[self.slots[slot].is_prompting & (server >= 0)]
         new = np.bincount(prompting, minlength=len(queue)) * self.settings.prompt_passes * self.pass_ms
         return np.maximum(queue - self.settings.slot_ms, 0.0) + new
 
     def battery_after(self, battery: np.ndarray, milliwatts: np.ndarray) -> np.ndarray:
-        """Return the levels after a slot at these powers (mJ per s)."""
+        """Return the battery levels after a slot in which the devices use this power."""
         capacity = np.array([one.battery_joules for one in DEVICE_CLASSES])[self.kind]
         return np.maximum(battery - milliwatts * self.settings.slot_ms / 1e6 / capacity, 0.0)
 
@@ -101,12 +101,12 @@ def _open_channel(settings: EdgeSettings, rng: np.random.Generator) -> Channel:
 
 
 def mean_wait(queue: np.ndarray, slot_ms: float) -> np.ndarray:
-    """Return how long a pass waits on average if it comes at any time of a slot and the queue goes first."""
+    """Return the mean wait in ms of a pass that arrives at a random time of a slot and waits for the queue to empty."""
     return np.where(queue <= slot_ms, queue**2 / (2.0 * slot_ms), queue - 0.5 * slot_ms)
 
 
 def device_columns() -> tuple[np.ndarray, np.ndarray]:
-    """Return the times of a draft step and the powers of the device classes."""
+    """Return the time of a draft step in ms and the power in W of each device class."""
     return np.array([one.draft_ms for one in DEVICE_CLASSES]), np.array([one.compute_watts for one in DEVICE_CLASSES])
 
 
@@ -123,12 +123,12 @@ def _lengths(settings: EdgeSettings, kind: np.ndarray, battery: np.ndarray, pass
 
 
 def _step_tokens(acceptance: tuple[float, ...]) -> np.ndarray:
-    """Return the tokens of a step for each draft length; without drafts a step is a plain pass."""
+    """Return the tokens of a step for each draft length from 0, where a step is a plain pass."""
     return np.array([1.0, *(theory.pearl_tokens(acceptance, gamma) for gamma in range(1, MAX_LENGTH + 1))])
 
 
 def _alone_steps(acceptance: tuple[float, ...]) -> float:
-    """Return a token's time on one device that runs both models in sequence, in draft steps, at its best length."""
+    """Return the time per token, in draft steps, of a device that runs both models sequentially at its best length."""
     positions = [*acceptance, *[acceptance[-1]] * MAX_LENGTH]
     lengths = range(MAX_LENGTH + 1)
     return min((g + MODEL_RATIO) / theory.expected_tokens_by_position(positions[:g]) for g in lengths)

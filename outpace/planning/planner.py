@@ -17,8 +17,9 @@ from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
-MAX_LOOKUP_CHANCE = 0.25  # if lookups continue the root with a higher chance, a model's layer shows no typical yield
-_BEAM = 4  # extra rows by which the price of a row is estimated
+# Above this chance that lookups continue the root, a model's layer is not typical of what the model adds.
+MAX_LOOKUP_CHANCE = 0.25
+_BEAM = 4  # rows over which the price of one more row is averaged
 _PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
 # Factor on prices of waits for a worker that has drafted already: the layer would be there in the next round anyway.
 _WAIT_MARGIN = 1.5
@@ -26,7 +27,7 @@ _WAIT_MARGIN = 1.5
 # same passes as another request's prompt are not timed.
 _MAX_UNTIMED_ROUNDS = 24
 _MIN_VALUE_OF_NODE = 0.25  # nodes whose chance is below this fraction of a row's price are not attached
-_UNKNOWN = 2  # most layers before the time of a draft step and the price are known
+_UNKNOWN = 2  # maximum number of layers before the time of a draft step is known
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PlannerOptions(MethodOptions):
 
 
 class Planner:
-    """Plans the rounds of one request by the engine's cost model and by what the request's drafts were worth so far.
+    """Plans the rounds of one request, from the engine's cost model and from the tokens that its drafts gave so far.
 
     A round is worth the expected tokens of its verified nodes minus the price of the time for drafting and verifying
     them. The price is the current rate in tokens per second, so that a round that pays raises the rate.
@@ -54,20 +55,20 @@ class Planner:
         ]
         self._repetitions = RepetitionDetector(context.committed)
         self.models = [ModelSource(one, context) for one in context.sources if one.runs_model]
-        self._chances: list[float] = []  # of the nodes of this round's tree, falling
-        self._lookup_chance = 0.0  # that the walk reaches a lookup node of this round's tree
-        self._num_looked_up = 0  # such nodes
+        self._chances: list[float] = []  # acceptance of the nodes of this round's tree, descending
+        self._lookup_chance = 0.0  # chance that the target accepts a lookup node of this round's tree
+        self._num_looked_up = 0  # lookup nodes of this round's tree
         self.price = 0.0  # tokens that a second is worth in this round
-        self._row = 0.0  # tokens that one of a few more rows is worth in it
-        self._reached = 0.0  # chance that the walk reaches the parents of the layer that is being grown
+        self._row = 0.0  # price of one more row in this round, in tokens
+        self._reached = 0.0  # chance that the target accepts a parent of the layer being grown, less the price of rows
         self._rounds = 0
         self._widths: list[int] = []  # of this round's layers
         self._drafting = 0.0  # expected seconds of its draft steps
         self._why = ""
         self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
-        self._is_paused = False  # and is not planned
-        self._may_pause = WORKER not in context.sources  # candidates of a worker cost nothing more
+        self._is_paused = False  # this round decodes plainly and is not planned
+        self._may_pause = WORKER not in context.sources  # a worker drafts anyway, so its candidates are free
         self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
@@ -102,23 +103,23 @@ class Planner:
             self.uses_drafts = self.uses_drafts or source.is_asked
 
     def _gains(self, lookup: LookupSource) -> bool:
-        """Return whether a lookup source gives more than the host's time for it costs."""
+        """Return whether the tokens that a lookup source adds are worth more than the CPU time that it takes."""
         return lookup.gain.value > self.price * self._costs.draft_seconds(lookup.source)
 
     def looked_up(self, tree: TokenTree) -> None:
-        """Note that a lookup source has added its nodes."""
+        """Record that a lookup source has added its nodes."""
         self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
         self._num_looked_up = len(tree) - 1
 
     def found(self, tree: TokenTree, model: ModelSource) -> float:
-        """Note the candidates that a worker has drafted before this round; return how many tokens they are worth."""
+        """Record the candidates that a worker drafted before this round; return their worth in tokens."""
         model.layers = model.first = tree.deepest
         self.uses_drafts = len(tree) > 1
         self._chances = self._falling(tree)
         return self._best(self._chances)[1]
 
     def _falling(self, tree: TokenTree) -> list[float]:
-        """Return the chances of the best nodes that may be verified besides the root, best first."""
+        """Return the acceptance chances of the best nodes that fit into the budget besides the root, best first."""
         return sorted(self._acceptance.of(tree)[1:], reverse=True)[: self._context.budget - 1]
 
     def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
@@ -168,23 +169,24 @@ class Planner:
         return best, best_gain
 
     def _step_price(self, model: ModelSource, width: int = 1) -> float:
-        """Return the tokens that this request's share of the model's next draft step has to bring."""
+        """Return how many tokens the model's next draft step must add to pay for this request's share of it."""
         price = self.price * (_WAIT_MARGIN if model.first else 1.0)
         return price * self._costs.draft_seconds(model.source, self._sharing(model), width)
 
     def _sharing(self, model: ModelSource) -> float:
-        """Return how many requests are expected to share the forward of the model's next layer: the usual share of
-        those that share the one before."""
+        """Return how many requests are expected to share the forward of the model's next layer: the usual fraction of
+        those that shared the layer before."""
         requests, layer = self._context.requests, model.layers
         before = self._context.batch.num_growing(layer - 1) if layer else requests
         return max(1.0, before * self._costs.sharing(requests, layer).value)
 
     def _reach(self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None) -> list[float]:
-        """Return the chance that the walk reaches the likeliest 1, 2, ... parents of the model's next layer: leaves,
-        and the root and lookup nodes that the model has not expanded, where no lookup node continues them.
+        """Return the chance that the target accepts one of the likeliest 1, 2, ... parents of the model's next layer.
 
-        Each counts with its excess over the price of a row there, because four unlikely leaves give less than one that
-        is as likely as all of them."""
+        Parents are leaves, and the root and lookup nodes that the model has not expanded, with the chance that no
+        lookup node continues them. Each counts with its excess over the price of a row, because four unlikely leaves
+        are worth less than one leaf that is as likely as the four together.
+        """
         chances, least = self._acceptance.of(tree), self._row / YIELD
         trust = self._acceptance.trust(model.source)
         leaves = [trust * leaf for leaf in predicted] if predicted else [*map(chances.__getitem__, tree.leaves())]
@@ -202,7 +204,7 @@ class Planner:
 
     def grown(self, tree: TokenTree, model: ModelSource) -> None:
         """Learn from a layer that the model has added."""
-        # After lookups a layer adds what they leave to add, which says nothing about other rounds.
+        # Next to likely lookups a layer adds less than usual, which says nothing about other rounds.
         if self._lookup_chance <= MAX_LOOKUP_CHANCE:
             before, self._chances = self._best(self._chances)[1], self._falling(tree)
             rows, worth = self._best(self._chances)
@@ -281,7 +283,7 @@ class Planner:
             if not model.layers:
                 continue
             step = self._step_price(model)
-            gains: dict[tuple[str, int, int], float] = {}  # a doubtful layer decides for those of its option
+            gains: dict[tuple[str, int, int], float] = {}  # the least gain of the layers that share an option
             for layer in range(model.first, model.layers):
                 gave = max(model.doubtful_worth, float(len(path) > layer + 1)) if layer == model.doubtful else inf
                 option = model.layer_option(layer)

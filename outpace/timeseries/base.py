@@ -1,4 +1,4 @@
-"""What a forecaster must offer to take part in speculation, as target or as draft."""
+"""The interface of forecasters that take part in speculation, as target or as draft."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributions import Distribution
 class PatchModel(ABC):
     """An autoregressive model of patches, which are runs of `patch_length` successive values.
 
-    Values are scaled: the history has mean 0 and deviation 1. A state belongs to rows that are read together; after
-    `drop` their lengths may differ.
+    Values are scaled so that the history has mean 0 and standard deviation 1. A state holds rows, the sample paths that
+    are read together; after `drop` their lengths may differ.
     """
 
     patch_length: int
-    max_patches: int | None = None  # positions; None: no limit
-    frequencies: Sequence[str] = ()  # those of the series it was trained with, as pandas names them; empty: any
-    draft_length = 4  # patches to draft where no times may be measured
+    max_patches: int | None = None  # of history and forecast together; None: no limit
+    frequencies: Sequence[str] = ()  # of the series in its training data, as pandas names them; empty: any
+    draft_length = 4  # patches to draft in a round if a seed forbids choosing by measured times
 
     @abstractmethod
     def open(self, history: Tensor) -> Any:
-        """Return the state after reading histories [rows, patches, points]; there may be no patch."""
+        """Return the state after reading histories [rows, patches, points]; the number of patches may be 0."""
 
     @abstractmethod
     def propose(self, state: Any, patches: Tensor) -> Distribution:
@@ -33,7 +33,7 @@ class PatchModel(ABC):
 
     @abstractmethod
     def drop(self, state: Any, counts: Tensor) -> None:
-        """Remove the last `counts[row]` patches of each row; all of them were appended since the last call."""
+        """Remove the last `counts[row]` patches of each row, which were appended after the last `drop`."""
 
     @abstractmethod
     def select(self, state: Any, rows: Tensor) -> None:

@@ -12,19 +12,19 @@ from outpace.planning.latency_curve import LatencyCurve
 
 MAX_LENGTH = 8
 _TRIED = 4  # patches drafted while the draft is untimed
-_TRUST = 4.0  # rounds that the overall acceptance counts for at each position
+_TRUST = 4.0  # weight, in rounds, of the overall acceptance rate in that of each position
 _GAIN = 1.05  # expected speedup below which nothing is drafted
 
 
 class DraftLength(ABC):
-    """Chooses K before each round."""
+    """Chooses K, the number of patches to draft, before each round."""
 
     @abstractmethod
     def choose(self, rows: int) -> int:
         """Return the patches to draft for each of these rows."""
 
     def learn(self, rows: int, length: int, accepted: Tensor, draft_seconds: float, target_seconds: float) -> None:
-        """Record a round: the drafts accepted by row, and the times of all draft steps and of the target pass."""
+        """Record a round: the accepted drafts [rows], and the seconds of all draft steps and of the target pass."""
         return
 
 
@@ -41,7 +41,7 @@ class FixedLength(DraftLength):
 
 @dataclass
 class AcceptanceLength(DraftLength):
-    """STRIDE's adaptive K: one more while over .7 of the drafts are accepted, one less below .3, from 1 to 8."""
+    """STRIDE's adaptive K, from 1 to 8: one more if over 70 % of the drafts were accepted, one less if below 30 %."""
 
     length: int = 3
     tried: int = 0
@@ -63,16 +63,16 @@ class AcceptanceLength(DraftLength):
 class MeasuredLength(DraftLength):
     """Maximises expected patches over expected time, E(K) / (K t_draft + t_target(K + 1)); 0 is the target alone.
 
-    Times are kept by the power of two of the number of rows; where none are known, those of the nearest one count.
+    Times are recorded by number of rows, in powers of two. Where there are none, those of the nearest number count.
     """
 
-    tried: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)  # by position: drafts judged
+    tried: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)  # drafts judged, by position
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)
-    _target: dict[int, LatencyCurve] = field(default_factory=dict)  # by power of two: times by patches of a row
+    _target: dict[int, LatencyCurve] = field(default_factory=dict)  # by power of two of the rows: times by patches
     _draft: dict[int, LatencyCurve] = field(default_factory=dict)
 
     def choose(self, rows: int) -> int:
-        """Return the best length, or one whose times are unknown."""
+        """Return the length with the most expected patches per second, or one to try while times are unknown."""
         target, draft = _nearest(self._target, rows), _nearest(self._draft, rows)
         if target is None or not target.is_timed(1):
             return 0
@@ -93,7 +93,7 @@ class MeasuredLength(DraftLength):
         return expected_tokens_by_position(self.acceptances()[:length])
 
     def acceptances(self) -> list[float]:
-        """Return the acceptance at each position, given all before it."""
+        """Return the acceptance rate at each position, given that all drafts before it are accepted."""
         overall = (sum(self.accepted) + 1.0) / (sum(self.tried) + 2.0)
         return [(a + _TRUST * overall) / (t + _TRUST) for a, t in zip(self.accepted, self.tried, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Forecasts with sample paths and quantiles; the methods have the names and shapes of Chronos' pipelines."""
+"""Forecasts with sample paths and quantiles, by methods with the names and result shapes of Chronos' pipelines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 RULES = {"exact": ExactRule, "stride": StrideRule}
 QUANTILES = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
 SHIPPED = Path(__file__).parent / "pair"
-_MAX_ROWS = 128  # paths that are drawn together: larger caches are copied more slowly
-_FLAT = 1e-9  # a series is constant if its deviation is below this share of its mean
+_MAX_ROWS = 128  # paths that are drawn in one batch: larger caches take longer to copy
+_FLAT = 1e-9  # a series is constant if its deviation is at most this fraction of its mean
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SampledForecast:
     stats: PathStats
 
     def quantiles(self, levels: Sequence[float] = QUANTILES) -> Tensor:
-        """Return [series, length, levels]."""
+        """Return quantiles [series, length, levels]."""
         found = torch.quantile(self.samples.double(), torch.tensor(levels, dtype=torch.float64), dim=1)
         return found.permute(1, 2, 0)
 
@@ -47,10 +47,10 @@ class SampledForecast:
 class Forecaster:
     """Continues series with a target, and a draft model that proposes patches for it.
 
-    `draft_length` is the number of patches drafted in a round, 0 to 8; 0 is the target alone. None: the best by
-    measured times and acceptance (0 where drafting does not pay), or with a seed, so that times do not decide the
-    paths, the draft model's own `draft_length`; the rule stride adapts it to the acceptance. `dials` are the fields of
-    the rule.
+    `draft_length` is the number of patches drafted in a round, 0 to 8; 0 is the target alone. If it is None, the rule
+    stride adapts it to the acceptance rate; the rule exact takes the best by measured times and acceptance rates (0 if
+    drafting does not pay) or, with a seed, the draft model's own `draft_length`, so that the paths do not depend on
+    times. `dials` are the parameters of the rule.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Forecaster:
 
     @classmethod
     def load(cls, target: str | Path | None = None, draft: str | Path | None = None, **options: Any) -> Forecaster:
-        """Load folders that bench/forecast_train.py wrote; by default the shipped pair. A target of one's own has no
-        draft unless one is named."""
+        """Load folders that bench/forecast_train.py wrote; by default the shipped pair. A target that is
+        named has no draft unless one is named too."""
         from outpace.timeseries.transformer import TransformerForecaster
 
         if target is None:
@@ -121,7 +121,7 @@ class Forecaster:
         timestamp_column: str = "timestamp",
         target: str = "target",
     ) -> pd.DataFrame:
-        """Return the mean and the quantiles of each series' next values, one row a time."""
+        """Return the mean and the quantiles of each series' next values, one row for each series and time."""
         from outpace.timeseries.frames import split_series, to_frame
 
         series = split_series(df, timestamp_column, target, id_column, self.target.frequencies)
@@ -161,7 +161,7 @@ class Forecaster:
         return SampledForecast(samples, is_drafted, stats)
 
     def _context(self, num_patches: int, prediction_length: int) -> int | None:
-        """Return the most patches of history that are read; raise UserError for too long a forecast."""
+        """Return the maximum number of patches of history to read; raise UserError if the forecast is too long."""
         limits = [model.max_patches for model in (self.target, self.draft) if model is not None and model.max_patches]
         if not limits:
             return None
@@ -180,7 +180,7 @@ class Forecaster:
 
 
 class _Scaled:
-    """One series' history in patches, scaled by its own mean and deviation."""
+    """One series' history in patches, scaled by its own mean and standard deviation."""
 
     def __init__(self, values: Any, number: int, context: int | None, patch_length: int) -> None:
         whole = torch.as_tensor(np.asarray(values, dtype=np.float64))
@@ -217,7 +217,7 @@ def _listed(inputs: Any) -> list[Any]:
 
 
 def _groups(histories: Sequence[_Scaled], most: int) -> list[list[int]]:
-    """Return the numbers of the series that are not constant, in groups of equal length."""
+    """Return the numbers of the series that are not constant, in groups of at most `most` of equal length."""
     lengths: dict[int, list[int]] = {}
     for number, one in enumerate(histories):
         if not one.is_constant:

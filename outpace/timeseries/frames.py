@@ -15,12 +15,12 @@ from outpace.core.errors import UserError, require
 with suppress(ImportError):  # an extra; the functions here receive its objects, or check for it
     import pandas as pd
 
-FIRST_LINE = 2  # of a CSV file's values
+FIRST_LINE = 2  # of a CSV file's values; the first line has the column names
 
 
 @dataclass(frozen=True)
 class TimeSeries:
-    """Values at equal distances in time."""
+    """Values at equal time steps."""
 
     name: str
     times: pd.DatetimeIndex
@@ -32,7 +32,7 @@ class TimeSeries:
         return pd.date_range(self.times[-1], periods=count + 1, freq=self.frequency)[1:]
 
     def before(self, count: int) -> TimeSeries:
-        """Return the series without its last values."""
+        """Return the series without its last `count` values."""
         return TimeSeries(self.name, self.times[:-count], self.values[:-count], self.frequency)
 
 
@@ -59,8 +59,11 @@ def split_series(
     first: int = 0,
     row: str = "row",
 ) -> list[TimeSeries]:
-    """Return the series of a table, named by the column `series` (None: there is one); raise UserError, which names the
-    row, for whatever is no series at equal distances. `frequencies` are those allowed; empty: any."""
+    """Return the series of a table, named by the column `series` (None: there is only one series).
+
+    Raise UserError with the number of the row if values or times do not form series at equal time steps. `frequencies`
+    are those allowed; empty: any.
+    """
     for column in (time, value, *([series] if series is not None else [])):
         if column not in table.columns:
             raise UserError(f"there is no column {column!r}, the columns are {', '.join(map(repr, table.columns))}")
@@ -106,7 +109,7 @@ def _refuse(is_bad: pd.Series, values: pd.Series, rows: pd.Series, row: str, col
 
 
 def _parse_times(texts: pd.Series) -> pd.Series:
-    """Return times, NaT where a text is none; offsets from UTC are converted to UTC."""
+    """Return times, NaT for texts that are not times; times with an offset from UTC are converted to UTC."""
     if pd.api.types.is_numeric_dtype(texts):  # numbers would be read as nanoseconds since 1970
         return pd.Series(pd.NaT, index=texts.index)
     try:
@@ -119,7 +122,7 @@ def _parse_times(texts: pd.Series) -> pd.Series:
 
 
 def _frequency(times: pd.Series, rows: np.ndarray, where: str, hint: str) -> str:
-    """Return the frequency; raise UserError for duplicates, unsorted times, gaps and less than three values."""
+    """Return the frequency; raise UserError for duplicates, unsorted times, gaps and fewer than three values."""
     if len(times) < 3:
         raise UserError(f"{where} {rows[0]}: the series has {len(times)} values, its frequency needs 3")
     steps = times.diff().iloc[1:]

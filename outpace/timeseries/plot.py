@@ -1,4 +1,4 @@
-"""A picture of forecasts: history, truth where it is known, bands, and sample paths with accepted drafts in colour."""
+"""Plot forecasts: history, true values if known, quantile bands, and sample paths with accepted drafts in colour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outpace.timeseries.forecaster import SampledForecast
 from outpace.timeseries.frames import TimeSeries
 
 _MAX_PANELS = 6
-_SHOWN_HISTORY = 3  # times the length of the forecast
+_SHOWN_HISTORY = 3  # in lengths of the forecast
 _SHOWN_PATHS = 3
 _BANDS = ((0.1, 0.9, 0.25), (0.3, 0.7, 0.45))  # quantiles and opacity
 _DRAFTED, _TARGETS = "tab:green", "tab:orange"
@@ -27,7 +27,7 @@ def draw(
     patch_length: int,
     truths: Sequence[np.ndarray] = (),
 ) -> None:
-    """Write the picture of at most six series; `truths` are the values that were to be forecast."""
+    """Write a plot of the first six series; `truths` are the true values, if they are known."""
     shown = min(len(series), _MAX_PANELS)
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10, 0.8 + 2.9 * shown), layout="constrained")

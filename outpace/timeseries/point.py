@@ -1,4 +1,4 @@
-"""Point forecasters as targets and drafts, with a stated deviation (the form in STRIDE's paper)."""
+"""Point forecasters as targets and drafts, with noise of a given standard deviation, as in STRIDE's paper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Forecast = Callable[[Sequence[Tensor]], Tensor]
 
 
 class PointForecaster(PatchModel):
-    """Draws around a point forecast: each value is Gaussian with deviation `sigma` (1 is the history's).
+    """Draws around a point forecast: each value is Gaussian with standard deviation `sigma`, in units of the history's.
 
     `forecast` takes histories [points] of different lengths and returns the next values, [histories, patch_length or
     more]. It keeps no cache, so a pass over n patches computes n forecasts from the whole history: it takes n times as

@@ -1,6 +1,7 @@
 """Rules that decide how many drafted patches are kept, and draw the patch after them.
 
-p and q are the densities of target and draft. A rule needs `sample` and `log_prob` alone, so any density will do.
+p and q are the densities of target and draft. The exact rule uses only `sample` and `log_prob`, so it works with any
+density.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.distributions import Distribution, Independent, Normal
 
 from outpace.core.errors import UserError, check_range
 
-_MAX_VALUES = 1 << 22  # values that are drawn at once in search of a residual patch
-_MAX_DRAWS = 1 << 20  # after which p and q are equal within rounding: the bias is below 1 / (e _MAX_DRAWS)
+_MAX_VALUES = 1 << 22  # values that are drawn at once to find a patch of the residual
+_MAX_DRAWS = 1 << 20  # then the last draw from p is taken: the error is below 1 / (e _MAX_DRAWS) in total variation
 
 
 class PatchVerdict(NamedTuple):
-    """How many drafts of each row were accepted, and the patch that follows them [rows, points]."""
+    """The number of accepted drafts of each row, [rows], and the patch that follows them, [rows, points]."""
 
     accepted: Tensor
     patch: Tensor
@@ -104,7 +105,7 @@ class StrideRule(PatchRule):
     lossless = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a dial out of bounds."""
+        """Raise UserError for a parameter out of range."""
         check_range("bias", self.bias, 1.0)
         check_range("tolerance", self.tolerance, 0.0)
 

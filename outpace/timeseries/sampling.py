@@ -1,7 +1,7 @@
-"""Draws sample paths by rounds: the draft proposes patches, the target checks them in one forward, a rule decides.
+"""Draws sample paths in rounds: the draft proposes patches, the target checks them in one forward, a rule decides.
 
-Rows (paths) accept different numbers of patches. Before a round the target's state lacks each row's last committed
-patch, and the draft's state the last two; so both drop K - accepted patches after it.
+Rows (paths) accept different numbers of patches. Before a round the target's state lacks the last committed patch of
+each row, and the draft's state the last two; so after a round both drop K - accepted patches, K being the draft length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outpace.timeseries.base import PatchModel
 from outpace.timeseries.draft_length import MAX_LENGTH, DraftLength
 from outpace.timeseries.rules import PatchRule, check_finite
 
-_LEAVE = 0.25  # share of finished rows at which the others go on without them
+_LEAVE = 0.25  # fraction of rows that must be finished before they are removed from the batch
 
 
 @dataclass
@@ -26,24 +26,24 @@ class PathStats:
     """Counts of the rounds; `drafted` and `accepted` count by position in the draft."""
 
     draft_lengths: list[int] = field(default_factory=list)  # of each round
-    row_rounds: int = 0  # target passes of all rows together
-    emitted: int = 0  # patches that these passes gave
+    row_rounds: int = 0  # target passes, counted once for each row
+    emitted: int = 0  # patches that these passes gave, accepted drafts included
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)  # drafts that were judged
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)
     seconds: float = 0.0
 
     @property
     def patches_per_forward(self) -> float:
-        """Mean patches that a row gets from a target pass."""
+        """Mean number of patches that a row gets from a target pass."""
         return self.emitted / max(1, self.row_rounds)
 
     @property
     def acceptance(self) -> list[float]:
-        """The acceptance at each position that was drafted, given all before it."""
+        """The acceptance rate at each drafted position, given that all drafts before it were accepted."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
 
     def count(self, length: int, accepted: Tensor) -> None:
-        """Record a round of rows that are not finished."""
+        """Record a round; `accepted` are the accepted drafts of the rows that were not finished before it."""
         self.draft_lengths.append(length)
         self.row_rounds += len(accepted)
         self.emitted += int((accepted + 1).sum())
@@ -79,7 +79,7 @@ def draw_paths(
     num_rows, points = len(history) * num_paths, history.shape[-1]
     paths = Paths(torch.empty(num_rows, num_patches, points), torch.zeros(num_rows, num_patches, dtype=torch.bool))
     done = torch.zeros(num_rows, dtype=torch.long)
-    active = torch.arange(num_rows)  # the rows in the states
+    active = torch.arange(num_rows)  # the rows that the states hold
     tail = history[:, -2:].repeat_interleave(num_paths, 0)  # what the draft's state lacks
     target_state, draft_state = _open(target, history[:, :-1], num_paths), None
     while True:
@@ -140,7 +140,7 @@ def _propose(draft: PatchModel, state: Any, tail: Tensor, length: int) -> tuple[
 
 
 def _write(paths: Paths, done: Tensor, active: Tensor, drafts: Tensor, accepted: Tensor, patch: Tensor) -> None:
-    """Write what a round gave, as far as there is room, and count it in `done`."""
+    """Write the patches of a round, without those beyond the end of the forecast, and count them in `done`."""
     num_patches, length = paths.patches.shape[1], drafts.shape[1]
     given = torch.cat([drafts, patch[:, None]], 1)
     given[torch.arange(len(given)), accepted] = patch

@@ -1,4 +1,4 @@
-"""The shipped kind of model: transformers' Llama blocks, fed with patches of a series instead of token embeddings."""
+"""The architecture of the shipped models: transformers' Llama blocks over patches instead of token embeddings."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from outpace.timeseries.base import PatchModel
 
 _MIN_SCALE = 1e-3  # of a scaled value: a flat stretch of history must not give an infinite density
 _MIN_FREEDOM = 2.05  # degrees of freedom; the variance is finite above 2
-_MAX_UNUSED = 16  # slots of a cache that no row needs
+_MAX_UNUSED = 16  # slots of a cache beyond those of the longest row
 
 
 class PatchTransformer(LlamaPreTrainedModel):
     """Predicts the patch after each patch: a Student-t distribution for each point, with one number of degrees of
     freedom for all points of a patch.
 
-    Its config is a `LlamaConfig` with three more fields: `patch_length`; `frequencies`, those of the series that it was
-    trained with, as pandas names them; and `draft_length`, the number of patches to draft that paid where it was
-    trained (None for a target).
+    Its config is a `LlamaConfig` with three more fields: `patch_length`; `frequencies`, those of the series in its
+    training data, as pandas names them; and `draft_length`, the number of patches to draft if times may not be measured
+    (None for a target).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -44,7 +44,7 @@ class PatchTransformer(LlamaPreTrainedModel):
     def forward(self, patches: Tensor, **options: Any) -> Distribution:
         """Return the distributions [rows, patches] of the patch after each; patches: scaled values [rows, patches,
         points]. Options are those of `LlamaModel`."""
-        squashed = patches.asinh()  # a spike stays a number that the layers can handle
+        squashed = patches.asinh()  # limits spikes to values that the layers can handle
         embedded = self.embed(squashed)
         hidden = self.model(inputs_embeds=embedded + self.mix(silu(embedded)), **options).last_hidden_state
         points = patches.shape[-1]
@@ -58,8 +58,9 @@ class PatchTransformer(LlamaPreTrainedModel):
 class TransformerState:
     """Keys and values of rows of different lengths.
 
-    All rows share the slots of the cache, which can be shortened for all rows alike only. So a mask says which slots
-    belong to a row, and positions are counted by row; slots that no longer pay are removed from time to time.
+    All rows share the slots of the cache, which can only be shortened for all rows alike. So a mask says which slots
+    belong to a row, and positions are counted by row. If the cache has over `_MAX_UNUSED` slots more than its longest
+    row, each row's slots are moved to the end and the others are removed.
     """
 
     def __init__(self, cache: DynamicCache, rows: int) -> None:
@@ -68,7 +69,7 @@ class TransformerState:
 
     @property
     def lengths(self) -> Tensor:
-        """Patches of each row."""
+        """Number of patches of each row."""
         return self.is_used.sum(1)
 
     def append(self, count: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,7 @@ class TransformerState:
         return positions, self.is_used.long()
 
     def drop(self, counts: Tensor) -> None:
-        """Remove the last patches of each row."""
+        """Remove the last `counts[row]` patches of each row."""
         slots = self.is_used.shape[1]
         self.is_used &= torch.arange(slots) < slots - counts[:, None]
         common = int(counts.min())

@@ -1,4 +1,4 @@
-"""Place one device after another where the sum of all costs grows least, the one with the fewest servers first."""
+"""Assign one device after another, those with the fewest servers first, where the sum of all costs grows least."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outpace.edge.problem import ALONE, SlotProblem
 
 
 def associate(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
-    """Add each device's own cost and what it costs the devices already there."""
+    """Compare servers by the device's own cost plus what it adds to the costs of the devices already there."""
     server = np.full(len(problem.draft), ALONE)
     counts = np.zeros(len(problem.verify), dtype=int)
     here = problem.equal_costs(counts)  # the costs at the present numbers of devices

@@ -1,4 +1,4 @@
-"""Give each device the fastest server in reach, the nearest of several: the paper's third baseline."""
+"""Give each device the fastest server in reach, with the best channel among equals: the paper's third baseline."""
 
 from __future__ import annotations
 

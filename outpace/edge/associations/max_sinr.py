@@ -1,4 +1,4 @@
-"""Give each device the server with the best channel: the paper's second baseline, and what a phone does today."""
+"""Give each device the server with the best channel: the paper's second baseline, and what phone networks do today."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Match in two phases as the paper does: best channels under a quota, then exchanges that lower the objective.
 
-The quota is the number of devices per server, rounded up. The paper's inequality accepts an exchange that raises the
-objective; here it must fall.
+The quota is the mean number of devices per server, rounded up. The paper's condition may accept an exchange that raises
+the objective; here an exchange must lower it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def associate(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
 
 
 def match_by_channel(problem: SlotProblem) -> np.ndarray:
-    """Give out places in the order of the links' times. A device that finds all its servers full exceeds a quota."""
+    """Assign devices in the order of link times, up to the quota. A device that finds all servers full exceeds one."""
     devices, servers = problem.link.shape
     server, free = np.full(devices, ALONE), np.full(servers, -(-devices // servers))
     by_link = np.unravel_index(problem.link.argsort(axis=None), problem.link.shape)

@@ -1,1 +1,1 @@
-"""Ways to divide each server's band and compute among its devices, one file each."""
+"""Ways to divide each server's band and compute among its devices, one module each."""

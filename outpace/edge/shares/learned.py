@@ -1,7 +1,7 @@
 """Divide each server by scores of a trained actor: shares are the softmax of the scores within the cell.
 
-The actor sees one device, the means of its cell and their number, all as ratios of times, so that it works in cells of
-other sizes and speeds than it was trained on.
+The actor observes the features of one device, their means over its cell, and the number of devices. The features are
+logarithms of ratios of times, so that it also works in cells of other sizes and speeds than it was trained on.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from outpace.core.errors import UserError, require
 from outpace.edge.problem import ALONE, Assignment, SlotProblem
 
-OWN = 3  # features of a device
-OBSERVATIONS = 2 * OWN + 1  # with their means over the cell, and the cell's size
+OWN = 3  # features of a device: the times of drafting and of the link, relative to a pass, and its weight
+OBSERVATIONS = 2 * OWN + 1  # also their means over the cell, and the number of devices
 SCORES = 2  # for band and compute
-SPREAD = 2.0  # a score of 1 is worth e^2 of a score of 0
-LIMIT = 8.0  # of a feature
+SPREAD = 2.0  # a score of 1 gives e^2 times the share of a score of 0
+LIMIT = 8.0  # features are clipped to [-8, 8]
 
 
 def observe(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
-    """Return what each served device sees [devices, OBSERVATIONS]; zeros for the others."""
+    """Return the observations of the devices, [devices, OBSERVATIONS]; zeros for those without a server."""
     seen = np.zeros((len(server), OBSERVATIONS), dtype=np.float32)
     served = np.flatnonzero(server != ALONE)
     cell = server[served]

@@ -1,8 +1,8 @@
 """Divide each server so that the weighted sum of its devices' step times is least.
 
-Device i takes max(a, b / y + c / z), where a is the time of drafting less the queue, b that of the link and c that of
-the pass on the whole server. The sum over i of v max(a, b / y + c / z), with shares that sum to 1, is convex. At prices
-lambda and nu of the two resources the best shares are
+A device's step takes max(a, b / y + c / z), where a is the time of drafting minus the queue, b that of the link and c
+that of the pass, both with the whole server. The sum over devices of v max(a, b / y + c / z), with shares that sum to
+1, is convex. At prices lambda and nu of band and compute the best shares are
 
     y = sqrt(v b / lambda) min(1, k),  z = sqrt(v c / nu) min(1, k),  k = (sqrt(b lambda) + sqrt(c nu)) / (a sqrt(v)).
 
@@ -19,8 +19,8 @@ import numpy as np
 from outpace.edge.problem import ALONE, Assignment, SlotProblem
 
 ShareFunction = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-ROUNDS = 42  # each halves the logarithm of a price's range
-LOWEST = 1e-12  # of a price's upper bound: where the resource is not scarce
+ROUNDS = 42  # bisection steps; each halves the range of a price's logarithm
+LOWEST = 1e-12  # lowest price as a fraction of the upper bound: the price of a resource that is not scarce
 
 
 def divide(problem: SlotProblem, server: np.ndarray) -> Assignment:
@@ -37,7 +37,7 @@ def divide(problem: SlotProblem, server: np.ndarray) -> Assignment:
 
 
 class _Cells:
-    """The devices of all servers: floor a, link b, pass c and weight v of each."""
+    """The devices of all servers: `floor` a, `link` b, `verify` c and `weight` v of each, and `cell`, its server."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _Cells:
         return shares[0] / self._sums(shares[0])[self._cell], shares[1] / self._sums(shares[1])[self._cell]
 
     def _bisect(self, resource: int, shares_at: ShareFunction) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shares at each server's price for which a resource's sum to 1, or at its lowest price."""
+        """Return the shares at each server's price at which a resource's shares sum to 1, or at the lowest price."""
         high = 2.0 * np.log(np.maximum(self._sums(self._scaled[resource]), 1e-150))
         low = high + np.log(LOWEST)
         for _ in range(ROUNDS):

@@ -1,1 +1,1 @@
-"""Trained heads: drafts that read the target's hidden states. They have no text of their own, only the target's."""
+"""Trained heads: draft models that read the hidden states of the one target for which they were trained."""

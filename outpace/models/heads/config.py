@@ -1,4 +1,4 @@
-"""The kinds of trained heads, how to recognise them by config.json and tensors, and what describes one.
+"""The kinds of trained heads, how config.json and the names of tensors identify them, and the configuration of one.
 
 EAGLE-3: Li et al., arXiv:2503.01840. P-EAGLE: the same, with mask slots that draft in parallel. DFlash: a block of mask
 tokens that attends to the target's hidden states. DSpark: DFlash with a Markov bias, arXiv:2607.05147.
@@ -26,7 +26,7 @@ SPECULATORS = {  # speculators_model_type: the kind
     "eagle": "EAGLE-1",
     "mlp": "MLP speculator",
 }
-ARCHITECTURES = (  # part of architectures[0], in lower case: the kind
+ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the first match counts
     ("eagle4", EAGLE4),
     ("peagle", P_EAGLE),
     ("eagle3", EAGLE3),
@@ -38,7 +38,7 @@ ARCHITECTURES = (  # part of architectures[0], in lower case: the kind
     ("eagle", "EAGLE-1"),
     ("medusa", "Medusa"),
 )
-FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", "Medusa"))  # config.json's field: the kind
+FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", "Medusa"))  # field of config.json, and kind
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class HeadConfig:
             after which the state is taken.
         num_rows: number of rows of its output layer.
         target_width: size of the target's hidden states.
-        norm_before_residual: whether the residual is the feature after its norm.
+        norm_before_residual: whether the residual of the first layer is the normed feature.
         norm_before_fc: whether the concatenated hidden states are normed before `fc`.
         fc_norm: whether each hidden state is normed before `fc`.
         norm_output: whether the output that the next draft step reads is normed.
         has_fc_bias: whether `fc` has a bias.
-        logit_scale: factor of the logits.
+        logit_scale: factor by which the logits are multiplied.
         verifier: the target that it was trained for; None if the file does not say.
         draft_length: draft length that the file recommends; None if it does not say.
         mask_token: token of the slots that a head drafts in parallel; None if it drafts one token at a time.
         block: number of slots of a block; 0 for heads that do not draft in blocks.
-        from_anchor: whether the slot of the last written token predicts the token after it; otherwise each mask slot
-            predicts the token at its own place, and the first slot nothing.
+        from_anchor: whether each slot predicts the token after it, from the slot of the last written token on;
+            otherwise each mask slot predicts the token at its own position, and the first slot nothing.
         causal: for each layer, whether a slot of a block does not attend to later ones.
-        markov: how a block's logits depend on the token before: one of `MARKOV_KINDS`; None if they do not.
+        markov: how a block's logits depend on the preceding token: one of `MARKOV_KINDS`; None if they do not.
     """
 
     kind: str
@@ -143,7 +143,7 @@ def verifier_of(config: Mapping[str, Any]) -> str | None:
 
 
 def fields_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object in a field, empty if the field is missing or null; UserError for anything else."""
+    """Return the object in a field, empty if the field is missing or null; raise UserError for anything else."""
     found = config.get(name)
     if found is not None and not isinstance(found, Mapping):
         raise UserError(f"{name} is {found!r:.80}, it must be an object")

@@ -24,19 +24,19 @@ from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import CONFIDENCE, MARKOV, draft_ids
 
 CHUNK = 256  # features whose keys and values one forward computes
-CANDIDATES = 64  # tokens of a row, the best before the Markov bias, that can be drafted
+CANDIDATES = 64  # tokens of a row that can be drafted: the best before the Markov bias is added
 
 
 class BlockSession(FeatureSession):
-    """A session in which all new slots attend to each other. `features`: those whose keys and values are not stored."""
+    """A session whose new slots attend to each other. `features`: those whose keys and values are not stored yet."""
 
     def extend_bytes(self, parents: Sequence[int]) -> bytes:
         return b"\1" * len(super().extend_bytes(parents))
 
 
 class Markov(NamedTuple):
-    """The weights of a DSpark head on the host, by name: float32 arrays. `kind`: see `HeadConfig.markov`. `tokens`: the
-    token of each row of `markov_w2`, ascending; None: 0, 1, ..."""
+    """The weights of a DSpark head's Markov bias and confidence in host memory, by name: float32 arrays. `kind`: see
+    `HeadConfig.markov`. `tokens`: the token of each row of `markov_w2`, ascending; None: 0, 1, ..."""
 
     kind: str | None
     weights: dict[str, np.ndarray]
@@ -44,7 +44,7 @@ class Markov(NamedTuple):
 
     @classmethod
     def from_files(cls, files: HeadFiles, head: HeadConfig) -> Markov:
-        """Read the weights that the files hold; `markov_w1` and `markov_w2` are there if the kind is not None."""
+        """Read the weights that the files hold, among them `markov_w1` and `markov_w2` if the kind is not None."""
         names = [name for name in files.tensors if name.startswith((MARKOV, CONFIDENCE))]
         weights = {name.removeprefix(MARKOV).removesuffix(".weight"): files.array(name) for name in names}
         if (ids := draft_ids(files, head)) is not None and head.markov:
@@ -52,19 +52,19 @@ class Markov(NamedTuple):
         return cls(head.markov, weights, None if ids is None else np.sort(ids))
 
     def outputs(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the rows of `markov_w2` of these tokens."""
+        """Return the rows of `markov_w2` for these tokens, [tokens, rank]."""
         rows: np.ndarray = self.weights["markov_w2"]
         return rows[tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)]
 
     def embedding(self, token: int) -> np.ndarray:
-        """Return the embedding of the token before; a token that the head does not know has that of the last one."""
+        """Return the embedding [rank] of the preceding token; tokens beyond the table have that of its last row."""
         table = self.weights["markov_w1"]
         row: np.ndarray = table[min(token, len(table) - 1)]
         return row
 
     def vector(self, hidden: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """Return what `markov_w2` maps to the bias of a slot: [rank]. `hidden` [slots, width] are the outputs of the
-        block's slots down to it, `tokens` the token before each."""
+        """Return the vector [rank] that `markov_w2` maps to the bias of a slot's logits. `hidden` [slots, width] are
+        the outputs of the block's slots up to this one, `tokens` the token before each slot's prediction."""
         before = self.embedding(tokens[-1])
         if self.kind == "vanilla":
             return before
@@ -79,7 +79,7 @@ class Markov(NamedTuple):
 
     def log_confidence(self, hidden: np.ndarray, token: int) -> float | None:
         """Return the logarithm of the estimated probability that the slot's token is accepted; None if the head gives
-        no estimate. `hidden` [width] is the slot's output, `token` the one before."""
+        no estimate. `hidden` [width] is the slot's output, `token` the preceding token."""
         weight = self.weights.get(CONFIDENCE.rstrip("."))
         if weight is None:
             return None
@@ -93,7 +93,7 @@ class Markov(NamedTuple):
 
 
 class BlockDraft:
-    """The output of a forward over blocks, one for each request: logits of every drafted place."""
+    """The output of a forward over blocks, one for each request: logits of every drafted position."""
 
     def __init__(self, head: HeadConfig, markov: Markov, logits: SparseLogits, hidden: Any) -> None:
         """`hidden` [requests * block, width]: the normed outputs of all slots; None if nothing reads them."""
@@ -119,8 +119,8 @@ class BlockDraft:
         return self._markov.log_confidence(hidden[-1], tokens[-1])
 
     def _slots(self, request: int, path: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-        """Return the outputs of the block's slots down to the one that predicts below a node, and the token before
-        each. The first slot predicts nothing in most DFlash heads."""
+        """Return the outputs of the block's slots up to the one that predicts the node's children, and the token before
+        each prediction. The first slot predicts nothing in most DFlash heads."""
         tokens = [*path] if self._head.from_anchor else [path[0], *path]
         first = request * self._head.block
         hidden = np.empty((len(tokens), 0)) if self._hidden is None else self._hidden[first : first + len(tokens)]

@@ -2,8 +2,8 @@
 
 Slot t of a session holds the feature f_t of position t and the token x_(t+1), and predicts x_(t+2). For positions that
 the target has computed, f_t = fc(the target's hidden states); for drafted nodes it is the output of the parent's slot.
-So a session holds the text from its second token on, and a queue of features for the committed tokens that it reads
-next and for the tree's root.
+So a session holds the text from its second token on, and a queue of features: those of the committed tokens to be read
+next, and that of the tree's root.
 
 P-EAGLE (the same layout with `mask_hidden`) drafts several tokens in one forward: the root's slot is followed by slots
 of a mask token, whose feature is the same at every place.
@@ -87,7 +87,7 @@ class EagleModel(HeadModel):
     """Adds EAGLE-3's features to a runtime whose model consists of the head's layers."""
 
     def norm_feature(self, features: Any) -> Any:
-        """Apply the feature's norm, for heads whose residual is the normed feature."""
+        """Apply the norm of the features, for heads whose residual is the normed feature."""
         raise NotImplementedError
 
     def mask_features(self, count: int) -> Any:

@@ -53,7 +53,7 @@ def load_head(
 ) -> EagleModel | BlockModel:
     """Build the model of a head for a target model, whose tokenizer has `num_tokens` tokens.
 
-    Raise UserError for an unsupported kind, a damaged file, a head for another target, or a target that does not give
+    Raise UserError for an unsupported kind, a damaged file, a head for another target, or a target that cannot return
     hidden states. `files` finds the target's files, from which an output layer that the head lacks is read; None if
     the target was not loaded by name.
     """

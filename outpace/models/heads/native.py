@@ -1,4 +1,5 @@
-"""Trained heads on the native kernels: a model of the head's layers, and small ones for `fc` and for features."""
+"""Trained heads on the native kernels: a model of the head's layers, and further ones that compute `fc` or store
+features."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class NativeHead(NativeLlama):
         by name."""
         super().__init__(head.layers, layers, ends, options)
         self.head, self._own, self._fc = head, own, fc
-        self._others: dict[tuple[str, int], Any] = {}  # further kernels' models, by name and number of threads
+        self._others: dict[tuple[str, int], Any] = {}  # further kernel models, by name and number of threads
 
     @classmethod
     def from_files(cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions) -> Self:
@@ -90,14 +91,14 @@ class NativeHead(NativeLlama):
             layer.window = min(layer.window or tokens, tokens)
 
     def _other(self, name: str, build: Callable[[int], Any]) -> Any:
-        """Return the kernels' model with this name, with this thread's number of threads."""
+        """Return the kernel model with this name for the calling thread's number of threads; build it if it is new."""
         key = name, getattr(self._share, "threads", self._threads)
         if key not in self._others:
             self._others[key] = build(key[1])
         return self._others[key]
 
     def _product(self, threads: int) -> Any:
-        """Create a kernels' model that computes `fc`, as its output layer."""
+        """Create a kernel model without layers, whose output layer is `fc`."""
         norm = self._own["input_norm.weight"] if self.head.norm_before_fc else np.zeros(0, np.float32)
         eps, name = self.config.rms_norm_eps, self.options.instruction_set
         return self.kernels.Model(self.heads, self._fc.inputs, 0, eps, [], self._fc, norm, self._fc, name, threads)
@@ -138,7 +139,7 @@ class NativeBlock(BlockModel, NativeHead):
         model.forward(*forest.arrays(self.rope_table.table), np.empty((0, model.outputs), np.float32), **forest.extras)
 
     def _storing(self, threads: int) -> Any:
-        """Create a kernels' model that stores keys and values of features, which are normed already."""
+        """Create a kernel model that stores keys and values of features, which are normed already."""
         return self._with_threads(threads, [layer.storing_only() for layer in self._layers])
 
 

@@ -1,7 +1,7 @@
 """Reads a `HeadConfig` from the files of a head, of every kind and layout.
 
-A wrong layer, order or norm would not change the text, it would only make every draft wrong. Therefore everything that
-a file says is checked against its tensors and the target when it is loaded.
+A wrong layer, order or norm would not change the text, but would make every draft wrong. So everything that a file says
+is checked against its tensors and the target when it is loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BLOCK_TAPS = (
 
 
 def _draft_length(config: Mapping[str, Any]) -> int | None:
-    """Return the length of drafts that the first proposal method names, None if there is none."""
+    """Return the draft length of the first proposal method; None if the config has none."""
     match fields_of(config, "speculators_config").get("proposal_methods"):
         case [{"speculative_tokens": int(length)}, *_]:
             return length

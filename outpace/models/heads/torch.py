@@ -37,7 +37,7 @@ class TorchBlockSession(BlockSession, LlamaSession):
 
 
 class TorchHead(Llama):
-    """A head for a target that runs by torch. Drafts do not change the text: it needs no exact mode."""
+    """A head for a target that runs by torch. It has no exact mode, because drafts do not change the text."""
 
     def __init__(
         self,
