@@ -144,9 +144,9 @@ ARITHMETIC = (
     Mutation("every head reads the first head's keys", "attention.h",
              "static_cast<int64_t>(tile.key_head) * store.slots", "static_cast<int64_t>(0) * store.slots"),
     # layers that are not Llama's
-    Mutation("layers: windows are left out", "attention.h", ".within(task.window)", ""),
-    Mutation("layers: a window of one token more", "kernels.h", "count() > window ? count() - window : 0",
-             "count() > window ? count() - window - 1 : 0"),
+    Mutation("layers: windows are left out", "attention.h", ".within(task.window, task.is_causal)", ""),
+    Mutation("layers: a window of one token more", "kernels.h", "window && own > window ? own - window : 0",
+             "window && own > window ? own - window - 1 : 0"),
     Mutation("layers: a window drops ancestors before the prompt", "kernels.h",
              "const int of_run = drop < run ? drop : run", "const int of_run = 0"),
     Mutation("layers: scores stand where the slots do", "attention.h", "skipped > 0 && i < reach.run", "false"),
