@@ -15,7 +15,7 @@ from mutation_checks import Mutation, Original
 from outpace.api.llm import LLM
 from outpace.drafters._feature_drafter import FeatureDrafter
 from outpace.models.heads.eagle3 import FeatureSession
-from outpace.models.heads.native import NativeEagle
+from outpace.models.heads.native import NativeHead
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -73,7 +73,7 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
 
 
 HEAD_MUTATIONS = [
-    _mutation("features are those of the position before", NativeEagle, "fuse", shift_features),
+    _mutation("features are those of the position before", NativeHead, "fuse", shift_features),
     _mutation("the head's state of a shared prefix is not copied", FeatureDrafter, "copy_prefix", copy_nothing),
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
 ]

@@ -49,7 +49,7 @@ def test_filtered_tokens_are_never_offered() -> None:
     assert all(math.isfinite(value) for value in state.pick_model.log_chances([0.0, -1.0]))
 
 
-def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
+def test_a_branch_that_stands_already_is_confirmed_and_then_continued() -> None:
     drafter = SharedTree([NgramDrafter(NgramOptions(copies=4)), ModelDrafter(TARGET, Options(width=1))])
     text = [1, 2]
     session = TARGET.open(100, 100)
@@ -62,7 +62,7 @@ def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
         text.append(int(scores.argmax()))
     state, tree = drafter.open(request(*text[:50])), TokenTree(text[49])
     lengths = [grown(drafter, state, tree) for _ in range(8)]
-    assert 0 not in lengths
+    assert tree.num_confirmed >= lengths.count(0) > 0
     walked = 0
     for token in text[50:58]:
         walked = tree.child(walked, token)

@@ -112,7 +112,7 @@ BOUNDED = [
     pytest.param(options, one, id=f"{name}-{one.name}")
     for (_, name), options in OPTIONS.items()
     for one in fields(options)
-    if "bounds" in one.metadata
+    if one.metadata.get("bounds")
 ]
 
 
