@@ -227,7 +227,8 @@ def test_a_draft_that_was_trained_with_its_own_tokenizer_drafts(
         asked = {"max_tokens": 60, "ignore_eos": True}
         plain, found = llm.generate(CHAT, plain=True, **asked)[0], llm.generate(CHAT, **asked)[0]
     assert found.tokens == plain.tokens
-    assert method == "auto" or found.figures.accepted > 5, "it has read this answer"
+    least = {"speculative": 5, "card": 0, "auto": -1}[method]  # what CARD accepts depends on measured times
+    assert found.figures.accepted > least, "it has read this answer"
 
 
 def test_by_text_proposes_tokens_that_only_the_target_has(folders: dict[str, Path], tmp_path: Path) -> None:
