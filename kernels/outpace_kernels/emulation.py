@@ -175,7 +175,11 @@ class Model:
             if number < len(self.layers):
                 passes = (False, False) if skipped is None else skipped[number]
                 x = x if passes[0] else self._mixed(number, x, turns, spans, gaps, embedded)
-                x = x if passes[1] or not self.layers[number].output else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
+                x = (
+                    x
+                    if passes[1] or not self.layers[number].output
+                    else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
+                )
         if len(wanted):
             self.project(x[wanted], scores)
 
