@@ -121,7 +121,7 @@ def test_a_device_out_of_reach_writes_alone() -> None:
     given = problem(6, 2, 5)
     given = replace(given, link=np.where(np.arange(6)[:, None] == 2, np.inf, np.ones((6, 2))))
     for name in run.associations_by_name():
-        policy = run.find_policy(f"{name}/optimal")
+        policy = run.find_policy(f"{name}/equal")
         chosen = policy.assign(given, RNG(0))
         assert chosen.server[2] == ALONE
         assert given.evaluate(chosen).time[2] == given.alone[2]
@@ -153,14 +153,11 @@ def test_swap_and_move_never_raise_the_objective(devices: int, servers: int, see
     matched = swap.match_by_channel(given)
     assert given.equal_objective(move.improve(given, first)) <= given.equal_objective(first) * (1 + 1e-12)
     assert given.equal_objective(swap.exchange(given, matched)) <= given.equal_objective(matched) * (1 + 1e-12)
-    counts = given.counts(matched)
-    assert np.array_equal(given.counts(swap.exchange(given, matched)), counts)
 
 
-@pytest.mark.parametrize(("length", "near"), [(8, ("greedy", "move", "swap")), (2, ("greedy", "move"))])
-def test_associations_are_near_the_best_of_all(length: int, near: tuple[str, ...]) -> None:
-    """Worlds of 6 devices and 3 servers, all 729 associations. Short drafts make the servers' compute scarce, where
-    `swap`, which keeps cells of equal sizes, is worse."""
+@pytest.mark.parametrize("length", [8, 2])
+def test_associations_are_near_the_best_of_all(length: int) -> None:
+    """Worlds of 6 devices and 3 servers, all 729 associations. Short drafts make the servers' compute scarce."""
     ratios: dict[str, list[float]] = {}
     for seed in range(20):
         chosen = EdgeSettings(devices=6, servers=3, area=500.0, draft_length=length)
@@ -172,7 +169,7 @@ def test_associations_are_near_the_best_of_all(length: int, near: tuple[str, ...
     means = {name: float(np.mean(found)) for name, found in ratios.items()}
     assert min(min(found) for found in ratios.values()) >= 1 - 1e-12
     assert means["move"] <= means["greedy"]
-    assert all(means[name] <= 1.03 for name in near), means
+    assert max(means.values()) <= 1.03, means
 
 
 def slsqp(given: SlotProblem) -> float:
@@ -354,14 +351,14 @@ def test_one_link_is_the_formulas_of_theory() -> None:
     given = link.OneLink(12.0, 25.0, 40.0, (0.8,), device_pass=140.0)
     found = {one.name: one for one in link.choices(given)}
     sequential = min((12 * g + 65) / theory.expected_tokens(0.8, g) for g in range(1, 65))
-    assert found["drafting here, sequential"].time == pytest.approx(sequential)
+    assert found["device drafts, sequential"].time == pytest.approx(sequential)
     pearl = min(max(12 * g, 65) / theory.pearl_tokens([0.8], g) for g in range(1, 65))
-    assert found["drafting here, PEARL"].time == pytest.approx(pearl)
+    assert found["device drafts, PEARL"].time == pytest.approx(pearl)
     gamma = theory.best_length(0.8, 12 / 140)
     assert found["device alone, sequential drafting"].length == gamma
-    assert found["drafting here, CARD"].time == pytest.approx(25 / theory.card_limit(5.0, 1.0, 12 / 25))
+    assert found["device drafts, CARD"].time == pytest.approx(25 / theory.card_limit(5.0, 1.0, 12 / 25))
     assert link.advice(given).startswith("let the server write alone, 25.0 ms a token")
-    assert link.advice(replace(given, server_pass=90.0)).startswith("draft here for the server (PEARL, ")
+    assert link.advice(replace(given, server_pass=90.0)).startswith("draft on the device for the server (PEARL, ")
     assert link.advice(replace(given, server_pass=300.0)).startswith("write on the device alone with drafts of ")
 
 
@@ -409,7 +406,7 @@ def test_the_command_prints_table_json_and_plots(tmp_path: Path) -> None:
         (("--transmit-dbm", "-inf"), "transmit-dbm is -inf, it must be between -300 and 100"),
         (("--device-step", 3, "--server-pass", -25), "server-pass is -25.0, it must be between 1e-06 and 1e+09"),
         (("--device-step", 3, "--server-pass", 9, "--rtt", -1), "rtt is -1.0, it must be between 0 and 1e+09"),
-        (("--device-step", 3), "device-step and server-pass go together"),
+        (("--device-step", 3), "device-step and server-pass, which go together"),
         (("--sweep", ","), "sweep is ',', it must be names and ranges"),
         (("--sweep", "devices=5:1:1"), "the last value must not be below the first"),
         (("--sweep", "devices=1:2:0.5"), "devices must be whole numbers"),
@@ -418,7 +415,15 @@ def test_the_command_prints_table_json_and_plots(tmp_path: Path) -> None:
         (("--policies", "greedy"), "policy is 'greedy', it must be an association and shares"),
         (("--policies", "greedi/equal"), "unknown association 'greedi'"),
         (("--policies", "greedy/fair"), "unknown shares of the policy 'greedy/fair' 'fair'"),
-        (("--rate", "mcs"), "--rate mcs is the link adaptation of --channel sionna"),
+        (("--rate", "mcs"), "--scenario uma and --rate mcs need --channel sionna"),
+        (("--scenario", "uma"), "--scenario uma and --rate mcs need --channel sionna"),
+        (("--seed", -1), "seed is -1, it must be between 0 and "),
+        (("--sweep", "devices=-inf:12:1"), "the last value must not be below the first"),
+        (("--sweep", "devices=6:6:1,devices=7:8:1"), "sweep has devices twice"),
+        (("--policies", "alone/optimal"), "unknown shares of the policy 'alone/optimal' 'optimal', allowed are equal"),
+        (("--rtt", 4), "rtt and device-pass need device-step and server-pass"),
+        (("--train", "a.zip", "--plot", "a.png"), "--train writes a policy only, without sweep, plot and policy"),
+        (("--device-step", 3, "--server-pass", 9, "--sweep", "devices=3:4:1"), "one link has no "),
         (("--acceptance", "much"), "acceptance is 'much', it must be rates with commas between them"),
         (("--draft-length", "long"), "draft-length is 'long', it must be a whole number or auto"),
         (("--objective", "money"), "unknown objective 'money', allowed are paper, step"),

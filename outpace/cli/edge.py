@@ -13,7 +13,7 @@ from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags
 from outpace.cli.options import JSON
 from outpace.cli.output_files import check_file, check_plot
-from outpace.core.errors import UserError, check_range, require
+from outpace.core.errors import UserError, check_range, check_whole, require
 
 if TYPE_CHECKING:
     from outpace.edge.settings import EdgeSettings
@@ -92,15 +92,19 @@ def edge(
     from outpace.edge.acceptance import read_acceptance
 
     rates = read_acceptance(acceptance)
-    if link.device_step is not None or link.server_pass is not None:
-        _show_link(link, rates, as_json)
-        return
+    check_whole("seed", study.seed, 0, 2**31)
     check_plot("--plot", study.plot)
-    settings = _settings(network, rates)
-    if study.train is not None:
-        _train(settings, study, study.train)
-        return
-    _show_network(settings, study, as_json)
+    compared = study.sweep or study.plot or study.policy
+    if link != LinkFlags():
+        if compared or study.train:
+            raise UserError("one link has no sweep, plot, policy or training; leave out device-step and server-pass")
+        _show_link(link, rates, as_json)
+    elif study.train is None:
+        _show_network(_settings(network, rates), study, as_json)
+    elif compared:
+        raise UserError("--train writes a policy only, without sweep, plot and policy: compare it in a second command")
+    else:
+        _train(_settings(network, rates), study, study.train)
 
 
 def _train(settings: EdgeSettings, study: StudyFlags, file: Path) -> None:
@@ -131,13 +135,13 @@ def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> Non
     from outpace.edge.link import OneLink, advice, choices
 
     if given.device_step is None or given.server_pass is None:
-        raise UserError("device-step and server-pass go together, name both or neither")
+        raise UserError("rtt and device-pass need device-step and server-pass, which go together: name both")
     link = OneLink(given.device_step, given.server_pass, given.rtt, rates, given.device_pass)
     if as_json:
         display.print_json({"choices": [one._asdict() for one in choices(link)], "advice": advice(link)})
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("way to write", "ms a token", "draft length", ""):
+    for name in ("configuration", "ms a token", "draft length", ""):
         table.add_column(name, justify="right" if name in ("ms a token", "draft length") else "left")
     for one in choices(link):
         table.add_row(one.name, f"{one.time:.2f}", "-" if one.length is None else str(one.length), one.note)

@@ -48,10 +48,10 @@ def choices(link: OneLink) -> list[LinkChoice]:
         time, length = _sequential(link, link.device_pass, 0.0, 0)
         found.append(LinkChoice("device alone, sequential drafting", time, length))
     found.append(LinkChoice("server alone", link.server_pass))
-    found.append(LinkChoice("drafting here, sequential", *_sequential(link, link.server_pass, link.rtt, 1)))
-    found.append(LinkChoice("drafting here, PEARL", *_pearl(link)))
+    found.append(LinkChoice("device drafts, sequential", *_sequential(link, link.server_pass, link.rtt, 1)))
+    found.append(LinkChoice("device drafts, PEARL", *_pearl(link)))
     limit = theory.card_limit(theory.tokens_per_rejection(link.acceptance), 1.0, link.device_step / link.server_pass)
-    found.append(LinkChoice("drafting here, CARD", link.server_pass / limit, None, "a bound, for a link without delay"))
+    found.append(LinkChoice("device drafts, CARD", link.server_pass / limit, None, "a bound, for a link without delay"))
     return found
 
 
@@ -84,14 +84,14 @@ def advice(link: OneLink) -> str:
     best = min(usable, key=lambda one: one.time)
     server = next(one for one in usable if one.name == "server alone")
     if best is server:
-        drafted = min((one for one in usable if one.name.startswith("drafting here")), key=lambda one: one.time)
+        drafted = min((one for one in usable if one.name.startswith("device drafts")), key=lambda one: one.time)
         how = drafted.name.partition(", ")[2]
         return (
-            f"let the server write alone, {server.time:.1f} ms a token: drafting here ({how}) would take"
-            f" {drafted.time:.1f} ms"
+            f"let the server write alone, {server.time:.1f} ms a token: with drafts from the device ({how}) it"
+            f" would take {drafted.time:.1f} ms"
         )
     gain = f"{server.time / best.time:.2f} times as fast as the server alone"
     if best.name.startswith("device alone"):
         return f"write on the device alone with drafts of {best.length} tokens, {best.time:.1f} ms a token: {gain}"
     how = best.name.partition(", ")[2]
-    return f"draft here for the server ({how}, {best.length} tokens), {best.time:.1f} ms a token: {gain}"
+    return f"draft on the device for the server ({how}, {best.length} tokens), {best.time:.1f} ms a token: {gain}"

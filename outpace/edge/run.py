@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ SERVER_ALONE = "server-alone"  # the servers write without drafts
 BOUNDS = (ALONE_POLICY, SERVER_ALONE)
 DEFAULT = (
     *BOUNDS,
-    *("random/equal", BASELINE, "max-compute/equal", "greedy/equal", "swap/equal", "move/equal"),
+    *(BASELINE, "random/equal", "max-compute/equal", "greedy/equal", "swap/equal", "move/equal"),
     *("max-sinr/optimal", "greedy/optimal", "swap/optimal", "move/optimal"),
 )
 SHARES = ("equal", "optimal", "learned")
@@ -58,8 +59,9 @@ def find_policy(name: str, learned: Divide | None = None) -> EdgePolicy:
         raise UserError(f"policy is {name!r}, it must be an association and shares, as in greedy/optimal")
     if first not in associations_by_name():
         raise unknown("association", first, associations_by_name())
-    if second not in SHARES:
-        raise unknown(f"shares of the policy {name!r}", second, SHARES)
+    allowed = SHARES if first != "alone" else ("equal",)  # a device alone shares nothing
+    if second not in allowed:
+        raise unknown(f"shares of the policy {name!r}", second, allowed)
     associate = import_module(f"outpace.edge.associations.{first.replace('-', '_')}").associate
     if second != "learned":
         return EdgePolicy(name, associate, import_module(f"outpace.edge.shares.{second}").divide)
@@ -169,11 +171,13 @@ def parse_sweep(text: str) -> list[dict[str, float]]:
         field = name.strip().replace("-", "_")
         if field not in SWEPT:
             raise unknown("setting to sweep", name, (allowed.replace("_", "-") for allowed in SWEPT))
+        if field in ranges:
+            raise UserError(f"sweep has {name} twice, each name may occur once")
         try:
             first, last, stride = (float(value) for value in span.split(":"))
         except ValueError:
             raise UserError(f"sweep has {part!r}, it must be a name and a range as in devices=30:180:30") from None
-        if not 0.0 < stride < float("inf") or not first <= last < float("inf"):
+        if not 0.0 < stride < math.inf or not -math.inf < first <= last < math.inf:
             raise UserError(f"sweep has {part!r}: the last value must not be below the first, and the step above 0")
         count = int((last - first) / stride + 1e-9) + 1
         if count > 1000:

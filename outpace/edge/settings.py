@@ -62,7 +62,7 @@ class EdgeSettings:
     transmit_dbm: float = 23.0  # ours: 3GPP's power class 3
     noise_dbm_hz: float = -167.0  # ours: thermal noise of -174 and a noise figure of 7 dB
     carrier_ghz: float = 3.5  # ours
-    reach_db: float = -6.7  # ours: lowest SNR at which a server is in reach, that of the lowest CQI
+    reach_db: float = -6.7  # ours: the SNR that the lowest modulation needs; with less, a server is out of reach
     radio_watts: float = 0.8  # ours: a connected radio, which does not sleep between messages of a step
     imbalance: float = 0.01  # ours: factor of the objective paper's squared difference, per ms
 
@@ -97,8 +97,8 @@ class EdgeSettings:
         ):
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
-        if self.rate == "mcs" and self.channel != "sionna":
-            raise UserError("--rate mcs is the link adaptation of --channel sionna; 3gpp has shannon alone")
+        if self.channel == "3gpp" and (self.scenario, self.rate) != ("umi", "shannon"):
+            raise UserError("--scenario uma and --rate mcs need --channel sionna; 3gpp has umi and shannon alone")
 
 
 SWEPT = {  # settings that a sweep may change, and their types

@@ -1,4 +1,4 @@
-"""Give each device the fastest server in reach, with the best channel among equals: the paper's third baseline."""
+"""Give each device the fastest server in reach: the paper's third baseline. The channel decides between equal ones."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Match in two phases as the paper does: best channels under a quota, then exchanges that lower the objective.
 
-The quota is the mean number of devices per server, rounded up. The paper's condition may accept an exchange that raises
-the objective; here an exchange must lower it.
+The quota is the mean number of devices per server, rounded up. In the second phase, which has no quota, a device can
+also move alone. The paper's condition may accept an exchange that raises the objective; here it must lower it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from outpace.edge.associations.move import LEAST_GAIN
+from outpace.edge.associations.move import LEAST_GAIN, improve
 from outpace.edge.problem import ALONE, SlotProblem
 
 
@@ -31,16 +31,16 @@ def match_by_channel(problem: SlotProblem) -> np.ndarray:
 
 
 def exchange(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
-    """Exchange the pair of devices that gains most until no exchange lowers the objective.
+    """Make all moves of single devices, then the exchange that gains most, until neither lowers the objective.
 
     An exchange keeps the number of devices of each server, so under equal shares it changes two costs only.
     """
-    server, devices = server.copy(), np.flatnonzero(server != ALONE)
-    costs = problem.equal_costs(problem.counts(server))[devices]
+    devices = np.flatnonzero(server != ALONE)
     least = LEAST_GAIN * problem.equal_objective(server)
     while len(devices):
+        server = improve(problem, server)
         at = server[devices]
-        there = costs[:, at]  # of device i at the server of device j
+        there = problem.equal_costs(problem.counts(server))[devices][:, at]  # of device i at the server of device j
         own = there.diagonal()
         gains = own[:, None] + own[None] - there - there.T
         one, other = np.unravel_index(gains.argmax(), gains.shape)
