@@ -135,18 +135,19 @@ def of_exact(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
     except UserError as unavailable_reason:  # the products of this device do not allow exact mode
         return [{"check": f"exact mode ({label})", "note": str(unavailable_reason)}]
     assert isinstance(model, GraphLlama)
-    first, *rest = _rows(label, model, Llama.from_tensors(CHECKED, tensor, exact=False, **given))
-    return [first, *(row | {"passed": row["error"] == 0} for row in rest)]
+    rows = _rows(label, model, Llama.from_tensors(CHECKED, tensor, exact=False, **given))
+    return [*rows[:2], *(row | {"passed": row["error"] == 0} for row in rows[2:])]
 
 
 def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
     prompt, tree, drafted, dtype = tokens(150, 1), parents(NODES, 2), tokens(NODES, 3), model.dtype
 
-    def scored(runtime: Llama) -> tuple[Any, Tensor]:
-        session = fed(runtime, prompt)
-        return session, runtime.score([Part(session, drafted, tree, range(NODES))])
+    def scored(runtime: Llama) -> tuple[Any, Any, Any]:
+        session, nodes = fed(runtime, prompt), range(NODES)
+        part, layers = Part(session, drafted, tree, nodes, hidden_rows=nodes), (0, 1, CHECKED.num_layers)
+        return session, *runtime.score_hidden([part], layers)[:2]
 
-    (session, got), (_, expected) = scored(model), scored(twin)
+    (session, got, hidden), (_, expected, its_hidden) = scored(model), scored(twin)
     path = branch(tree, NODES - 1)
     text = [*prompt, *(drafted[node] for node in path)]
     after = model.score([chain(session, [5], [0], keep=path)])  # first: a later capture would move slots
@@ -159,6 +160,7 @@ def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
     one_by_one = torch.cat([model.score([chain(one, [7, 8], [1])]) for one in singles])
     return [
         compared(f"captured against the slow runtime ({label})", dtype, got, expected),
+        compared(f"hidden states against the slow runtime ({label})", dtype, hidden, its_hidden),
         compared(f"tree against its path alone ({label})", dtype, got[-1:], alone),
         compared(f"scores after keep against a fresh prefill ({label})", dtype, after, again),
         compared(f"keys and values after keep ({label})", kept.dtype, kept, fresh.read(len(text))),

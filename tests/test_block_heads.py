@@ -14,6 +14,7 @@ import transformers
 from block_heads import BLOCK, MISTAKES, TAPS, VARIANTS, BlockReference, block_config, block_tensors, write_block
 from files import model_folder
 from heads import LAYERS, VOCAB, WIDTH
+from safetensors.torch import load_file
 from transformers.models.qwen3 import modeling_qwen3
 
 from outpace.core.errors import UserError
@@ -32,7 +33,8 @@ PATHS = ([ANCHOR], [ANCHOR, 200], [ANCHOR, 200, 31])
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     path = model_folder(tmp_path_factory.mktemp("block"), "target", num_hidden_layers=LAYERS)
-    return {"llama": load_model(path, dtype="float32"), "native": load_model(path)}
+    captured = load_model(path, dtype="float32", graphs="eager")
+    return {"llama": load_model(path, dtype="float32"), "native": load_model(path), "captured": captured}
 
 
 def load(targets: dict[str, Loaded], path: Path, runtime: str = "llama", **options: Any) -> Any:
@@ -92,10 +94,15 @@ def is_dspark(variant: str) -> bool:
     return variant.startswith("dspark")
 
 
+@pytest.mark.parametrize("runtime", ["llama", "captured"])
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if not is_dspark(name)])
-def test_the_forward_is_that_of_the_formulas(variant: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
-    model = load(targets, write_block(tmp_path / "head", **VARIANTS[variant]))
+def test_the_forward_is_that_of_the_formulas(
+    variant: str, runtime: str, targets: dict[str, Loaded], tmp_path: Path
+) -> None:
+    """Heads with causal layers have no captured passes."""
+    model = load(targets, write_block(tmp_path / "head", **VARIANTS[variant]), runtime)
     assert distance(rows_of(draft(model)), expected(reference_of(VARIANTS[variant]))) < 1e-4
+    assert (model.num_captures > 0) == (runtime == "captured" and not any(model.head.causal))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -176,6 +183,8 @@ def test_a_batch_and_a_copied_prefix_give_the_same_blocks(
     assert distance(rows_of(model.draft([copied], [ANCHOR]), lengths=[13])[0], together[0]) < 1e-5
 
 
+OF_MUSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+OF_MUSE += ("head_dim", "rms_norm_eps", "max_position_embeddings", "block_size")
 OF_DFLASH = block_heads.CONFIG["dflash_config"]
 CASES = [
     ({"dflash_config": OF_DFLASH | {"mask_token_id": 300}}, "mask_token_id is 300, it must be a token below 272"),
@@ -227,6 +236,37 @@ def test_what_a_file_leaves_out_is_the_targets(runtime: str, targets: dict[str, 
     wanted = expected(reference)
     found = rows_of(draft(load(targets, path, runtime)))
     assert distance(found, wanted) < (1e-4 if runtime == "llama" else 0.35 * np.std(wanted))
+
+
+def test_transformers_own_model_computes_the_same(targets: dict[str, Loaded], tmp_path: Path) -> None:
+    """DFlash by transformers' module for Muse Glimmer, from the same file and in two rounds of growing text."""
+    modeling = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    from transformers.cache_utils import DFlashCache
+
+    config, path = block_config(), write_block(tmp_path / "head", "encoder")
+    tensors = load_file(path / "model.safetensors")
+    embedding, output = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+    theirs = modeling.MuseGlimmerAssistantConfig(
+        **{name: value for name, value in config.items() if name in OF_MUSE},
+        **config["dflash_config"],
+        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
+        layer_types=["full_attention"] * config["num_hidden_layers"],
+        attn_implementation="eager",
+    )
+    model = modeling.MuseGlimmerAssistantModel(theirs)
+    model.load_state_dict(tensors)
+    block, cache = embedding[[ANCHOR, *[block_heads.MASK] * (BLOCK - 1)]][None], DFlashCache(config=theirs)
+    ours, hidden = load(targets, path), hidden_states(13)
+    session = ours.open(100, 60)
+    for piece in (hidden[:, :9], hidden[:, 9:]):
+        cache.set_previous_accepted_tokens(piece.shape[1])
+        with torch.no_grad():
+            joined = torch.from_numpy(piece).permute(1, 0, 2).flatten(1)[None]
+            wanted = model(block, joined, past_key_values=cache).last_hidden_state[0] @ output.T
+        cache.crop(-BLOCK)
+        session.add_features(ours.fuse(torch.from_numpy(piece)))
+        found = rows_of(ours.draft([session], [ANCHOR]), lengths=[1])[0]
+        assert distance(found, wanted[1:].numpy()) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["dflash", "sliding", "dspark", "dspark, gated", "dspark, recurrent"])

@@ -14,6 +14,7 @@ from outpace.api.llm import LLM
 from outpace.cli import head_report
 from outpace.core.errors import UserError
 from outpace.engine.sequence import TokenSequence
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -112,6 +113,23 @@ def test_a_head_drafts_for_every_runtime_of_torch(options: dict[str, str], folde
         plain, drafted = answer(llm, PROMPTS[1], plain=True), answer(llm, PROMPTS[1])
     assert drafted.tokens == plain.tokens
     assert drafted.figures.mean_accepted_length == 4.0
+
+
+def test_passes_of_target_and_head_are_captured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only chunks of a prompt of more than 64 tokens run uncaptured."""
+    exact, uncaptured = load_model(folder / "exact", dtype="float32", graphs="eager"), list[int]()
+    head = load_draft(folder / "good", exact)
+    score = Llama._score_hidden
+
+    def noted(model: Any, forest: Any, layers: Any) -> Any:
+        uncaptured.extend(len(part.tokens) for part in forest)
+        return score(model, forest, layers)
+
+    monkeypatch.setattr(Llama, "_score_hidden", noted)
+    with LLM(exact, head, method="speculative", profile=False, **CHAIN) as llm:
+        answer(llm, exact.tokenizer.encode(PROMPTS[1] * 8))
+    assert min(exact.model.num_captures, head.model.num_captures) > 0
+    assert all(count > 64 for count in uncaptured)
 
 
 def test_a_request_that_begins_like_another_is_drafted_as_well(exact: Loaded, folder: Path) -> None:

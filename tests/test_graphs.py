@@ -124,6 +124,37 @@ def test_fewer_bits_are_stored_like_the_slow_runtimes(kv_dtype: str) -> None:
     assert model.pool.kv.dtype == getattr(torch, kv_dtype)
 
 
+@pytest.mark.parametrize("kind", [GraphLlama, ExactGraphLlama])
+@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
+def test_captured_passes_return_hidden_states(config: LlamaConfig, kind: Any) -> None:
+    """Of chains, trees and long chunks in one call, by passes that are captured once."""
+    model, twin = build(kind, config), slow(config)
+    layers = (config.num_layers, 0, 2)
+    prompts = [text(model, count, count) for count in (37, 5, 90, 1)]
+    parts = [
+        [
+            Part(fed(one, prompt), text(one, nodes, nodes), random_parents(nodes, 1), rows, hidden_rows=shown)
+            for prompt, nodes, rows, shown in zip(
+                prompts, (24, 3, 70, 1), (range(24), [2], [69], []), ([0, 7, 23], [1], [3, 69], []), strict=True
+            )
+        ]
+        for one in (model, twin)
+    ]
+    got, expected = model.score_hidden(parts[0], layers), twin.score_hidden(parts[1], layers)
+    assert got.hidden is not None
+    assert got.hidden.shape == (3, 6, config.hidden_size)
+    near(got.logits, expected.logits)
+    near(got.hidden, expected.hidden)
+    session, kept = fed(model, prompts[0]), got.hidden.clone()
+    part = chain(session, [1, 2, 3], [2])._replace(hidden_rows=[0, 1, 2])
+    model.score_hidden([part], layers)
+    before = model.captures.count
+    for token in range(9):
+        model.score_hidden([part._replace(tokens=[token, 1, 2], keep=[0])], layers)
+    assert model.captures.count == before
+    assert torch.equal(got.hidden, kept), "a pass wrote into what an earlier one gave"
+
+
 def test_few_captures_serve_many_passes() -> None:
     model = graphs()
     session = fed(model, text(model, 10))

@@ -71,7 +71,10 @@ def load_head(
         kind = NativeBlock if head.kind in BLOCKS else NativeEagle
         return kind.from_files(opened, head, target, native)
     require("a head for a target that runs by torch", "torch")
+    from outpace.models.heads.cuda import GraphBlock, GraphEagle
     from outpace.models.heads.torch import TorchBlock, TorchEagle
+    from outpace.models.llama.cuda.captures import Captures
+    from outpace.models.llama.cuda.runtime import GraphLlama
 
     module = getattr(target, "module", None)  # of transformers
 
@@ -86,5 +89,9 @@ def load_head(
         with open_source(files()) as source:
             return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else "lm_head.weight")
 
-    built = TorchBlock if head.kind in BLOCKS else TorchEagle
-    return built.from_files(opened, head, embedding, output, target.device, target.dtype, options.kv_dtype)
+    given = opened, head, embedding, output, target.device, target.dtype, options.kv_dtype
+    if isinstance(target, GraphLlama) and not any(head.causal):
+        model = (GraphBlock if head.kind in BLOCKS else GraphEagle).from_files(*given)
+        model.captures = Captures(target.captures.is_eager)
+        return model
+    return (TorchBlock if head.kind in BLOCKS else TorchEagle).from_files(*given)

@@ -6,6 +6,7 @@ module only if Triton is installed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,7 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.cuda import triton_kernels
 from outpace.models.llama.cuda.captures import Captures, StaticInputs, pass_shapes
 from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
+from outpace.models.llama.cuda.runtime import NO_STATES, save_states
 from outpace.models.llama.torch.linear import Linear, add_product, float_product
 
 
@@ -66,12 +68,15 @@ class FusedLlama(SteppingLlama):
         model.notice = slow_path_warning(reason)
         return model
 
-    def _layers_pass(self, start: int, inputs: dict[str, Tensor], slots: int) -> None:
+    def _layers_pass(
+        self, start: int, inputs: dict[str, Tensor], slots: int, saved: Mapping[int, Tensor] = NO_STATES
+    ) -> None:
         if self.attention != "fused":
-            super()._layers_pass(start, inputs, slots)
+            super()._layers_pass(start, inputs, slots, saved)
             return
         x = self._embed(inputs["tokens"].flatten())
         for number in range(len(self._layers)):
+            save_states(saved, number, x)
             x = self._mlp(number, self._fused_attention(number, start, x, inputs, slots))
         self._hidden[: len(x)].copy_(x)
 

@@ -2,14 +2,14 @@
 
 A pass runs over static buffers, in buckets of sessions, nodes per session and slots. Each bucket is captured once, as a
 CUDA graph or its stand-in (`captures`). All sessions' keys and values are in one pool. What has no bucket, such as long
-chunks of prompts and parts that need more than logits, runs through the torch runtime on the same sessions; that is
-also the slow path against which the fast one is tested. CUDA graphs: Ng et al., "Accelerating PyTorch with CUDA
-Graphs", 2021. Sums depend on the bucket here; in `multi_step_runtime.ExactGraphLlama` they do not.
+chunks of prompts and vectors in place of tokens, runs through the torch runtime on the same sessions; that is also the
+slow path against which the fast one is tested. CUDA graphs: Ng et al., "Accelerating PyTorch with CUDA Graphs", 2021.
+Sums depend on the bucket here; in `multi_step_runtime.ExactGraphLlama` they do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.arrays import next_power_of_two, to_device
-from outpace.core.logits import TargetOutput
+from outpace.core.logits import TargetOutput, tensor_of
 from outpace.models.base import Part
 from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, Shapes, StaticInputs, pass_shapes, visible_bits
 from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, pool_shape
@@ -34,6 +34,7 @@ MOST_NODES = 64  # per session in a captured pass; a prompt's chunk may have mor
 MOST_SESSIONS = 32
 MOST_HEAD_ROWS = 256  # in a captured output layer
 FEW_MOVES = 8
+NO_STATES: Mapping[int, Tensor] = {}
 _FREE_ROWS = 64  # a pass over this many rows costs what one row costs, because it is bound by memory
 
 BatchPart = tuple[GraphSession, Part, int, np.ndarray]
@@ -69,6 +70,7 @@ class GraphLlama(Llama):
     """A Llama-family model with captured passes, for one thread at a time."""
 
     attention = "matmul"  # or "fused", by our own kernels
+    session_type: type[GraphSession] = GraphSession  # type: ignore[assignment]  # its own storage
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -91,7 +93,7 @@ class GraphLlama(Llama):
     def open(self, capacity: int, max_pending: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
         self._rope.reach(min(next_power_of_two(capacity + max_pending), self.max_positions))
-        return GraphSession(capacity, max_pending, self.pool)
+        return self.session_type(capacity, max_pending, self.pool)
 
     def session_bytes(self, slots: int) -> int:
         return self.stored_bytes([slots])
@@ -101,27 +103,22 @@ class GraphLlama(Llama):
         rows, width = pool_shape(slots)
         return rows * (width + SPARE) * self.token_bytes if rows else 0
 
-    def _score(self, forest: Sequence[Part]) -> Tensor:
-        """Run parts that have a bucket in captured passes, and every other part in a pass of its own."""
-        if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
-            return super()._score(forest)
-        captured = [number for number, part in enumerate(forest) if self._has_bucket(part)]
-        groups = split_by_length([len(forest[number].tokens) for number in captured])
-        if len(captured) == len(forest) and len(groups) == 1:
-            return self._score_captured(forest)
-        rows: dict[int, Tensor] = {}
-        for places in groups:
-            numbers = [captured[place] for place in places]
-            logits = self._score_captured([forest[number] for number in numbers])
-            rows.update(zip(numbers, logits.split([len(forest[number].logit_rows) for number in numbers]), strict=True))
-        for number, part in enumerate(forest):
-            if number not in rows:
-                rows[number] = super()._score([part])
-        return torch.cat([rows[number] for number in range(len(forest))])
-
     @torch.inference_mode()
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Run a pass that is not captured."""
+        """Run parts that have a bucket in captured passes, and every other part in a pass of its own."""
+        if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
+            return self._score_uncaptured(forest, layers)
+        captured = [number for number, part in enumerate(forest) if self._has_bucket(part)]
+        outputs: dict[int, TargetOutput] = {}
+        for places in split_by_length([len(forest[number].tokens) for number in captured]):
+            numbers = [captured[place] for place in places]
+            outputs |= zip(numbers, self._score_captured([forest[number] for number in numbers], layers), strict=True)
+        for number, part in enumerate(forest):
+            if number not in outputs:
+                outputs[number] = self._score_uncaptured([part], layers)
+        return _joined([outputs[number] for number in range(len(forest))])
+
+    def _score_uncaptured(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         for part in forest:
             part.session.settle()
         return super()._score_hidden(forest, layers)
@@ -131,40 +128,57 @@ class GraphLlama(Llama):
         pending = len(part.tokens) + part.session.pending
         return is_plain and len(part.tokens) <= MOST_NODES and pending <= MOST_PENDING
 
-    @torch.inference_mode()
-    def _score_captured(self, forest: Sequence[Part]) -> Tensor:
+    def _score_captured(self, forest: Sequence[Part], layers: Sequence[int]) -> list[TargetOutput]:
+        """Run captured passes over all parts; return the output of each."""
         parts: list[BatchPart] = []
         for part in forest:
             before = part.session.pending
             parts.append((part.session, part, before, part.session.extend(part.parents)))
         self._place([session for session, *_ in parts if session.row is not None])
-        rows: list[Tensor] = [self._no_logits()] * len(forest)
+        saved = {layer: self._saved_states(layer) for layer in layers}
+        nothing = self._hidden.new_empty(len(layers), 0, self._hidden.shape[1]) if layers else None
+        outputs = [TargetOutput(self._no_logits(), nothing)] * len(forest)
         for start in range(0, len(parts), MOST_SESSIONS):
             places = range(start, start + MOST_SESSIONS)
             numbers = [number for number, (session, *_) in enumerate(parts) if session.row in places]
             if not numbers:
                 continue
             block = [parts[number] for number in numbers]
-            self._run(start, block)
+            self._run(start, block, saved)
             logits = self._read(start, block).split([len(part.logit_rows) for _, part, *_ in block])
-            for number, some in zip(numbers, logits, strict=True):
-                rows[number] = some
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+            hidden: Sequence[Tensor | None] = [None] * len(block)
+            if layers:
+                rows = pass_rows(start, block, [part.hidden_rows for _, part, *_ in block])
+                index = to_device(rows, np.int64, self.device)
+                states = torch.stack([saved[layer][index] for layer in layers])
+                hidden = states.split([len(part.hidden_rows) for _, part, *_ in block], dim=1)
+            for number, *output in zip(numbers, logits, hidden, strict=True):
+                outputs[number] = TargetOutput(*output)
+        return outputs
+
+    def _saved_states(self, layer: int) -> Tensor:
+        """Return the buffer to which passes write the hidden states after this number of layers: [rows, hidden]"""
+        if layer == self.num_layers:
+            return self._hidden
+        buffer: Tensor = self.captures.buffers(("states", layer), lambda: torch.zeros_like(self._hidden))
+        return buffer
 
     def _place(self, sessions: Sequence[GraphSession]) -> None:
         """Move the sessions to the pool's first rows, and drop captures whose buffers have moved."""
         self.pool.bring_to_front(sessions)
         self.captures.forget_if_moved(self.pool.kv, *self._rope.tables)
 
-    def _run(self, start: int, block: Sequence[BatchPart]) -> None:
-        """Run the rows from `start` on through the layers; write hidden states [batch * nodes, hidden] to `_hidden`."""
+    def _run(self, start: int, block: Sequence[BatchPart], saved: Mapping[int, Tensor]) -> None:
+        """Run the rows from `start` on through the layers; write hidden states [batch * nodes, hidden] to `_hidden`,
+        and those after the numbers of layers in `saved` to its buffers."""
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
         slots = min(next_power_of_two(max(session.used for session, *_ in block), LEAST), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
         self._move(start, batch, block)
-        key, work = ("pass", start, batch, nodes, slots), partial(self._layers_pass, start, inputs.device, slots)
-        idle = {"slots": self.pool.padding}
-        host = self.captures.begin(key, inputs, work, self.pool.kv, self._hidden, idle=idle)
+        key = ("pass", start, batch, nodes, slots, tuple(sorted(saved)))
+        work = partial(self._layers_pass, start, inputs.device, slots, saved)
+        buffers, idle = (self.pool.kv, self._hidden, *saved.values()), {"slots": self.pool.padding}
+        host = self.captures.begin(key, inputs, work, *buffers, idle=idle)
         for part in block:
             self._fill(host, part[0].place - start, part)
         inputs.send()
@@ -204,8 +218,7 @@ class GraphLlama(Llama):
 
     def _read(self, start: int, block: Sequence[BatchPart]) -> Tensor:
         """Return a new tensor of logits after `_run`, part after part: [logit rows, vocab]"""
-        nodes = _bucket_nodes(block)
-        places = [(session.place - start) * nodes + node for session, part, *_ in block for node in part.logit_rows]
+        places = pass_rows(start, block, [part.logit_rows for _, part, *_ in block])
         if not places:
             return self._no_logits()
         count = next_power_of_two(len(places), *self._head_counts)
@@ -222,15 +235,22 @@ class GraphLlama(Llama):
         self.captures.replay(key)
         return logits[: len(places)].clone()
 
-    def _layers_pass(self, start: int, inputs: dict[str, Tensor], slots: int) -> None:
-        """Captured: compute hidden states from tokens."""
-        x = self._embed(pad_rows(inputs["tokens"].flatten(), self.row_counts))
+    def _layers_pass(
+        self, start: int, inputs: dict[str, Tensor], slots: int, saved: Mapping[int, Tensor] = NO_STATES
+    ) -> None:
+        """Captured: compute hidden states from tokens. `saved`: buffers for those after some numbers of layers."""
+        x = self._embed_pass(pad_rows(inputs["tokens"].flatten(), self.row_counts))
         factors = self._rope(pad_rows(inputs["positions"].flatten(), self.row_counts))
         masks = {window: self._mask(inputs, slots, window) for window in self._windows}
         for number in range(len(self._layers)):
+            save_states(saved, number, x)
             mask = masks[self.config.window(number)]
             x = self._mlp(number, self._attention_batch(number, start, x, factors, inputs["slots"], mask))
         self._hidden[: len(x)].copy_(x)
+
+    def _embed_pass(self, tokens: Tensor) -> Tensor:
+        """Captured: return the first layer's input: [rows, hidden]"""
+        return self._embed(tokens)
 
     def _mask(self, inputs: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         return tree_mask(inputs["bits"], inputs["lengths"], inputs["depths"], inputs["below"], slots, window)
@@ -270,6 +290,29 @@ class GraphLlama(Llama):
     def _inputs(self, key: tuple[Any, ...], shapes: Shapes) -> StaticInputs:
         inputs: StaticInputs = self.captures.buffers(key, lambda: StaticInputs(shapes, self.device))
         return inputs
+
+
+def save_states(saved: Mapping[int, Tensor], layer: int, x: Tensor) -> None:
+    """Copy the hidden states after this number of layers to their buffer, if there is one."""
+    if layer in saved:
+        saved[layer][: len(x)].copy_(x)
+
+
+def _joined(outputs: Sequence[TargetOutput]) -> TargetOutput:
+    """Return the outputs of parts as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    hidden = [tensor_of(output.hidden) for output in outputs if output.hidden is not None]
+    return TargetOutput(
+        torch.cat([tensor_of(output.logits) for output in outputs]), torch.cat(hidden, 1) if hidden else None
+    )
+
+
+def pass_rows(start: int, block: Sequence[BatchPart], rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the pass's rows that are these rows of its parts, part after part."""
+    nodes = _bucket_nodes(block)
+    firsts = [(session.place - start) * nodes for session, *_ in block]
+    return [first + node for first, own in zip(firsts, rows, strict=True) for node in own]
 
 
 def _bucket_nodes(block: Sequence[BatchPart]) -> int:

@@ -1,0 +1,55 @@
+"""Trained heads by captured passes, for a target with captured passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.core.arrays import to_device
+from outpace.models.base import Part
+from outpace.models.heads.dflash import BlockSession
+from outpace.models.heads.eagle3 import FeatureSession
+from outpace.models.heads.torch import TorchBlock, TorchEagle
+from outpace.models.llama.cuda.pool import GraphSession
+from outpace.models.llama.cuda.runtime import BatchPart, GraphLlama, pass_rows
+
+
+class GraphFeatureSession(FeatureSession, GraphSession):
+    """A row of a pool with features."""
+
+
+class GraphBlockSession(BlockSession, GraphSession):
+    """A row of a pool for a head that drafts blocks."""
+
+
+class GraphEagle(TorchEagle, GraphLlama):
+    """An EAGLE-3 or P-EAGLE head with captured passes."""
+
+    session_type = GraphFeatureSession  # type: ignore[assignment]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._features = torch.zeros_like(self._hidden)  # those of a captured pass's rows
+
+    def _has_bucket(self, part: Part) -> bool:
+        return super()._has_bucket(part._replace(inputs=None))
+
+    def _run(self, start: int, block: Sequence[BatchPart], saved: Mapping[int, Tensor]) -> None:
+        rows = pass_rows(start, block, [range(len(part.tokens)) for _, part, *_ in block])
+        features = torch.cat([part.inputs for _, part, *_ in block])
+        self._features.index_copy_(0, to_device(rows, np.int64, self.device), features.to(self.dtype))
+        super()._run(start, block, saved)
+
+    def _embed_pass(self, tokens: Tensor) -> Tensor:
+        super()._embed_pass(tokens)
+        return self._features[: len(tokens)].clone()
+
+
+class GraphBlock(TorchBlock, GraphLlama):
+    """A DFlash or DSpark head with captured passes, without causal layers."""
+
+    session_type = GraphBlockSession  # type: ignore[assignment]
