@@ -16,6 +16,7 @@ from outpace.simulate.trace import synthetic_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
+import head_steps
 import ready
 import stated_batches
 
@@ -77,3 +78,14 @@ def test_the_best_width_is_plotted_and_points_are_kept(tmp_path: Path, monkeypat
     assert (tmp_path / "widths.png").stat().st_size > 10000
     monkeypatch.setattr(card_widths, "simulate", lambda *_: pytest.fail("the point is known"))
     card_widths.main()
+
+
+def test_heads_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(head_steps, "SHAPES", {"small": head_steps.Shape(256, 512, 4096)})
+    monkeypatch.setattr(head_steps, "ROWS", 2048)
+    monkeypatch.setattr(head_steps, "STEPS", 1)
+    monkeypatch.setattr(sys, "argv", ["head_steps.py", "--nodes", "1", "3", "--shapes", "small"])
+    head_steps.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    drafted = {"eagle": ["1", "3"], "peagle": ["8"], "dflash": ["15"], "dspark": ["7"]}
+    assert {row["kind"]: [*row["milliseconds"]] for row in rows} == drafted
