@@ -91,7 +91,8 @@ def load_head(
 
     given = opened, head, embedding, output, target.device, target.dtype, options.kv_dtype
     if isinstance(target, GraphLlama) and not any(head.causal):
-        model = (GraphBlock if head.kind in BLOCKS else GraphEagle).from_files(*given)
+        captured: Any = GraphBlock if head.kind in BLOCKS else GraphEagle
+        model = captured.from_files(*given)
         model.captures = Captures(target.captures.is_eager)
         return model
     return (TorchBlock if head.kind in BLOCKS else TorchEagle).from_files(*given)

@@ -152,8 +152,8 @@ class GraphLlama(Llama):
                 index = to_device(rows, np.int64, self.device)
                 states = torch.stack([saved[layer][index] for layer in layers])
                 hidden = states.split([len(part.hidden_rows) for _, part, *_ in block], dim=1)
-            for number, *output in zip(numbers, logits, hidden, strict=True):
-                outputs[number] = TargetOutput(*output)
+            for number, own, its in zip(numbers, logits, hidden, strict=True):
+                outputs[number] = TargetOutput(own, its)
         return outputs
 
     def _saved_states(self, layer: int) -> Tensor:
