@@ -78,11 +78,12 @@ def drop_one_less(drop: Original) -> Original:
     return mutated
 
 
-def positions_by_slot(append: Original) -> Original:
+def slots_of_the_longest_row(append: Original) -> Original:
+    """Give all rows the slots that transformers' caches would."""
+
     def mutated(self: TransformerState, count: int) -> Any:
-        slots = self.is_used.shape[1]
-        _, mask = append(self, count)
-        return (slots + torch.arange(count)).expand(len(mask), -1), mask
+        self.lengths = self.lengths.max().expand_as(self.lengths)
+        return append(self, count)
 
     return mutated
 
@@ -99,5 +100,5 @@ FORECAST_MUTATIONS = [
     _mutation("the bonus patch comes from q", ExactRule, "judge", bonus_from_q),
     _mutation("states one patch behind", ToyForecaster, "drop", one_patch_behind),
     _mutation("the cache keeps a rejected patch", TransformerState, "drop", drop_one_less, find_in_state),
-    _mutation("positions count slots", TransformerState, "append", positions_by_slot, find_in_state),
+    _mutation("slots after the longest row", TransformerState, "append", slots_of_the_longest_row, find_in_state),
 ]

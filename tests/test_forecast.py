@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,25 @@ def test_series_of_different_lengths_do_not_touch_one_another() -> None:
     assert ((both[1].mean(0) - single[0].mean(0)).abs() < 5 * scale * (2 / 3000) ** 0.5).all()
 
 
+def test_many_paths_are_drawn_in_several_batches(forecaster: Forecaster) -> None:
+    found = forecaster.sample([load(40), load(32), np.full(40, 2.0)], 5, 300, seed=1)
+    assert found.samples.shape == found.is_drafted.shape == (3, 300, 5)
+    assert max(forecaster.target.max_rows) == 128
+    assert len(found.samples[0].unique(dim=0)) == 300
+    assert found.quantiles().shape == (3, 5, 9)
+
+
+@pytest.mark.parametrize("unit", [1e-310, 1e301])
+def test_values_whose_squares_are_not_numbers(forecaster: Forecaster, unit: float) -> None:
+    plain, scaled = forecaster.predict([load(40), load(40) * unit], 4, 3, seed=1)
+    assert (scaled / unit).std() == pytest.approx(plain.std().item(), rel=0.9)
+    assert scaled.isfinite().all()
+
+
+def test_small_changes_of_large_values_are_not_constant(forecaster: Forecaster) -> None:
+    assert forecaster.predict(1e9 + 0.01 * load(40), 4, 3).std() > 0
+
+
 def test_accepted_drafts_are_marked(forecaster: Forecaster) -> None:
     found = forecaster.sample(load(40), 7, 50, seed=1)
     assert 0 < found.is_drafted.float().mean() < 1
@@ -124,7 +143,9 @@ def test_bad_options_are_refused() -> None:
     with pytest.raises(UserError, match="draft model has patches of 3 values, those of the target have 2"):
         Forecaster(target, ToyForecaster(patch_length=3))
     with pytest.raises(UserError, match="draft_length is 9"):
-        Forecaster(target, draft_length=9)
+        Forecaster(target, target, draft_length=9)
+    with pytest.raises(UserError, match="draft_length is 1, but there is no draft model"):
+        Forecaster(target, draft_length=1)
     with pytest.raises(UserError, match="unknown rule 'exakt'"):
         Forecaster(target, rule="exakt")
     with pytest.raises(UserError, match="the rule exact takes no bias"):
@@ -148,38 +169,56 @@ def test_the_draft_length_does_not_depend_on_times_with_a_seed() -> None:
     assert Forecaster(target)._lengths(None) == FixedLength(0)
 
 
-@pytest.mark.parametrize(
-    ("draft_seconds", "share", "expected"), [(0.1, 0.9, (5, 8)), (2.0, 0.9, (0, 0)), (0.3, 0.1, (0, 0))]
-)
-def test_the_measured_length_pays(draft_seconds: float, share: float, expected: tuple[int, int]) -> None:
-    """The target takes 1 second and 0.02 more a patch. First the target is timed, then the draft."""
+def length_after_rounds(seconds: Sequence[float], rates: Sequence[float], rows: int, patches: int = 12) -> int:
+    """The length that is chosen after 120 rounds: `seconds` of a round by length, `rates` of acceptance by position."""
     lengths = MeasuredLength()
     torch.manual_seed(1)
-    for _ in range(30):
-        length = lengths.choose(16)
-        accepted = (torch.rand(16, length) < share).long().cumprod(1).sum(1)
-        lengths.learn(16, length, accepted, length * draft_seconds, 1.0 + 0.02 * length)
-    assert expected[0] <= lengths.choose(16) <= expected[1]
-    assert expected[0] <= lengths.choose(9) <= expected[1]  # of a row count that was never timed
+    for number in range(120):
+        length = min(patches - 1, lengths.choose(rows, patches))
+        accepted = (torch.rand(rows, length) < torch.tensor(rates[:length])).long().cumprod(1).sum(1)
+        lengths.learn(length, accepted, seconds[length] * (3 if number == 0 else 1))  # at first caches are cold
+    assert lengths.choose(rows - 7 if rows > 7 else rows, patches) == lengths.choose(rows, patches)
+    return lengths.choose(rows, patches)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate", "expected"), [(0.1, 0.9, range(5, 9)), (2.0, 0.9, range(1)), (0.3, 0.1, range(1))]
+)
+def test_the_measured_length_pays(step: float, rate: float, expected: range) -> None:
+    """The target takes 1 second and 0.02 more for each draft, a draft step takes `step`."""
+    assert length_after_rounds([1.0 + (0.02 + step) * length for length in range(9)], [rate] * 8, 16, 64) in expected
+
+
+def test_the_measured_length_takes_times_that_are_not_convex() -> None:
+    """A pass over two patches may take much longer than over one, and one over four little longer."""
+    rates = [0.52, 0.56, 0.59, 0.6, 0.6, 0.6, 0.6, 0.6]
+    assert length_after_rounds([20, 27, 28, 30, 34, 39, 44, 49, 54], rates, 4, 1000) in (2, 3)
+
+
+def test_the_measured_length_waits_for_the_slowest_row() -> None:
+    """One row gains by drafting; of 100 the slowest gets little from each pass."""
+    seconds, rates = [20.0, 26.0, 30.0, 34.0, 39.0, 44.0, 49.0, 54.0, 59.0], [0.55] * 8
+    assert length_after_rounds(seconds, rates, 1) > 0
+    assert length_after_rounds(seconds, rates, 100) == 0
 
 
 def test_strides_length_follows_the_acceptance() -> None:
     for accepted, expected in ((3, 8), (0, 1)):
         lengths = AcceptanceLength()
         for _ in range(10):
-            lengths.learn(
-                2, lengths.length, torch.full((2,), min(accepted, lengths.length) and lengths.length), 0.0, 0.0
-            )
-        assert lengths.choose(2) == expected
+            lengths.learn(lengths.length, torch.full((2,), min(accepted, lengths.length) and lengths.length), 0.0)
+        assert lengths.choose(2, 12) == expected
 
 
 def test_the_frame_has_times_and_quantiles(forecaster: Forecaster) -> None:
-    both = pd.concat([table(40, item_id="a"), table(50, item_id="b")]).rename(
-        columns={"time": "timestamp", "value": "target"}
-    )
+    rows = [table(40, item_id="a"), table(50, item_id="b").assign(value=7 * load(50))]  # their labels are alike
+    both = pd.concat(rows).rename(columns={"time": "timestamp", "value": "target"})
     found = forecaster.predict_df(both, 3, [0.1, 0.9], 5, seed=1)
     assert list(found.columns) == ["item_id", "timestamp", "predictions", "0.1", "0.9"]
     assert list(found.item_id) == ["a"] * 3 + ["b"] * 3
+    assert found.predictions[:3].between(0, 120).all()
+    alone = forecaster.predict_df(both[:40], 3, [0.1, 0.9], 5, seed=1)
+    assert found.predictions[0] == pytest.approx(alone.predictions[0], rel=0.5)
     assert str(found.timestamp[0]) == "2024-03-01 10:00:00"
     assert str(found.timestamp[5]) == "2024-03-01 13:00:00"
 
@@ -196,7 +235,7 @@ def test_the_command_prints_a_table(pair: list[str], csv: Callable[..., str]) ->
 
 def test_the_command_writes_json_and_a_picture(pair: list[str], csv: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    several = pd.concat([table(60, meter="north"), table(60, meter="south")])
+    several = pd.concat([table(60, meter="north"), table(60, meter="$\\frac{a$")])
     picture = tmp_path / "out.png"
     options = [
         "--series",
@@ -213,12 +252,34 @@ def test_the_command_writes_json_and_a_picture(pair: list[str], csv: Callable[..
     status, out, said = run_command("forecast", csv(several), "--horizon", "8", *options, *pair)
     assert status == 0, said
     found = json.loads(out)
-    assert [one["name"] for one in found["series"]] == ["north", "south"]
+    assert [one["name"] for one in found["series"]] == ["north", "$\\frac{a$"]
     assert found["series"][0]["times"][0] == "2024-03-01T13:00:00"
     assert len(found["series"][0]["quantiles"]["0.9"]) == len(found["series"][0]["mean"]) == 8
     assert found["lossless"] is True
     assert found["draft_lengths"][0] == 1
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("%Y-%m-%dT%H:%MZ", "2024-03-01 10:00:00+00:00"), ("%Y-%m-%dT%H:%M+01:00", "2024-03-01 09:00:00+00:00")],
+)
+def test_times_with_an_offset_become_utc(written: str, read: str, pair: list[str], csv: Callable[..., str]) -> None:
+    times = pd.date_range("2024-03-01", periods=40, freq="15min").strftime(written)
+    status, out, said = run_command("forecast", csv(table().assign(time=times)), "--horizon", "3", *pair)
+    assert status == 0, said
+    assert out.splitlines()[1].startswith(read + ",")
+    assert "warning" not in said
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])
+def test_windows_files_are_read(encoding: str, pair: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "windows.csv"
+    text = table(96).rename(columns={"value": "gr\u00f6\u00dfe"}).to_csv(index=False, lineterminator="\r\n")
+    file.write_bytes(text.encode(encoding))
+    status, out, said = run_command("forecast", str(file), "--value", "gr\u00f6\u00dfe", "--horizon", "1", *pair)
+    assert status == 0, said
+    assert out.splitlines()[1].startswith("2024-03-02 00:00:00,")
 
 
 def changed(row: int, **values: Any) -> Any:
@@ -238,6 +299,16 @@ BAD = {
     "a word": (lambda: changed(7, value="n/a"), "line 9: value is 'n/a'"),
     "no time": (lambda: changed(7, time="soon"), "line 9: time is 'soon', it must be a time"),
     "numbers as times": (lambda: table().assign(time=range(40)), "line 2: time is '0', it must be a time"),
+    "day and month": (
+        lambda: table().assign(time=pd.date_range("2024-03-01", periods=40, freq="15min").strftime("%d/%m/%Y %H:%M")),
+        "line 2: time is '01/03/2024 00:00', it must be a time as 2024-05-01 13:15",
+    ),
+    "today": (lambda: changed(7, time="today"), "line 9: time is 'today'"),
+    "one offset": (lambda: changed(7, time="2024-03-01 01:45+00:00"), "line 9: time is '2024-03-01 01:45+00:00'"),
+    "the end of time": (
+        lambda: table().assign(time=pd.date_range("2262-04-11 13:30", periods=40, freq="15min").astype(str)),
+        "the forecast ends after 2262-04-11",
+    ),
     "no such column": (
         lambda: table().rename(columns={"value": "load"}),
         "no column 'value', the columns are 'time', 'load'",
@@ -276,6 +347,7 @@ def test_the_command_refuses_bad_tables(case: str, pair: list[str], csv: Callabl
         (["--plot", "out.txt"], "--plot is out.txt"),
         (["--target", "nowhere"], "nowhere has no config.json"),
         (["--threads", "0"], "threads is 0"),
+        (["--threads", "99999"], "threads is 99999"),
         (["--backtest", "--horizon", "38"], "has 2 values, a forecast needs at least 8"),
         (["--backtest", "--horizon", "40"], "has 0 values, a forecast needs at least 8"),
     ],
@@ -286,6 +358,28 @@ def test_the_command_refuses_bad_options(
     status, out, said = run_command("forecast", csv(table()), *pair, *options)
     assert (status, out) == (2, "")
     assert says in said
+
+
+def test_files_that_are_no_table_are_refused(pair: list[str], tmp_path: Path) -> None:
+    file, good = tmp_path / "data.csv", table().to_csv(index=False).encode()
+    for content, says in (
+        (b"", "No columns to parse"),
+        (b"\xff\xfe" + good, "is not a table of comma-separated values: 'utf-8'"),
+        (good + b'"2024-03-01 10', "EOF inside string"),
+        (good.replace(b"\n", b",7\n").replace(b",7", b"", 1), "line 2 has more fields than the first line"),
+        (good[:11], "the column 'value' has no values"),
+    ):
+        file.write_bytes(content)
+        status, out, said = run_command("forecast", str(file), *pair)
+        assert (status, out) == (2, "")
+        assert says in said
+
+
+def test_columns_named_like_those_of_the_forecast_are_refused(pair: list[str], csv: Callable[..., str]) -> None:
+    file = csv(table().rename(columns={"time": "0.5"}))
+    status, _, said = run_command("forecast", file, "--time", "0.5", "--horizon", "3", *pair)
+    assert status == 2
+    assert "the column '0.5' has the name of a column of the forecast" in said
 
 
 def test_a_missing_file_is_refused(pair: list[str], tmp_path: Path) -> None:
@@ -317,6 +411,7 @@ def test_the_shipped_pair_forecasts_a_daily_cycle(csv: Callable[..., str]) -> No
 def test_a_gluonts_predictor(forecaster: Forecaster) -> None:
     pytest.importorskip("gluonts")
     from gluonts.dataset.common import ListDataset
+    from gluonts.model.predictor import Predictor
 
     from outpace.timeseries.predictor import ForecasterPredictor
 
@@ -324,7 +419,9 @@ def test_a_gluonts_predictor(forecaster: Forecaster) -> None:
     data = ListDataset(
         [{"target": load(40), "start": start, "item_id": "a"}, {"target": load(30), "start": start}], "15min"
     )
-    found = list(ForecasterPredictor(forecaster, 6, 11, seed=1).predict(data))
+    predictor = ForecasterPredictor(forecaster, 6, 11, seed=1)
+    assert isinstance(predictor, Predictor)
+    found = list(predictor.predict(data))
     assert [one.samples.shape for one in found] == [(11, 6), (11, 6)]
     assert str(found[0].start_date) == "2024-03-01 10:00"
     assert found[0].item_id == "a"

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaConfig, TimesFm2_5Config, TimesFm2_5ModelForPrediction
 
 from outpace.core.errors import UserError
-from outpace.timeseries import transformer
 from outpace.timeseries.base import PatchModel
 from outpace.timeseries.draft_length import FixedLength
 from outpace.timeseries.point import PointForecaster, timesfm
@@ -104,27 +103,17 @@ def test_a_state_of_unequal_rows_gives_the_densities_of_the_whole_history(name: 
     assert fault_of_state(MODELS[name]()) is None
 
 
-def test_unused_slots_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also at each drop: the densities stay the same."""
-    monkeypatch.setattr(transformer, "_MAX_UNUSED", 0)
+def test_dropped_slots_are_used_again() -> None:
     model = TransformerForecaster(network())
-    assert fault_of_state(model) is None
     with torch.inference_mode():
         state = model.open(torch.randn(2, 3, POINTS))
         for _ in range(5):
             model.propose(state, torch.randn(2, 4, POINTS))
             model.drop(state, torch.tensor([1, 4]))
-    assert state.cache.get_seq_length() == state.is_used.shape[1] == 18
-    assert state.lengths.tolist() == [18, 3]
-
-
-def test_the_cache_is_cropped_where_all_rows_drop() -> None:
-    model = TransformerForecaster(network())
-    with torch.inference_mode():
-        state = model.open(torch.randn(2, 3, POINTS))
-        model.propose(state, torch.randn(2, 4, POINTS))
-        model.drop(state, torch.tensor([3, 2]))
-    assert state.cache.get_seq_length() == 5
+        assert state.lengths.tolist() == [18, 3]
+        _, mask = state.append(1)
+    assert mask.shape == (2, 1, 1, 19)
+    assert mask.sum(-1).flatten().tolist() == [19, 4]
 
 
 @pytest.mark.parametrize("patches", [2, 3])

@@ -13,8 +13,8 @@ from outpace.cli import display
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
 from outpace.cli.output_files import check_plot
-from outpace.core.errors import UserError, check_whole, require
-from outpace.core.lazy import set_num_threads
+from outpace.core.errors import UserError, check_range, require
+from outpace.core.lazy import num_cores, set_num_threads
 
 if TYPE_CHECKING:
     from outpace.timeseries.forecaster import Forecaster, SampledForecast
@@ -66,7 +66,7 @@ def forecast(
     """Forecast time series: quantiles 0.1 to 0.9 of sample paths, as CSV."""
     require("outpace forecast", "timeseries", "torch", "transformers", "pandas")
     check_plot("--plot", plot)
-    check_whole("threads", models.threads, 1)
+    check_range("threads", models.threads, 1, num_cores())
     set_num_threads(models.threads)
     from outpace.timeseries.forecaster import QUANTILES, Forecaster
     from outpace.timeseries.frames import read_csv, to_frame
@@ -89,7 +89,8 @@ def forecast(
         display.print_json({**_summary(forecaster, found, seed), "series": rows})
     else:
         table = to_frame(series, quantiles, means, QUANTILES, columns.series, columns.time)
-        table.to_csv(sys.stdout, index=False, float_format="%.6g")
+        table[columns.time] = table[columns.time].map(str)  # a day's first value too gets its time of day
+        table.to_csv(sys.stdout, index=False, float_format="%.10g")
         sys.stdout.flush()
         display.say(_sentence(forecaster, found))
     if plot is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
+import numpy as np
 from torch import Tensor
 
-from outpace.core.theory import expected_tokens_by_position
-from outpace.planning.latency_curve import LatencyCurve
+from outpace.planning.estimators import RollingMedian
 
 MAX_LENGTH = 8
 _TRIED = 4  # patches drafted while the draft is untimed
@@ -20,11 +24,11 @@ class DraftLength(ABC):
     """Chooses K, the number of patches to draft, before each round."""
 
     @abstractmethod
-    def choose(self, rows: int) -> int:
-        """Return the patches to draft for each of these rows."""
+    def choose(self, rows: int, patches: int) -> int:
+        """Return the patches to draft for each of these rows; the slowest one lacks `patches` patches."""
 
-    def learn(self, rows: int, length: int, accepted: Tensor, draft_seconds: float, target_seconds: float) -> None:
-        """Record a round: the accepted drafts [rows], and the seconds of all draft steps and of the target pass."""
+    def learn(self, length: int, accepted: Tensor, seconds: float) -> None:
+        """Record a round: its length, the accepted drafts [rows], and how long it took."""
         return
 
 
@@ -34,7 +38,7 @@ class FixedLength(DraftLength):
 
     length: int
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, patches: int) -> int:
         """Return the length."""
         return self.length
 
@@ -47,11 +51,11 @@ class AcceptanceLength(DraftLength):
     tried: int = 0
     accepted: int = 0
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, patches: int) -> int:
         """Return the present length."""
         return self.length
 
-    def learn(self, rows: int, length: int, accepted: Tensor, draft_seconds: float, target_seconds: float) -> None:
+    def learn(self, length: int, accepted: Tensor, seconds: float) -> None:
         """Count the drafts that were judged."""
         self.tried += int((accepted + 1).clamp(max=length).sum())
         self.accepted += int(accepted.sum())
@@ -61,55 +65,64 @@ class AcceptanceLength(DraftLength):
 
 @dataclass
 class MeasuredLength(DraftLength):
-    """Maximises expected patches over expected time, E(K) / (K t_draft + t_target(K + 1)); 0 is the target alone.
+    """Minimises the expected time until the slowest row is done; 0 is the target alone.
 
-    Times are recorded by number of rows, in powers of two. Where there are none, those of the nearest number count.
+    A row gets E(K) patches per round in the mean, with variance V(K). N patches take it about N / E rounds with
+    variance N V / E^3, and the slowest of R rows about sqrt(2 ln R) deviations more. The time of a round is the median
+    of earlier rounds of this process, by length and number of rows (in powers of two). With two it is the lower one,
+    as caches are cold in the first. For other lengths it is interpolated.
     """
 
     tried: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)  # drafts judged, by position
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)
-    _target: dict[int, LatencyCurve] = field(default_factory=dict)  # by power of two of the rows: times by patches
-    _draft: dict[int, LatencyCurve] = field(default_factory=dict)
+    _seconds: dict[int, RollingMedian] = field(default_factory=dict)  # by power of two of the rows: rounds by length
 
-    def choose(self, rows: int) -> int:
-        """Return the length with the most expected patches per second, or one to try while times are unknown."""
-        target, draft = _nearest(self._target, rows), _nearest(self._draft, rows)
-        if target is None or not target.is_timed(1):
+    def choose(self, rows: int, patches: int) -> int:
+        """Return the length with the least expected time, or one to try while times are unknown."""
+        timed = self._timed(rows)
+        if 0 not in timed:
             return 0
-        if draft is None or not draft.is_timed(1):
+        if len(timed) == 1:
             return _TRIED
-        rates = {
-            length: self.patches(length) / self._seconds(target, draft, length) for length in range(MAX_LENGTH + 1)
-        }
-        best = max(rates, key=lambda length: rates[length])
-        return best if rates[best] > _GAIN * rates[0] else 0
+        lengths = range(MAX_LENGTH + 1)
+        seconds = [self.rounds(length, rows, patches) * _interpolated(timed, length) for length in lengths]
+        best = min(lengths, key=lambda length: seconds[length])
+        return best if seconds[best] * _GAIN < seconds[0] else 0
 
-    @staticmethod
-    def _seconds(target: LatencyCurve, draft: LatencyCurve, length: int) -> float:
-        return target.seconds(length + 1) + length * draft.seconds(1)
+    def _timed(self, rows: int) -> Mapping[int, float]:
+        """Return the seconds of rounds by length, of the nearest number of rows for which drafting was timed too, or
+        else the target alone; at most four times as many rows or as few."""
+        power = rows.bit_length()
+        near = [(abs(known - power), own.medians) for known, own in self._seconds.items() if abs(known - power) <= 2]
+        usable = [(len(own) == 1, distance, own) for distance, own in near if 0 in own]
+        return min(usable, key=lambda one: one[:2], default=(False, 0, {}))[2]
 
-    def patches(self, length: int) -> float:
-        """Return the expected patches of a round, E(K)."""
-        return expected_tokens_by_position(self.acceptances()[:length])
+    def rounds(self, length: int, rows: int, patches: int) -> float:
+        """Return the expected rounds until all of `rows` rows have `patches` patches."""
+        reached = [1.0, *accumulate(self.acceptances()[:length], mul)]  # the chance of more than 0, 1, ... patches
+        mean = sum(reached)
+        square = sum((2 * more + 1) * chance for more, chance in enumerate(reached))
+        return patches / mean + math.sqrt(2.0 * math.log(rows) * patches * (square - mean**2) / mean**3)
 
     def acceptances(self) -> list[float]:
-        """Return the acceptance rate at each position, given that all drafts before it are accepted."""
-        overall = (sum(self.accepted) + 1.0) / (sum(self.tried) + 2.0)
+        """Return the acceptance rate at each position, given that all drafts before it are accepted; where few drafts
+        were judged it is high rather than low by two standard errors, as nothing is learnt once nothing is drafted."""
+        weight = sum(self.tried) + 2.0
+        mean = (sum(self.accepted) + 1.0) / weight
+        overall = min(1.0, mean + 2.0 * math.sqrt(mean * (1.0 - mean) / weight))
         return [(a + _TRUST * overall) / (t + _TRUST) for a, t in zip(self.accepted, self.tried, strict=True)]
 
-    def learn(self, rows: int, length: int, accepted: Tensor, draft_seconds: float, target_seconds: float) -> None:
+    def learn(self, length: int, accepted: Tensor, seconds: float) -> None:
         """Learn from a round."""
-        power = rows.bit_length()
-        self._target.setdefault(power, LatencyCurve()).learn(length + 1, target_seconds)
-        if length:
-            self._draft.setdefault(power, LatencyCurve()).learn(1, draft_seconds / length)
+        self._seconds.setdefault(len(accepted).bit_length(), RollingMedian()).learn(length, seconds)
         for position in range(length):
             self.tried[position] += int((accepted >= position).sum())
             self.accepted[position] += int((accepted > position).sum())
 
 
-def _nearest(curves: dict[int, LatencyCurve], rows: int) -> LatencyCurve | None:
-    """Return the curve of the nearest number of rows, at most four times as many or as few."""
-    power = rows.bit_length()
-    near = min(curves, key=lambda known: abs(known - power), default=None)
-    return None if near is None or abs(near - power) > 2 else curves[near]
+def _interpolated(timed: Mapping[int, float], length: int) -> float:
+    """Return the time of a length, by the slope from 0 if it is above all that were timed."""
+    known = sorted(timed)
+    if length <= known[-1]:
+        return float(np.interp(length, known, [timed[one] for one in known]))
+    return timed[0] + length * (timed[known[-1]] - timed[0]) / known[-1]

@@ -27,7 +27,7 @@ RULES = {"exact": ExactRule, "stride": StrideRule}
 QUANTILES = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
 SHIPPED = Path(__file__).parent / "pair"
 _MAX_ROWS = 128  # paths that are drawn in one batch: larger caches take longer to copy
-_FLAT = 1e-9  # a series is constant if its deviation is at most this fraction of its mean
+_FLAT = 1e-12  # a series is constant if its deviation is at most this fraction of its largest value
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class SampledForecast:
 
     def quantiles(self, levels: Sequence[float] = QUANTILES) -> Tensor:
         """Return quantiles [series, length, levels]."""
-        found = torch.quantile(self.samples.double(), torch.tensor(levels, dtype=torch.float64), dim=1)
-        return found.permute(1, 2, 0)
+        found = np.quantile(self.samples.numpy(), levels, axis=1)  # torch's takes at most 2^24 values
+        return torch.from_numpy(found).permute(1, 2, 0)
 
 
 class Forecaster:
@@ -69,6 +69,8 @@ class Forecaster:
             raise UserError(f"the draft model has {lengths}: they must be equal")
         if draft_length is not None:
             check_whole("draft_length", draft_length, 0, MAX_LENGTH)
+            if draft_length and draft is None:
+                raise UserError(f"draft_length is {draft_length}, but there is no draft model")
         try:
             self.rule: PatchRule = RULES[rule](**dials)
         except TypeError:
@@ -150,14 +152,17 @@ class Forecaster:
                 torch.manual_seed(seed)
             for group in _groups(histories, max(1, _MAX_ROWS // num_samples)):
                 patches = torch.stack([histories[number].patches for number in group])
-                paths = draw_paths(
-                    self.target, self.draft, patches, num_samples, num_patches, self.rule, lengths, stats
-                )
-                drawn = paths.patches.reshape(len(group), num_samples, -1)[..., :prediction_length]
-                marks = paths.is_drafted.repeat_interleave(self.target.patch_length, 1)
-                is_drafted[group] = marks.reshape(len(group), num_samples, -1)[..., :prediction_length]
-                for number, own in zip(group, drawn, strict=True):
-                    samples[number] = histories[number].unscaled(own)
+                for first in range(0, num_samples, _MAX_ROWS):
+                    part = slice(first, min(first + _MAX_ROWS, num_samples))
+                    shape = (len(group), part.stop - first, -1)
+                    paths = draw_paths(
+                        self.target, self.draft, patches, shape[1], num_patches, self.rule, lengths, stats
+                    )
+                    marks = paths.is_drafted.repeat_interleave(self.target.patch_length, 1)
+                    is_drafted[group, part] = marks.reshape(shape)[..., :prediction_length]
+                    drawn = paths.patches.reshape(shape)[..., :prediction_length]
+                    for number, own in zip(group, drawn, strict=True):
+                        samples[number, part] = histories[number].unscaled(own)
         return SampledForecast(samples, is_drafted, stats)
 
     def _context(self, num_patches: int, prediction_length: int) -> int | None:
@@ -194,15 +199,18 @@ class _Scaled:
             needed = f"at least {2 * patch_length} (two patches)"
             raise UserError(f"series {number} has {len(whole)} values, a forecast needs {needed}")
         known = whole[len(whole) - patches * patch_length :]
-        self.mean, self.deviation = known.mean(), known.std(correction=0)
-        self.is_constant = bool(self.deviation <= _FLAT * self.mean.abs())
+        unit = known.abs().max().clamp(min=1e-300)  # squares of very large or small values are not numbers
+        mean, deviation = (known / unit).mean(), (known / unit).std(correction=0)
+        self.mean, self.deviation = unit * mean, unit * deviation
+        self.is_constant = bool(deviation <= _FLAT)
         if self.is_constant:
             warnings.warn(
                 f"series {number} is constant over the {len(known)} values that are read, so is its forecast",
                 stacklevel=4,
             )
             self.mean = known[-1]
-        self.patches = ((known - self.mean) / self.deviation.clamp(min=1e-300)).float().reshape(patches, patch_length)
+        scaled = (known / unit - mean) / deviation.clamp(min=_FLAT)
+        self.patches = scaled.float().reshape(patches, patch_length)
 
     def unscaled(self, drawn: Tensor) -> Tensor:
         return drawn.double() * self.deviation + self.mean

@@ -29,7 +29,10 @@ class TimeSeries:
 
     def next_times(self, count: int) -> pd.DatetimeIndex:
         """Return the times that follow."""
-        return pd.date_range(self.times[-1], periods=count + 1, freq=self.frequency)[1:]
+        try:
+            return pd.date_range(self.times[-1], periods=count + 1, freq=self.frequency)[1:]
+        except pd.errors.OutOfBoundsDatetime:
+            raise UserError(f"the forecast ends after {pd.Timestamp.max:%Y-%m-%d}, the last day of pandas") from None
 
     def before(self, count: int) -> TimeSeries:
         """Return the series without its last `count` values."""
@@ -45,6 +48,8 @@ def read_csv(file: Path, time: str, value: str, series: str | None, frequencies:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, UnicodeError) as error:  # pandas' errors of parsing are ValueErrors
         raise UserError(f"{file} is not a table of comma-separated values: {str(error).strip()}") from None
+    if not isinstance(table.index, pd.RangeIndex):
+        raise UserError(f"{file}: line {FIRST_LINE} has more fields than the first line, which names the columns")
     is_empty = (table == "").all(axis=1).to_numpy()
     kept = len(table) - (int(is_empty[::-1].argmin()) if not is_empty.all() else len(table))
     return split_series(table[:kept], time, value, series, frequencies, FIRST_LINE, "line")
@@ -69,11 +74,13 @@ def split_series(
             raise UserError(f"there is no column {column!r}, the columns are {', '.join(map(repr, table.columns))}")
     if table.empty:
         raise UserError(f"the column {value!r} has no values")
-    rows = pd.Series(np.arange(first, first + len(table)), index=table.index)
+    table = table.reset_index(drop=True)
+    rows = table.index.to_series() + first
     numbers = pd.to_numeric(table[value], errors="coerce").astype(np.float64)
     _refuse(~np.isfinite(numbers), table[value], rows, row, value, "a finite number; missing values are not filled in")
     times = _parse_times(table[time])
-    _refuse(times.isna(), table[time], rows, row, time, "a time, as in 2024-05-01 13:15")
+    allowed = "a time as 2024-05-01 13:15, with an offset from UTC in all rows or in none"
+    _refuse(times.isna(), table[time], rows, row, time, allowed)
     names = table[series].astype(str) if series is not None else pd.Series("", index=table.index)
     found = []
     for name, own in times.groupby(names, sort=False):
@@ -94,6 +101,8 @@ def to_frame(
     timestamp_column: str,
 ) -> pd.DataFrame:
     """Return means and quantiles [series, length, levels] as a table."""
+    if taken := {id_column, timestamp_column} & {"predictions", *map(str, levels)}:
+        raise UserError(f"the column {taken.pop()!r} has the name of a column of the forecast; rename it")
     parts = []
     for one, own, mean in zip(series, quantiles.numpy(), means.numpy(), strict=True):
         columns = {} if id_column is None else {id_column: one.name}
@@ -108,17 +117,17 @@ def _refuse(is_bad: pd.Series, values: pd.Series, rows: pd.Series, row: str, col
         raise UserError(f"{row} {rows.iloc[at]}: {column} is {values.iloc[at]!r}, it must be {allowed}")
 
 
-def _parse_times(texts: pd.Series) -> pd.Series:
-    """Return times, NaT for texts that are not times; times with an offset from UTC are converted to UTC."""
-    if pd.api.types.is_numeric_dtype(texts):  # numbers would be read as nanoseconds since 1970
-        return pd.Series(pd.NaT, index=texts.index)
-    try:
-        found = pd.to_datetime(texts, errors="coerce")
-        if pd.api.types.is_datetime64_any_dtype(found):
-            return found
-    except ValueError:
-        pass
-    return pd.to_datetime(texts, errors="coerce", utc=True)
+def _parse_times(given: pd.Series) -> pd.Series:
+    """Return times; NaT for texts that are not times of ISO 8601 (others are ambiguous, as 01/02/2024), and for those
+    with an offset from UTC where others have none. Times with offsets are converted to UTC."""
+    if pd.api.types.is_datetime64_any_dtype(given):
+        return given
+    texts = given.astype(str).str.strip()
+    is_aware = texts.str[10:].str.contains("[zZ+-]")
+    found = pd.to_datetime(texts.where(texts.str.match(r"\d{4}-?\d\d")), format="ISO8601", errors="coerce", utc=True)
+    if not is_aware.any():
+        return found.dt.tz_localize(None)
+    return found.where(is_aware == is_aware.iloc[0])
 
 
 def _frequency(times: pd.Series, rows: np.ndarray, where: str, hint: str) -> str:

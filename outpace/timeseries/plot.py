@@ -62,5 +62,5 @@ def _draw_one(
             axes.plot(times[part], values[part], color=colour, linewidth=0.9, label=labels.pop(is_drafted, None))
     if truth is not None:
         axes.plot(times, truth, color="black", linewidth=1.5, linestyle="--", label="truth")
-    axes.set_title(one.name, loc="left", fontsize=10)
+    axes.set_title(one.name, loc="left", fontsize=10, parse_math=False)
     axes.tick_params(labelsize=8)

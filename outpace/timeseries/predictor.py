@@ -10,26 +10,29 @@ import numpy as np
 from outpace.core.errors import require
 from outpace.timeseries.forecaster import Forecaster
 
+try:
+    from gluonts.dataset.util import forecast_start
+    from gluonts.model.forecast import SampleForecast
+    from gluonts.model.predictor import Predictor
+except ImportError:  # an extra; the class says how to install it
+    Predictor = object
+
 if TYPE_CHECKING:
     from gluonts.dataset.common import Dataset
-    from gluonts.model.forecast import SampleForecast
 
 
-class ForecasterPredictor:
-    """Predicts each entry of a data set by sample paths, with the methods of GluonTS' `Predictor`."""
+class ForecasterPredictor(Predictor):
+    """Predicts each entry of a data set by sample paths."""
 
     def __init__(
         self, forecaster: Forecaster, prediction_length: int, num_samples: int = 100, seed: int | None = None
     ) -> None:
         require("a GluonTS predictor", "timeseries", "gluonts")
-        self.prediction_length, self.lead_time = prediction_length, 0
+        super().__init__(prediction_length)
         self._forecaster, self._num_samples, self._seed = forecaster, num_samples, seed
 
     def predict(self, dataset: Dataset, num_samples: int | None = None) -> Iterator[SampleForecast]:
         """Yield a forecast for each entry; all entries are drawn together."""
-        from gluonts.dataset.util import forecast_start
-        from gluonts.model.forecast import SampleForecast
-
         entries = list(dataset)
         values = [np.asarray(entry["target"]) for entry in entries]
         samples = self._forecaster.predict(

@@ -83,15 +83,15 @@ def draw_paths(
     tail = history[:, -2:].repeat_interleave(num_paths, 0)  # what the draft's state lacks
     target_state, draft_state = _open(target, history[:, :-1], num_paths), None
     while True:
+        missing = num_patches - int(done.min())  # of the slowest row; one of them comes from the target
+        length = 0 if draft is None else min(missing - 1, lengths.choose(len(active), missing))
+        if draft is not None and length and draft_state is None:
+            draft_state = _open(draft, history[:, :-2], num_paths)
         begin = time.perf_counter()
-        most = num_patches - int(done.min()) - 1  # one patch comes from the target
-        length = 0 if draft is None else min(most, lengths.choose(len(active)))
         drafts: Tensor = torch.empty(len(active), 0, points)
         q: list[Distribution] = []
         if draft is not None and length:
-            draft_state = _open(draft, history[:, :-2], num_paths) if draft_state is None else draft_state
             drafts, q = _propose(draft, draft_state, tail, length)
-        drafted = time.perf_counter()
         known = torch.cat([tail[:, -1:], drafts], 1)
         p = target.propose(target_state, known)
         if length:
@@ -99,7 +99,7 @@ def draw_paths(
         else:
             accepted, patch = torch.zeros(len(active), dtype=torch.long), p.sample()[:, 0]
         check_finite(patch, "target")
-        lengths.learn(len(active), length, accepted, drafted - begin, time.perf_counter() - drafted)
+        lengths.learn(length, accepted, time.perf_counter() - begin)
         stats.count(length, accepted[done[active] < num_patches])
         _write(paths, done, active, drafts, accepted, patch)
         unfinished = done[active] < num_patches

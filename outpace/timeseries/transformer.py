@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, StudentT
 from torch.nn.functional import silu, softplus
-from transformers import DynamicCache, LlamaConfig, LlamaModel, LlamaPreTrainedModel
+from transformers import Cache, LlamaConfig, LlamaModel, LlamaPreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from outpace.core.errors import UserError
@@ -19,7 +19,7 @@ from outpace.timeseries.base import PatchModel
 
 _MIN_SCALE = 1e-3  # of a scaled value: a flat stretch of history must not give an infinite density
 _MIN_FREEDOM = 2.05  # degrees of freedom; the variance is finite above 2
-_MAX_UNUSED = 16  # slots of a cache beyond those of the longest row
+_SPARE_SLOTS = 16  # that a cache gets beyond those that it needs, so that it is seldom copied
 
 
 class PatchTransformer(LlamaPreTrainedModel):
@@ -55,65 +55,82 @@ class PatchTransformer(LlamaPreTrainedModel):
         return Independent(spread, 1, validate_args=False)
 
 
-class TransformerState:
-    """Keys and values of rows of different lengths.
+class RowLayer(DynamicLayer):
+    """Keys and values of one layer for rows of different lengths: a patch's slot is its position in its own row.
 
-    All rows share the slots of the cache, which can only be shortened for all rows alike. So a mask says which slots
-    belong to a row, and positions are counted by row. If the cache has over `_MAX_UNUSED` slots more than its longest
-    row, each row's slots are moved to the end and the others are removed.
+    transformers' caches add the same slots for all rows, and shorten all rows alike.
     """
 
-    def __init__(self, cache: DynamicCache, rows: int) -> None:
-        self.cache = cache
-        self.is_used = torch.ones(rows, cache.get_seq_length(), dtype=torch.bool)  # [rows, slots]
+    positions: Tensor  # of the new patches [rows, patches], set before each pass
 
-    @property
-    def lengths(self) -> Tensor:
-        """Number of patches of each row."""
-        return self.is_used.sum(1)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values [rows, heads, patches, width]; return those of all slots in use."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots = int(self.positions.max()) + 1
+        if (missing := slots - self.get_seq_length()) > 0:
+            more = key_states.new_zeros(*key_states.shape[:2], missing + _SPARE_SLOTS, key_states.shape[3])
+            self.keys, self.values = (torch.cat([cast(Tensor, old), more], -2) for old in (self.keys, self.values))
+        rows = torch.arange(len(key_states))[:, None]
+        found = []
+        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            kept = cast(Tensor, kept)
+            kept[rows, :, self.positions] = new.transpose(1, 2)
+            found.append(kept[:, :, :slots])
+        return found[0], found[1]
+
+
+class TransformerState:
+    """Keys and values of rows of different lengths."""
+
+    def __init__(self, rows: int, num_layers: int) -> None:
+        self.cache = Cache([RowLayer() for _ in range(num_layers)])
+        self.lengths = torch.zeros(rows, dtype=torch.long)  # patches of each row
 
     def append(self, count: int) -> tuple[Tensor, Tensor]:
-        """Add slots for new patches; return the positions of these [rows, count] and the mask of all slots."""
+        """Add patches to each row; return their positions [rows, count], and for each of them which slots it may read
+        [rows, 1, count, slots]."""
         positions = self.lengths[:, None] + torch.arange(count)
-        self.is_used = torch.cat([self.is_used, torch.ones(len(self.is_used), count, dtype=torch.bool)], 1)
-        return positions, self.is_used.long()
+        self.lengths = self.lengths + count
+        for layer in cast("list[RowLayer]", self.cache.layers):
+            layer.positions = positions
+        return positions, (torch.arange(int(self.lengths.max())) <= positions[..., None])[:, None]
 
     def drop(self, counts: Tensor) -> None:
-        """Remove the last `counts[row]` patches of each row."""
-        slots = self.is_used.shape[1]
-        self.is_used &= torch.arange(slots) < slots - counts[:, None]
-        common = int(counts.min())
-        if common:
-            self.cache.crop(-common)
-            self.is_used = self.is_used[:, : slots - common]
-        if self.is_used.shape[1] - int(self.lengths.max()) > _MAX_UNUSED:
-            self._compact()
+        """Remove the last `counts[row]` patches of each row; new ones will overwrite their slots."""
+        self.lengths = self.lengths - counts
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows."""
-        self.is_used = self.is_used[rows]
-        if self.cache.get_seq_length():
-            self.cache.batch_select_indices(rows)
-            self._compact()
+        self.lengths = self.lengths[rows]
+        self.cache.batch_select_indices(rows)
 
-    def _compact(self) -> None:
-        """Move each row's patches to the last slots and remove the slots that no row uses."""
-        longest = int(self.lengths.max())
-        if longest == self.is_used.shape[1]:
-            return
-        order = self.is_used.int().argsort(dim=1, stable=True)[:, -longest:]  # unused slots first
-        self.is_used = self.is_used.gather(1, order)
-        for layer in cast("list[DynamicLayer]", self.cache.layers):
-            keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)  # [rows, heads, slots, width]
-            index = order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-            layer.keys, layer.values = keys.gather(2, index), values.gather(2, index)
+
+class PackedLinear(nn.Module):
+    """A linear layer with its weights in oneDNN's order. PyTorch's usual product reorders them in each call, so that a
+    pass over two to eight patches takes up to twice as long as one over a single patch."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
+        self.bias = layer.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the product, plus the bias if there is one."""
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        return found
 
 
 class TransformerForecaster(PatchModel):
-    """A `PatchTransformer` as target or draft, with a cache."""
+    """A `PatchTransformer` as target or draft, with a cache. The model's linear layers are packed in place."""
 
     def __init__(self, model: PatchTransformer) -> None:
         self.model = model.eval()
+        if torch.backends.mkldnn.is_available():
+            for module in list(model.model.modules()):
+                for name, child in list(module.named_children()):
+                    if isinstance(child, nn.Linear):
+                        setattr(module, name, PackedLinear(child))
         config = model.config
         self.patch_length, self.max_patches = config.patch_length, config.max_position_embeddings
         self.frequencies = tuple(config.frequencies)
@@ -137,10 +154,10 @@ class TransformerForecaster(PatchModel):
 
     def open(self, history: Tensor) -> TransformerState:
         """Read the histories."""
-        cache = DynamicCache(config=self.model.config)
+        state = TransformerState(len(history), self.model.config.num_hidden_layers)
         if history.shape[1]:
-            self.model(history, past_key_values=cache, use_cache=True)
-        return TransformerState(cache, len(history))
+            self.propose(state, history)
+        return state
 
     def propose(self, state: TransformerState, patches: Tensor) -> Distribution:
         """Read the patches and predict the one after each."""
