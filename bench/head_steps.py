@@ -170,7 +170,7 @@ def eagle_steps(model: NativeEagle, widths: list[int]) -> dict[str, float]:
     new, masks = hidden_states(head, NEW), BLOCKS["peagle"] - 1
 
     def step() -> None:
-        """Read new tokens, the last of which is the root, and draft a block."""
+        """Read new tokens and draft a block; the last new token is the root."""
         session.features = ()
         session.add_features(model.fuse(new))
         session.add_features(model.mask_features(masks))
