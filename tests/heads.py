@@ -305,9 +305,9 @@ class Reference:
         values: list[Any],
     ) -> np.ndarray:
         config, name = self.config, f"{layer}self_attn."
-        query = self._heads(self._of(name + "q_proj.weight") @ both, position, f"{name}q_norm")
-        keys.append(self._heads(self._of(name + "k_proj.weight") @ both, position, f"{name}k_norm"))
-        values.append((self._of(name + "v_proj.weight") @ both).reshape(-1, config["head_dim"]))
+        query = self._heads(self._product(name + "q_proj", both), position, f"{name}q_norm")
+        keys.append(self._heads(self._product(name + "k_proj", both), position, f"{name}k_norm"))
+        values.append(self._product(name + "v_proj", both).reshape(-1, config["head_dim"]))
         first = max(0, slot + 1 - config.get("sliding_window", slot + 1))
         group = config["num_attention_heads"] // config["num_key_value_heads"]
         seen_keys = np.repeat(np.array(keys[first:]), group, axis=1)  # [slots, heads, depth]
@@ -336,6 +336,9 @@ class Reference:
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         squares = (x * x).mean(axis=-1, keepdims=True)
         return x / np.sqrt(squares + self.config["rms_norm_eps"]) * self._of(f"{name}.weight")
+
+    def _product(self, name: str, x: np.ndarray) -> np.ndarray:
+        return self._of(f"{name}.weight") @ x + self.tensors.get(f"{name}.bias", 0.0)
 
     def _of(self, name: str) -> np.ndarray:
         return self.tensors[name]

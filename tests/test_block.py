@@ -184,7 +184,7 @@ def test_methods_and_drafters_that_cannot_run_a_head_are_refused(folder: Path) -
             open_llm(target, folder / "dflash", **options)
     with pytest.raises(UserError, match=r"drafter block does not run .*, which is a draft model: use drafter model"):
         LLM(target, load_draft(folder / "target", target), drafter="block", profile=False)
-    with pytest.raises(UserError, match="drafter block needs a DFlash or DSpark head for the target"):
+    with pytest.raises(UserError, match="drafter block needs a DFlash, DSpark or Medusa head for the target"):
         LLM(target, drafter="block", method="speculative", profile=False)
 
 

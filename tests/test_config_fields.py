@@ -60,7 +60,8 @@ UNNAMED = {  # fields of no family's config class
 
 def written(family: str) -> dict[str, Any]:
     """The config.json that transformers writes for a small model of this family."""
-    fields = transformers.AutoConfig.for_model(family, **SIZES).to_dict()
+    named = "qwen2" if family == "mimo" else family  # MiMo's class comes with its checkpoints
+    fields = transformers.AutoConfig.for_model(named, **SIZES).to_dict()
     return fields | {"architectures": [FAMILIES[family].architecture], "model_type": family}
 
 

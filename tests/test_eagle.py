@@ -215,7 +215,7 @@ def test_methods_and_drafters_that_cannot_run_a_head_are_refused(exact: Loaded, 
             open_llm(exact, folder / "good", **options)
     with pytest.raises(UserError, match=r"drafter eagle does not run .*, which is a draft model: use drafter model"):
         LLM(exact, load_draft(folder / "target", exact), drafter="eagle", profile=False)
-    with pytest.raises(UserError, match="drafter eagle needs an EAGLE-3 head for the target"):
+    with pytest.raises(UserError, match="drafter eagle needs an EAGLE head for the target, or its MTP layer"):
         LLM(exact, drafter="eagle", method="speculative", profile=False)
     with pytest.raises(UserError, match=r"is a trained head \(EAGLE-3\), which drafts for another model"):
         load_model(folder / "good")

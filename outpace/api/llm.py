@@ -56,9 +56,9 @@ class LLM(AbstractContextManager["LLM"]):
         target: a Hub id, a folder with safetensors, a .gguf file, or a causal LM of transformers that is already
             loaded, with its `tokenizer`; None: the shipped model. `model` is another name for it.
         draft: a smaller model with the same vocabulary, given like the target; "auto": the known small sibling of the
-            target; some of the target's layers, "layers:0-24,26-29"; an EAGLE-3 head for the target (which it may
-            name); a list of drafts, and each round uses the best; "none"; or None: no draft, except for the shipped
-            target if the method and the drafter can use one.
+            target; "mtp": the MTP layer in the target's files; some of the target's layers, "layers:0-24,26-29"; a
+            trained head for the target (which it may name); a list of drafts, and each round uses the best; "none"; or
+            None: no draft, except for the shipped target if the method and the drafter can use one.
         options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
             trust_remote_code, device_map, inflate, graphs, kv_dtype. The draft ignores device_map and inflate.
         draft_device, draft_dtype: for the draft; by default it is loaded like the target.

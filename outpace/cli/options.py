@@ -107,8 +107,9 @@ METHOD = "Method"
 TARGET = "Target model: hub id, folder or .gguf file; the default is the shipped model."
 DRAFT = (
     "Draft model, or a trained head of the target: hub id, folder or .gguf file; auto (a known small model of the same"
-    " family); some of the target's layers, as in layers:0-24,26-29; or none. The default is the shipped draft for the"
-    " shipped model, else none. May be repeated: each round then uses the best of these draft models."
+    " family); mtp (a layer in MiMo's files); some of the target's layers, as in layers:0-24,26-29; or none. The"
+    " default is the shipped draft for the shipped model, else none. May be repeated: each round then uses the best of"
+    " these draft models."
 )
 DRAFTER = "Drafters, joined by +, as in model+ngram; outpace methods lists them. The default depends on the method."
 LOAD_FLAGS = {  # the fields of LoadOptions that are flags

@@ -1,12 +1,12 @@
-"""A DFlash or DSpark head drafts a block of tokens in one forward, from the target's hidden states.
+"""A DFlash, DSpark or Medusa head drafts a block of tokens in one forward, from the target's hidden states.
 
-DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
+DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; Medusa, arXiv:2401.10774.
 
 A block consists of the last written token and mask tokens. They attend to each other and to keys and values computed
-from the target's hidden states. A DFlash head predicts each position independently of the drafted tokens before it, so
-the tree consists of the paths with the largest products of probabilities; a DSpark head adds a bias that depends on the
-preceding token. The block's own keys and values are dropped after the forward. Nothing is drafted if hidden states of
-the text are missing.
+from the target's hidden states; the block's own keys and values are dropped after the forward. A DFlash head predicts
+each position independently of the drafted tokens before it, so the tree consists of the paths with the largest products
+of probabilities; a DSpark head adds a bias that depends on the preceding token. Medusa has an output layer for each
+position instead, on the last hidden state. Nothing is drafted if hidden states of the text are missing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def build(options: Options, *, given: BuildContext) -> BlockDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
     if not isinstance(given.draft, BlockModel):
         raise UserError(
-            "drafter block needs a DFlash or DSpark head for the target: name its folder with --draft (or draft=...)"
+            "drafter block needs a DFlash, DSpark or Medusa head for the target: name its folder with --draft (or"
+            " draft=...)"
         )
     if options.head_window:
         given.draft.limit_window(options.head_window)

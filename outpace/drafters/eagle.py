@@ -1,6 +1,7 @@
-"""An EAGLE-3 head grows a token tree: one decoder layer that reads the target's hidden states.
+"""An EAGLE head, or an MTP layer, grows a token tree: one decoder layer that reads the target's hidden states.
 
-EAGLE-3, arXiv:2503.01840; trees by the product of probabilities as in EAGLE-2, arXiv:2406.16858.
+EAGLE-1, arXiv:2401.15077; EAGLE-3, arXiv:2503.01840; trees by the product of probabilities as in EAGLE-2,
+arXiv:2406.16858.
 
 A slot of the head's session reads a token and a feature, which comes from the target's hidden states or, for a drafted
 node, from the output of the parent's slot. Between rounds only slots with the target's features are kept: the root's
@@ -68,7 +69,7 @@ def build(options: Options, *, given: BuildContext) -> EagleDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
     if not isinstance(given.draft, EagleModel):
         raise UserError(
-            "drafter eagle needs an EAGLE-3 head for the target: name its folder with --draft (or draft=...)"
+            "drafter eagle needs an EAGLE head for the target, or its MTP layer: name one with --draft (or draft=...)"
         )
     if options.head_window:
         given.draft.limit_window(options.head_window)

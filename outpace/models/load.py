@@ -16,11 +16,12 @@ from outpace.models.files.find import locate
 from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import DRAFTERS, head_kind
+from outpace.models.heads.config import DRAFTERS, head_kind, holds_mtp
 from outpace.models.heads.load import kind_of_head, load_head
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 
+MTP_DRAFT = "mtp"  # the MTP layer in the target's own files
 LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0-24,26-29
 
 
@@ -64,14 +65,15 @@ def load_draft(
     same_tokens: bool = True,
     **changes: Any,
 ) -> Loaded:
-    """Load a draft model for this target: another model, some of the target's layers ("layers:0-24,26-29"), or "auto".
+    """Load a draft model for this target: another model, some of the target's layers ("layers:0-24,26-29"), the MTP
+    layer in its files ("mtp"), or "auto".
 
-    "auto" is the small sibling that is known for the target. Layers are loaded from the target's files, and are never
-    inflated. A loaded model gets the target's tokenizer unless one is given. Without `same_tokens` the draft may have
-    other tokens, which its drafter translates.
+    "auto" is the MTP layer, or the small sibling that is known for the target. Layers are loaded from the target's
+    files, and are never inflated. A loaded model gets the target's tokenizer unless one is given. Without `same_tokens`
+    the draft may have other tokens, which its drafter translates.
     """
     if spec == "auto":
-        spec = find_draft(target.name, target.config)
+        spec = MTP_DRAFT if holds_mtp(target.config) else find_draft(target.name, target.config)
     if not isinstance(spec, str | os.PathLike):
         tokenizer = tokenizer or target.tokenizer
     if str(spec).startswith(LAYERS):
@@ -81,6 +83,10 @@ def load_draft(
         draft = target.again(progress=progress, **(vars(options) if options else {}) | changes | own)
         return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)
+    if spec == MTP_DRAFT:
+        if target.files is None or not holds_mtp(target.config):
+            raise UserError(f"{target.name} has no MTP layer that outpace runs: MiMo-7B's checkpoints have one")
+        return _load_head(spec, target.files(), target, options)
     if (path := find_head(spec, progress)) is not None:
         return _load_head(spec, path, target, options)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
@@ -92,7 +98,7 @@ def find_head(spec: Any, progress: Progress = silent) -> Path | None:
     if not isinstance(spec, str | os.PathLike):
         return None
     name = os.fspath(spec)
-    if name == "auto" or name.startswith(LAYERS) or is_packed(Path(name)):
+    if name in ("auto", MTP_DRAFT) or name.startswith(LAYERS) or is_packed(Path(name)):
         return None
     try:
         path = locate(name, progress=progress)

@@ -20,6 +20,7 @@ from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MEDUSA = "medusa_lm_head.safetensors"  # Medusa's heads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_RUNTIME = "`--runtime transformers`"
 EMBEDDING, OF_TARGET = "embedding", "target"  # config.json's outpace.embedding of a packed draft
@@ -147,9 +148,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 def _open_files(path: Path) -> dict[str, SafetensorsFile]:
     """Open the folder's weight files; return the file of each tensor."""
-    if os.path.lexists(path / SINGLE):
-        file = SafetensorsFile(path / SINGLE)
-        return dict.fromkeys(file.entries, file)
+    for name in (SINGLE, MEDUSA):
+        if os.path.lexists(path / name):
+            file = SafetensorsFile(path / name)
+            return dict.fromkeys(file.entries, file)
     if not os.path.lexists(path / INDEX):
         raise _without_weights(path)
     shards = read_index(path / INDEX)

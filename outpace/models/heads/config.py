@@ -1,7 +1,8 @@
 """The kinds of trained heads, how config.json and the names of tensors identify them, and the configuration of one.
 
-EAGLE-3: Li et al., arXiv:2503.01840. P-EAGLE: the same, with mask slots that draft in parallel. DFlash: a block of mask
-tokens that attends to the target's hidden states. DSpark: DFlash with a Markov bias, arXiv:2607.05147.
+EAGLE-1: Li et al., arXiv:2401.15077; EAGLE-3: arXiv:2503.01840. P-EAGLE: the same, with mask slots that draft in
+parallel. DFlash: a block of mask tokens that attends to the target's hidden states. DSpark: DFlash with a Markov bias,
+arXiv:2607.05147. Medusa: further output layers, arXiv:2401.10774.
 """
 
 from __future__ import annotations
@@ -14,8 +15,18 @@ from outpace.core.errors import UserError
 from outpace.models.llama.config.llama_config import LlamaConfig
 
 EAGLE3, EAGLE4, P_EAGLE, DFLASH, DSPARK = "EAGLE-3", "EAGLE-4", "P-EAGLE", "DFlash", "DSpark"
+EAGLE1, MTP, MEDUSA = "EAGLE-1", "MTP of MiMo", "Medusa"
 BLOCKS = (DFLASH, DSPARK)  # kinds that draft a block of mask tokens
-DRAFTERS = {EAGLE3: "eagle", P_EAGLE: "parallel", DFLASH: "block", DSPARK: "block"}  # the drafter that runs a kind
+JOINED = (EAGLE1, MTP)  # kinds whose fc reads a token's embedding and a feature
+DRAFTERS = {  # the drafter that runs a kind
+    EAGLE3: "eagle",
+    P_EAGLE: "parallel",
+    DFLASH: "block",
+    DSPARK: "block",
+    EAGLE1: "eagle",
+    MTP: "eagle",
+    MEDUSA: "block",
+}
 SPECULATORS = {  # speculators_model_type: the kind
     "eagle3": EAGLE3,
     "peagle": P_EAGLE,
@@ -23,7 +34,7 @@ SPECULATORS = {  # speculators_model_type: the kind
     "dflash2": "DFlash2",
     "dspark": DSPARK,
     "mtp": "MTP",
-    "eagle": "EAGLE-1",
+    "eagle": EAGLE1,
     "mlp": "MLP speculator",
 }
 ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the first match counts
@@ -35,10 +46,11 @@ ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the
     ("xpress", "XPress"),
     ("lilicorr", "LiLiCorr"),
     ("dflash", DFLASH),
-    ("eagle", "EAGLE-1"),
-    ("medusa", "Medusa"),
+    ("eagle", EAGLE1),
+    ("medusa", MEDUSA),
+    (MTP.lower(), MTP),
 )
-FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", "Medusa"))  # field of config.json, and kind
+FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", MEDUSA))  # field of config.json, and kind
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class HeadConfig:
             after which the state is taken.
         num_rows: number of rows of its output layer.
         target_width: size of the target's hidden states.
+        target_eps: added to the mean square in the target's final norm.
         norm_before_residual: whether the residual of the first layer is the normed feature.
         norm_before_fc: whether the concatenated hidden states are normed before `fc`.
         fc_norm: whether each hidden state is normed before `fc`.
@@ -61,7 +74,7 @@ class HeadConfig:
         verifier: the target that it was trained for; None if the file does not say.
         draft_length: draft length that the file recommends; None if it does not say.
         mask_token: token of the slots that a head drafts in parallel; None if it drafts one token at a time.
-        block: number of slots of a block; 0 for heads that do not draft in blocks.
+        block: number of slots of a block, and of the heads of Medusa; 0 for heads that do not draft in blocks.
         from_anchor: whether each slot predicts the token after it, from the slot of the last written token on;
             otherwise each mask slot predicts the token at its own position, and the first slot nothing.
         causal: for each layer, whether a slot of a block does not attend to later ones.
@@ -73,6 +86,7 @@ class HeadConfig:
     taps: tuple[int, ...]
     num_rows: int
     target_width: int
+    target_eps: float = 1e-6
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -117,8 +131,15 @@ def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | N
     if is_single and "draft_vocab_size" in config:
         return EAGLE3
     if "fc.weight" in names:
-        return EAGLE3 if "layers.0.hidden_norm.weight" in names else "EAGLE-1"
+        return EAGLE3 if "layers.0.hidden_norm.weight" in names else EAGLE1
     return None
+
+
+def holds_mtp(config: Mapping[str, Any]) -> bool:
+    """Return whether a target's config.json says that its files hold an MTP layer of a supported kind."""
+    count = config.get("num_nextn_predict_layers")
+    is_mimo = config.get("model_type") == "mimo" and "outpace" not in config  # not a draft distilled from one
+    return is_mimo and isinstance(count, int) and count > 0
 
 
 def check_kind(kind: str, where: object) -> None:

@@ -13,7 +13,7 @@ from outpace.core.arrays import to_device
 from outpace.models.base import Part
 from outpace.models.heads.dflash import BlockSession
 from outpace.models.heads.eagle3 import FeatureSession
-from outpace.models.heads.torch import TorchBlock, TorchEagle
+from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined
 from outpace.models.llama.cuda.pool import GraphSession
 from outpace.models.llama.cuda.runtime import BatchPart, GraphLlama, pass_rows
 
@@ -26,10 +26,8 @@ class GraphBlockSession(BlockSession, GraphSession):
     """A row of a pool for a head that drafts blocks."""
 
 
-class GraphEagle(TorchEagle, GraphLlama):
-    """An EAGLE-3 or P-EAGLE head with captured passes."""
-
-    session_type = GraphFeatureSession  # type: ignore[assignment]
+class FeaturePasses(GraphLlama):
+    """Captured passes whose rows read features in place of embeddings."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -47,6 +45,18 @@ class GraphEagle(TorchEagle, GraphLlama):
     def _embed_pass(self, tokens: Tensor) -> Tensor:
         super()._embed_pass(tokens)
         return self._features[: len(tokens)].clone()
+
+
+class GraphEagle(TorchEagle, FeaturePasses):
+    """An EAGLE-3 or P-EAGLE head with captured passes."""
+
+    session_type = GraphFeatureSession  # type: ignore[assignment]
+
+
+class GraphJoined(TorchJoined, FeaturePasses):
+    """An EAGLE-1 head, or an MTP layer, with captured passes."""
+
+    session_type = GraphFeatureSession  # type: ignore[assignment]
 
 
 class GraphBlock(TorchBlock, GraphLlama):

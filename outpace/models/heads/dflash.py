@@ -167,7 +167,7 @@ class BlockModel(HeadModel):
         hidden = None
         if self.markov.weights:
             logits, outputs = self.score_sparse_hidden(parts, (self.num_layers,))
-            hidden = host_array(self.norm_output(outputs[0]))
+            hidden = host_array(self.normed("norm", outputs[0]))
         else:
             logits = self.score_held([part._replace(hidden_rows=()) for part in parts])
         for session in sessions:

@@ -5,13 +5,16 @@ the target has computed, f_t = fc(the target's hidden states); for drafted nodes
 So a session holds the text from its second token on, and a queue of features: those of the committed tokens to be read
 next, and that of the tree's root.
 
+EAGLE-1 (arXiv:2401.15077; EAGLE-2 and HASS have the same files) and the MTP layer of MiMo read one hidden state, after
+the target's last layer and final norm, and `fc` joins it with the token's embedding.
+
 P-EAGLE (the same layout with `mask_hidden`) drafts several tokens in one forward: the root's slot is followed by slots
 of a mask token, whose feature is the same at every place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ import numpy as np
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Model, Part, Session, apply_keep, check_forest
-from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.config import MTP, HeadConfig
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
@@ -30,11 +33,11 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-def join_rows(parts: Sequence[Any]) -> Any:
-    """Concatenate arrays, or tensors, of rows."""
+def join_rows(parts: Sequence[Any], axis: int = 0) -> Any:
+    """Concatenate arrays, or tensors, of rows; with axis 1 side by side."""
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else torch.cat([*parts])
+    return np.concatenate(parts, axis) if isinstance(parts[0], np.ndarray) else torch.cat([*parts], axis)
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
@@ -72,23 +75,28 @@ class FeatureSession(Session):
 class HeadModel(Model):
     """A head: a runtime's model of its layers, which reads the target's hidden states.
 
-    `fuse` computes features from them: [taps, rows, target's width] to [rows, width]. `norm_output` applies the final
-    norm. `limit_window` lets the layers see at most this many trailing tokens; it is called before sessions are opened.
+    `fuse` computes features from them: [taps, rows, target's width] to [rows, width]. `limit_window` lets the layers
+    see at most this many trailing tokens; it is called before sessions are opened.
     """
 
     head: HeadConfig
+    own: Mapping[str, Any]  # norms outside of the layers, fc's bias, mask_hidden and the target's final norm, by name
     fuse: Callable[[Any], Any]
-    norm_output: Callable[[Any], Any]
     limit_window: Callable[[int], None]
     score_sparse_hidden: Callable[[Sequence[Part], Sequence[int]], tuple[SparseLogits, Any]]
+
+    def normed(self, name: str, rows: Any, eps: float = 0.0) -> Any:
+        """Apply a norm outside of the layers, if the head has it; `eps` 0: that of the head's config."""
+        weight = self.own.get(f"{name}.weight")
+        return rows if weight is None else rms_norm(rows, weight, eps or self.head.layers.rms_norm_eps)
 
 
 class EagleModel(HeadModel):
     """Adds EAGLE-3's features to a runtime whose model consists of the head's layers."""
 
-    def norm_feature(self, features: Any) -> Any:
-        """Apply the norm of the features, for heads whose residual is the normed feature."""
-        raise NotImplementedError
+    def residual(self, features: Any, part: Part) -> Any:
+        """Return the first layer's residual of the part's nodes, which read these features."""
+        return self.normed("layers.0.hidden_norm", features) if self.head.norm_before_residual else features
 
     def mask_features(self, count: int) -> Any:
         """Return the features of mask slots, for heads that draft in parallel: [count, width]."""
@@ -103,7 +111,7 @@ class EagleModel(HeadModel):
         check_forest(self, forest)
         parts = [self._with_features(part) for part in apply_keep(forest)]
         logits, hidden = self.score_sparse_hidden(parts, (self.num_layers,))
-        outputs = iter(self.norm_output(hidden[0]) if self.head.norm_output else hidden[0])
+        outputs = iter(self.normed("norm", hidden[0]) if self.head.norm_output else hidden[0])
         for part in parts:
             new: list[Any] = [None] * len(part.tokens)
             for node in part.logit_rows:
@@ -125,6 +133,28 @@ class EagleModel(HeadModel):
                 raise ValueError("a node has neither a queued feature nor a parent with an output")
             rows.append(stack_rows([outputs[parent] for parent in parents]))
         session.features = session.features[queued:]
-        inputs = join_rows(rows)
-        inputs = self.norm_feature(inputs) if self.head.norm_before_residual else inputs
+        inputs = self.residual(join_rows(rows), part)
         return part._replace(inputs=inputs, hidden_rows=part.logit_rows, best=0)
+
+
+class JoinedModel(EagleModel):
+    """EAGLE-1 and MiMo's MTP layer: `fc` joins a token's embedding and a feature to the input of an ordinary layer.
+
+    The feature of a position is what the target's output layer reads; that of a drafted node is its parent's output.
+    `received` returns hidden states as the runtime computes with them, `multiply` applies `fc`, and `embed` returns the
+    embeddings of tokens.
+    """
+
+    received: Callable[[Any], Any]
+    multiply: Callable[[Any], Any]
+    embed: Callable[[Sequence[int]], Any]
+
+    def fuse(self, hidden: Any) -> Any:
+        return self.normed("target_norm", self.received(hidden[0]), self.head.target_eps)
+
+    def residual(self, features: Any, part: Part) -> Any:
+        embedded, session = self.embed(part.tokens), part.session
+        if self.head.kind == MTP and not session.length + session.pending:
+            embedded[0] = 0.0  # MiMo was trained without the embedding at the first position
+        both = [self.normed("embed_norm", embedded), self.normed("hidden_norm", features)]
+        return self.multiply(join_rows(both[::-1] if self.head.kind == MTP else both, 1))

@@ -1,11 +1,13 @@
 """Opens the files of a head; its tensors have the same names in every layout.
 
-A head is a folder with config.json and safetensors or `pytorch_model.bin`, or a .gguf file of the architecture eagle3
-or dflash. Layer 0 is called `midlayer` in EAGLE's own files and `layers.0` here.
+A head is a folder with config.json and safetensors or a pickle of tensors, a .gguf file of the architecture eagle3 or
+dflash, or a layer in the files of a MiMo target. Layer 0 is called `midlayer` in EAGLE-3's own files and `layers.0`
+here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
@@ -14,15 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace.core.errors import UserError, require
-from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint
+from outpace.models.files.checkpoint import INDEX, MEDUSA, SINGLE, Checkpoint
 from outpace.models.files.gguf.config import read_scaling, shortest_decimal
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry, ggml_type, open_gguf_model
 from outpace.models.files.gguf.source import can_read, deinterleave_rope, dequantise
 from outpace.models.files.reading import DTYPES, check_file, read_json
+from outpace.models.heads.config import MTP, holds_mtp
 from outpace.models.llama.config.fields import size
 from outpace.models.llama.weight_sources import StoredMatrix
 
-PICKLE = "pytorch_model.bin"
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 INTEGERS = ("I64", "I32", "BOOL")
 INTEGER_TENSORS = ("d2t",)  # all others are floats
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # used in training only
@@ -48,7 +51,26 @@ GGUF_NAMES = {
 }
 NORMS = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # the meaning of enc.output_norm, by architecture
 INTERLEAVED = ("attn_q", "attn_k")  # in eagle3, the two rows of a rotary pair are neighbours
-RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
+MTP_LAYER = "model.mtp_layers."  # beginning of the names of MiMo's MTP layer, in the target's own files
+MEDUSA_HEADS = "medusa_head."
+BLOCK_OF_MEDUSA = re.compile(r"^(\d+)\.(\d+)\.linear\.")  # of head and block
+OUTPUT_OF_MEDUSA = re.compile(r"^(\d+)\.\d+\.(?=weight$)")
+RENAMED = {  # the first that a name begins with counts
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "midlayer.": "layers.0.",
+    "mtp_layers.0.input_proj.": "fc.",
+    "mtp_layers.0.token_layernorm.": "embed_norm.",
+    "mtp_layers.0.hidden_layernorm.": "hidden_norm.",
+    "mtp_layers.0.final_layernorm.": "norm.",
+    "mtp_layers.0.": "layers.0.",
+    "embed_layernorm.": "embed_norm.",
+    "post_embedding_layernorm.": "embed_norm.",
+    "embedding_layernorm.": "embed_norm.",  # this and the next three by speculators
+    "pre_lm_head_layernorm.": "norm.",
+    "fusion_fc.": "fc.",
+    "transformer.": "layers.0.",
+}
 
 
 class HeadTensor(NamedTuple):
@@ -112,14 +134,22 @@ def open_head(path: Path) -> HeadFiles:
     """Open a head's folder or .gguf file; UserError if it is missing, damaged or of an unreadable format."""
     if path.suffix.lower() == ".gguf":
         return _open_gguf(open_gguf_model(path))
-    if not (path / SINGLE).exists() and not (path / INDEX).exists() and (path / PICKLE).exists():
-        return HeadFiles(path, read_json(path / "config.json"), _read_pickle(path / PICKLE))
+    pickled = next((path / name for name in PICKLES if (path / name).exists()), None)
+    if pickled and not any((path / name).exists() for name in (SINGLE, INDEX, MEDUSA)):
+        return HeadFiles(path, read_json(path / "config.json"), _read_pickle(pickled))
     checkpoint = Checkpoint.open(path)
-    return HeadFiles(path, checkpoint.config, {name: _folder_tensor(checkpoint, name) for name in checkpoint.names()})
+    config, names = checkpoint.config, list(checkpoint.names())
+    if holds_mtp(config):
+        names = [name for name in names if name.startswith(MTP_LAYER)]
+        config = {**config, "architectures": [MTP], "num_hidden_layers": 1}
+    if any(name.startswith(MEDUSA_HEADS) for name in names):  # next to the whole target
+        names = [name for name in names if name.startswith(MEDUSA_HEADS)]
+    return HeadFiles(path, config, {name: _folder_tensor(checkpoint, name) for name in names})
 
 
 def _canonical_name(name: str) -> str:
-    name = name.removeprefix("model.")
+    name = name.removeprefix("model.").removeprefix(MEDUSA_HEADS)
+    name = OUTPUT_OF_MEDUSA.sub(r"lm_heads.\1.", BLOCK_OF_MEDUSA.sub(r"blocks.\1.layers.\2.", name))
     for other, ours in RENAMED.items():
         if name.startswith(other):
             return ours + name.removeprefix(other)

@@ -11,11 +11,23 @@ from outpace.models.base import Capability
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.header import open_gguf_model
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import BLOCKS, DFLASH, EAGLE3, check_kind, head_kind, verifier_of
+from outpace.models.heads.config import (
+    BLOCKS,
+    DFLASH,
+    EAGLE3,
+    JOINED,
+    MEDUSA,
+    MTP,
+    check_kind,
+    head_kind,
+    holds_mtp,
+    verifier_of,
+)
 from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import EagleModel
 from outpace.models.heads.files import open_head
-from outpace.models.heads.native import NativeBlock, NativeEagle
+from outpace.models.heads.medusa import MedusaModel, native_products, torch_products
+from outpace.models.heads.native import NativeBlock, NativeEagle, NativeJoined
 from outpace.models.heads.reader import read_head
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
@@ -30,7 +42,7 @@ def kind_of_head(path: Path) -> str | None:
     if path.suffix.lower() == ".gguf":
         return GGUF_KINDS.get(str(open_gguf_model(path).metadata.get("general.architecture")))
     config = read_optional_json(path / "config.json")
-    kind = head_kind(config)
+    kind = MTP if holds_mtp(config) else head_kind(config)
     may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config  # known by its tensors only
     return kind or (head_kind(config, open_head(path).tensors) if may_be_older else None)
 
@@ -65,34 +77,45 @@ def load_head(
     tokens, rows = head.layers.vocab_size, int(config.get("vocab_size") or target.vocab_size)
     if tokens < num_tokens or abs(tokens - rows) > MOST_PADDING:
         raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} tokens in {rows} rows")
+    if max(head.taps) > target.max_hidden_layer:
+        raise UserError(
+            f"{path} reads the hidden states after layer {max(head.taps)}, and {type(target).__name__} gives those"
+            f" after layer {target.max_hidden_layer} at most: use runtime llama or native"
+        )
+    place = 0 if head.kind in BLOCKS else 1 if head.kind in JOINED else 2  # of its class among those of a runtime
     if isinstance(target, NativeLlama):
         weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
-        kind = NativeBlock if head.kind in BLOCKS else NativeEagle
-        return kind.from_files(opened, head, target, native)
+        if head.kind == MEDUSA:
+            return MedusaModel(head, target, target.ends.norm, native_products(opened, native))
+        return (NativeBlock, NativeJoined, NativeEagle)[place].from_files(opened, head, target, native)
     require("a head for a target that runs by torch", "torch")
-    from outpace.models.heads.cuda import GraphBlock, GraphEagle
-    from outpace.models.heads.torch import TorchBlock, TorchEagle
+    from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined
+    from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined
     from outpace.models.llama.cuda.captures import Captures
     from outpace.models.llama.cuda.runtime import GraphLlama
 
     module = getattr(target, "module", None)  # of transformers
 
-    def embedding() -> Any:
-        return target.embedding if module is None else module.get_input_embeddings().weight
-
-    def output() -> Any:
+    def of_target(name: str) -> Any:
+        if name == "embed_tokens.weight":
+            return target.embedding if module is None else module.get_input_embeddings().weight
         if module is not None:
             return module.get_output_embeddings().weight
         if files is None:
-            raise UserError(f"{path} has no output layer, and the target was not loaded by name")
+            raise UserError(f"{path} needs weights of the target, which was not loaded by name")
         with open_source(files()) as source:
-            return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else "lm_head.weight")
+            if name == "target_norm.weight":
+                return source.tensor("model.norm.weight") + target.config.norm_offset
+            return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else name)
 
-    given = opened, head, embedding, output, target.device, target.dtype, options.kv_dtype
+    if head.kind == MEDUSA:
+        norm, product = torch_products(opened, of_target, target.device, target.dtype)
+        return MedusaModel(head, target, norm, product)
+    given = opened, head, of_target, target.device, target.dtype, options.kv_dtype
     if isinstance(target, GraphLlama) and not any(head.causal):
-        captured: Any = GraphBlock if head.kind in BLOCKS else GraphEagle
+        captured: Any = (GraphBlock, GraphJoined, GraphEagle)[place]
         model = captured.from_files(*given)
         model.captures = Captures(target.captures.is_eager)
         return model
-    return (TorchBlock if head.kind in BLOCKS else TorchEagle).from_files(*given)
+    return (TorchBlock, TorchJoined, TorchEagle)[place].from_files(*given)

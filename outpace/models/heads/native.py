@@ -10,9 +10,9 @@ import numpy as np
 
 from outpace.core.kernels import kernels
 from outpace.models.base import Part
-from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.config import JOINED, HeadConfig
 from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
-from outpace.models.heads.eagle3 import EagleModel, FeatureSession, rms_norm
+from outpace.models.heads.eagle3 import EagleModel, FeatureSession, JoinedModel, rms_norm
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import draft_ids
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
@@ -43,10 +43,9 @@ class NativeHead(NativeLlama):
         own: Mapping[str, np.ndarray],
         options: NativeOptions,
     ) -> None:
-        """`layers` and `fc` are packed for the kernels. `own`: norms outside of the layers, fc's bias and mask_hidden,
-        by name."""
+        """`layers` and `fc` are packed for the kernels. `own`: see `HeadModel`."""
         super().__init__(head.layers, layers, ends, options)
-        self.head, self._own, self._fc = head, own, fc
+        self.head, self.own, self._fc = head, own, fc
         self._others: dict[tuple[str, int], Any] = {}  # further kernel models, by name and number of threads
 
     @classmethod
@@ -66,25 +65,29 @@ class NativeHead(NativeLlama):
             output = matrix_of_rows(packing, fetch, "lm_head.weight", order)
             kept = None if ids is None else ids[order]
         own = {name: files.array(name) for name in files.tensors if name in OWN or name.startswith("fc_norm.")}
-        ends = EmbeddingAndHead(embedding, files.array("norm.weight"), output, kept)
+        if shared and head.kind in JOINED:
+            own["target_norm.weight"] = shared.norm
+        ends = EmbeddingAndHead(embedding, own.get("norm.weight", np.zeros(0, np.float32)), output, kept)
         layers = [load_layer(packing, head.layers, number, fetch) for number in range(head.layers.num_layers)]
         model = cls(head, layers, ends, matrix_of_rows(packing, fetch, "fc.weight"), own, options)
         model.precision, model.notice = fetch.precision, fetch.notice
         return model
 
     def fuse(self, hidden: np.ndarray) -> np.ndarray:
-        rows = host_floats(hidden).swapaxes(0, 1)  # [rows, taps, target's width]
+        rows = self.received(hidden).swapaxes(0, 1)  # [rows, taps, target's width]
         if self.head.fc_norm:
-            scales = np.stack([self._own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
+            scales = np.stack([self.own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
             rows = rms_norm(rows, scales, self.config.rms_norm_eps)
-        joined = np.ascontiguousarray(rows.reshape(len(rows), self._fc.inputs), np.float32)
-        out = np.empty((len(joined), self.config.hidden_size), np.float32)
+        return self.multiply(rows.reshape(len(rows), self._fc.inputs))
+
+    def received(self, hidden: Any) -> np.ndarray:
+        return host_floats(hidden)
+
+    def multiply(self, joined: np.ndarray) -> np.ndarray:
+        joined, out = host_floats(joined), np.empty((len(joined), self.config.hidden_size), np.float32)
         if len(joined):
             self._other("fc", self._product).project(joined, out)
-        return out + self._own["fc.bias"] if self.head.has_fc_bias else out
-
-    def norm_output(self, outputs: np.ndarray) -> np.ndarray:
-        return rms_norm(outputs, self.ends.norm, self.config.rms_norm_eps)
+        return out + self.own["fc.bias"] if self.head.has_fc_bias else out
 
     def limit_window(self, tokens: int) -> None:
         for layer in self._layers:
@@ -99,7 +102,7 @@ class NativeHead(NativeLlama):
 
     def _product(self, threads: int) -> Any:
         """Create a kernel model without layers, whose output layer is `fc`."""
-        norm = self._own["input_norm.weight"] if self.head.norm_before_fc else np.zeros(0, np.float32)
+        norm = self.own.get("input_norm.weight", np.zeros(0, np.float32))
         eps, name = self.config.rms_norm_eps, self.options.instruction_set
         return self.kernels.Model(self.heads, self._fc.inputs, 0, eps, [], self._fc, norm, self._fc, name, threads)
 
@@ -109,12 +112,20 @@ class NativeEagle(EagleModel, NativeHead):
 
     session_type = NativeFeatureSession
 
-    def norm_feature(self, features: np.ndarray) -> np.ndarray:
-        return rms_norm(features, self._own["layers.0.hidden_norm.weight"], self.config.rms_norm_eps)
-
     def mask_features(self, count: int) -> np.ndarray:
-        hidden = self._own["mask_hidden"].reshape(len(self.head.taps), 1, -1)
+        hidden = self.own["mask_hidden"].reshape(len(self.head.taps), 1, -1)
         return np.repeat(self.fuse(hidden), count, axis=0)
+
+
+class NativeJoined(JoinedModel, NativeHead):
+    """An EAGLE-1 head, or an MTP layer, for a native target."""
+
+    session_type = NativeFeatureSession
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        rows = np.empty((len(tokens), self.config.hidden_size), np.float32)
+        self.ends.embedding.read(np.array(tokens, np.int32), rows)
+        return rows
 
 
 class NativeBlock(BlockModel, NativeHead):
@@ -131,7 +142,7 @@ class NativeBlock(BlockModel, NativeHead):
         return model
 
     def fuse(self, hidden: np.ndarray) -> np.ndarray:
-        return rms_norm(super().fuse(hidden), self._own["hidden_norm.weight"], self.config.rms_norm_eps)
+        return self.normed("hidden_norm", super().fuse(hidden))
 
     def store_features(self, parts: Sequence[Part]) -> None:
         forest = self._forest(parts)
@@ -143,4 +154,5 @@ class NativeBlock(BlockModel, NativeHead):
         return self._with_threads(threads, [layer.storing_only() for layer in self._layers])
 
 
-OWN = ("fc.bias", "input_norm.weight", "hidden_norm.weight", "layers.0.hidden_norm.weight", "mask_hidden")
+NORMS = ("norm", "input_norm", "hidden_norm", "embed_norm", "layers.0.hidden_norm")
+OWN = ("fc.bias", "mask_hidden", *(f"{name}.weight" for name in NORMS))

@@ -6,6 +6,7 @@ is checked against its tensors and the target when it is loaded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,9 @@ from outpace.core.errors import UserError
 from outpace.models.heads.config import (
     BLOCKS,
     DSPARK,
+    JOINED,
+    MEDUSA,
+    MTP,
     P_EAGLE,
     HeadConfig,
     check_kind,
@@ -40,6 +44,8 @@ UNSUPPORTED = (  # of dflash_config
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # prefixes of tensors
 MOST_DRAFTED = 64  # tokens of a block
+JOINED_NORMS = ("norm", "hidden_norm", "embed_norm")  # an MTP layer has all of them
+MEDUSA_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 # An object in config.json ("": the config itself), its field, and what is added to get the number of layers completed:
 # 1 where layers are counted from 0 and their output is read.
@@ -74,11 +80,16 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     config = files.config
     kind = str(head_kind(config, files.tensors.keys()))
     check_kind(kind, files.path)
+    if kind == MEDUSA:
+        head = _read_medusa(files, target, max_positions, num_layers)
+        files.check_shapes(_medusa_shapes(head))
+        _check_target(config, target, head)
+        return head
     is_speculators = "speculators_model_type" in config
     own = fields_of(config, "transformer_layer_config") if is_speculators else config
     layers = _layer_config(files, own, max_positions)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layers.hidden_size))
-    read = _read_block if kind in BLOCKS else _read_eagle
+    read = _read_block if kind in BLOCKS else _read_joined if kind in JOINED else _read_eagle
     head = read(
         HeadConfig(
             kind=kind,
@@ -86,6 +97,7 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
             taps=_taps(config, kind, layers.num_layers, num_layers, width, files),
             num_rows=size(config, "draft_vocab_size", layers.vocab_size),
             target_width=width,
+            target_eps=number(target, "rms_norm_eps", layers.rms_norm_eps, 1.0),
             has_fc_bias="fc.bias" in files,
             logit_scale=number(config, "logit_scale", 1.0, 1e6),
             verifier=verifier_of(config),
@@ -98,6 +110,30 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     files.check_shapes(_shapes(head, files))
     _check_target(config, target, head)
     return head
+
+
+def _read_medusa(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
+    """Read Medusa's heads. Their sizes are those of the tensors; config.json may say fewer heads than there are."""
+    config, rows, hidden = files.config, *files.shape("lm_heads.0.weight")
+    places = [tuple(map(int, found.groups())) for name in files.tensors if (found := MEDUSA_BLOCK.match(name))]
+    blocks = size(config, "medusa_num_layers", 1 + max((block for _, block in places), default=0))
+    eps = number(target, "rms_norm_eps", 1e-6, 1.0)
+    layers = LlamaConfig(rows, hidden, hidden, blocks, 1, 1, 2, eps, 1e4, max_positions, False, False, False)
+    block = max(size(config, "medusa_num_heads", 1), *(1 + head for head, _ in places), 1)
+    if block > MOST_DRAFTED:
+        raise UserError(f"medusa_num_heads is {block}, it must be at most {MOST_DRAFTED}")
+    return HeadConfig(MEDUSA, layers, (num_layers,), rows, hidden, eps, block=block, from_anchor=True)
+
+
+def _medusa_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
+    hidden = head.layers.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in range(head.block):
+        shapes[f"lm_heads.{one}.weight"] = (head.num_rows, hidden)
+        for block in range(head.layers.num_layers):
+            name = f"blocks.{one}.layers.{block}."
+            shapes |= {f"{name}weight": (hidden, hidden), f"{name}bias": (hidden,)}
+    return shapes
 
 
 def _read_eagle(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
@@ -116,6 +152,18 @@ def _read_eagle(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, i
         mask_token=_mask_token(head, config, ("mask_token_id", "pard_token", "ptd_token_id"))
         if head.kind == P_EAGLE
         else None,
+    )
+
+
+def _read_joined(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
+    """Read what describes EAGLE-1 heads and MTP layers."""
+    is_mtp, norm = head.kind == MTP, "layers.0.input_layernorm.weight"
+    return replace(
+        head,
+        target_width=head.layers.hidden_size,  # a feature may also be an output of the head
+        layers=replace(head.layers, norms_features=is_mtp or norm in files),
+        has_fc_bias=flag(config, "fusion_bias" if is_speculators else "bias", head.has_fc_bias) and not is_mtp,
+        norm_output=is_mtp,
     )
 
 
@@ -190,6 +238,8 @@ def _taps(
     config: Mapping[str, Any], kind: str, own_layers: int, num_layers: int, width: int, files: HeadFiles
 ) -> tuple[int, ...]:
     """Return `HeadConfig.taps`. Several fields may hold them, and they count layers differently."""
+    if kind in JOINED:
+        return (num_layers,)
     fields = BLOCK_TAPS if kind in BLOCKS else EAGLE_TAPS
     name, found, added = "the default of files without ids of layers", None, 0
     for outer, inner, counted_from in fields:
@@ -222,7 +272,12 @@ def _taps(
 def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the head must have, and of the optional ones that it has."""
     layers, hidden, taps, rows = head.layers, head.layers.hidden_size, len(head.taps), head.num_rows
-    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,), "fc.weight": (hidden, taps * head.target_width)}
+    norms: tuple[str, ...] = ("norm", "hidden_norm") if head.block else ("norm",)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * head.target_width)}
+    if head.kind in JOINED:
+        shapes["fc.weight"] = (hidden, 2 * hidden)
+        norms = tuple(name for name in JOINED_NORMS if head.kind == MTP or f"{name}.weight" in files)
+    shapes |= {f"{name}.weight": (hidden,) for name in norms}
     if head.has_fc_bias:
         shapes["fc.bias"] = (hidden,)
     for layer in range(layers.num_layers):
@@ -233,8 +288,6 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
         shapes |= {f"fc_norm.{tap}.weight": (head.target_width,) for tap in range(taps)}
     if head.kind == P_EAGLE:
         shapes["mask_hidden"] = (1, 1, taps * head.target_width)
-    if head.block:
-        shapes["hidden_norm.weight"] = (hidden,)
     if head.kind == DSPARK:
         shapes |= _markov_shapes(head, files)
     optional = {"embed_tokens.weight": (layers.vocab_size, hidden)}
@@ -259,7 +312,8 @@ def _layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]
         "mlp.up_proj": (intermediate, hidden, layers.mlp_bias),
         "mlp.down_proj": (hidden, intermediate, layers.mlp_bias),
     }
-    norms = ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if takes_features else []))
+    norms = ["input_layernorm"] if number or takes_features or layers.norms_features else []
+    norms += ["post_attention_layernorm", *(["hidden_norm"] if takes_features else [])]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     for name, (rows, columns, has_bias) in matrices.items():
         shapes[f"{name}.weight"] = (rows, columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from outpace.core.arrays import to_device
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Part
-from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.config import JOINED, HeadConfig
 from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
-from outpace.models.heads.eagle3 import EagleModel, FeatureSession, rms_norm
+from outpace.models.heads.eagle3 import EagleModel, FeatureSession, JoinedModel, rms_norm
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import draft_ids
 from outpace.models.llama.torch.attention import SessionRows, WindowView
@@ -44,20 +44,19 @@ class TorchHead(Llama):
         files: HeadFiles,
         head: HeadConfig,
         fetch: FetchTensor,
-        embedding: Tensor,
         ids: Tensor | None,
         kv_dtype: str,
     ) -> None:
         """`ids` [rows]: the tokens of a reduced output layer's rows."""
+        embedding = fetch("embed_tokens.weight")
         layers = [load_layer(head.layers, number, fetch) for number in range(head.layers.num_layers)]
         output = load_head(head.layers, embedding, None, fetch)
         super().__init__(head.layers, layers, embedding, output, False, ids, kv_dtype)
         self.head = head
-        self._own = {  # fc's weight and bias, mask_hidden, and the norms outside of the layers
+        self.own: Mapping[str, Tensor] = {
             name: fetch(name)
-            for name in files.tensors
-            if name.startswith(("fc", "input_norm", "mask_hidden"))
-            or name.endswith(("norm.weight", "hidden_norm.weight"))
+            for name in (*files.tensors, *(["target_norm.weight"] if head.kind in JOINED else []))
+            if name.startswith(("fc", "input_norm", "mask_hidden")) or name.endswith("norm.weight")
         }
 
     @classmethod
@@ -65,40 +64,44 @@ class TorchHead(Llama):
         cls,
         files: HeadFiles,
         head: HeadConfig,
-        embedding: Callable[[], Tensor],
-        output: Callable[[], Tensor],
+        of_target: Callable[[str], Tensor],
         device: torch.device,
         dtype: torch.dtype,
         kv_dtype: str,
     ) -> Self:
-        """Build the head; `embedding` and `output` return the target's layers, for files that lack them."""
+        """Build the head; `of_target` returns the target's weights by name: its final norm (target_norm.weight), and
+        its embedding and output layer for files that lack them."""
 
         def fetch(name: str) -> Tensor:
             name = name.removeprefix("model.")
-            if name == "lm_head.weight" and name not in files:
-                return output().to(device=device, dtype=dtype)
-            return torch.from_numpy(np.array(files.array(name))).to(device=device, dtype=dtype)
+            if name in files:
+                found = torch.from_numpy(np.array(files.array(name)))
+            elif name in ("norm.weight", "layers.0.input_layernorm.weight"):  # EAGLE-1: a factor of 1 in `load_layer`
+                found = torch.full((head.layers.hidden_size,), head.layers.hidden_size**-0.5)
+            else:
+                found = of_target(name)
+            return found.to(device=device, dtype=dtype)
 
-        has_own = "embed_tokens.weight" in files
-        table = fetch("embed_tokens.weight") if has_own else embedding().to(device=device, dtype=dtype)
         ids = draft_ids(files, head) if "lm_head.weight" in files else None
         tokens = None if ids is None else torch.from_numpy(ids).to(device)
-        return cls(files, head, fetch, table, tokens, kv_dtype)
+        return cls(files, head, fetch, tokens, kv_dtype)
 
     @torch.inference_mode()
     def fuse(self, hidden: Tensor) -> Tensor:
-        rows, eps = hidden.transpose(0, 1).to(self.device, self.dtype), self.config.rms_norm_eps  # [rows, taps, width]
+        rows = self.received(hidden).transpose(0, 1)  # [rows, taps, width]
         if self.head.fc_norm:
-            scales = torch.stack([self._own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
-            rows = rms_norm(rows, scales, eps)
+            scales = torch.stack([self.own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
+            rows = rms_norm(rows, scales, self.config.rms_norm_eps)
         joined = rows.flatten(1)
         if self.head.norm_before_fc:
-            joined = rms_norm(joined, self._own["input_norm.weight"], eps)
-        return F.linear(joined, self._own["fc.weight"], self._own.get("fc.bias"))
+            joined = rms_norm(joined, self.own["input_norm.weight"], self.config.rms_norm_eps)
+        return self.multiply(joined)
 
-    @torch.inference_mode()
-    def norm_output(self, outputs: Tensor) -> Tensor:
-        return rms_norm(outputs, self._own["norm.weight"], self.config.rms_norm_eps)
+    def received(self, hidden: Tensor) -> Tensor:
+        return hidden.to(self.device, self.dtype)
+
+    def multiply(self, joined: Tensor) -> Tensor:
+        return F.linear(joined, self.own["fc.weight"], self.own.get("fc.bias"))
 
     def limit_window(self, tokens: int) -> None:
         windows = [min(self.config.window(layer) or tokens, tokens) for layer in range(self.num_layers)]
@@ -114,12 +117,8 @@ class TorchEagle(EagleModel, TorchHead):
 
     session_type = TorchFeatureSession
 
-    @torch.inference_mode()
-    def norm_feature(self, features: Tensor) -> Tensor:
-        return rms_norm(features, self._own["layers.0.hidden_norm.weight"], self.config.rms_norm_eps)
-
     def mask_features(self, count: int) -> Tensor:
-        return self.fuse(self._own["mask_hidden"].view(len(self.head.taps), 1, -1)).expand(count, -1)
+        return self.fuse(self.own["mask_hidden"].view(len(self.head.taps), 1, -1)).expand(count, -1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Store the embeddings for the first layer; its residual starts from the features, which replace these
@@ -136,6 +135,23 @@ class TorchEagle(EagleModel, TorchHead):
             [self._norm(self._embedded, None), self._norm(x, None) if self.config.norms_features else x], -1
         )
         return self._apply(normed.linear, both if normed.norm is None else (both * normed.norm).to(x.dtype))
+
+
+class TorchJoined(JoinedModel, TorchHead):
+    """An EAGLE-1 head, or an MTP layer, for a target that runs by torch."""
+
+    session_type = TorchFeatureSession
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        return self._embed(to_device(tokens, np.int64, self.device))
+
+    def _qkv_product(self, number: int, x: Tensor) -> Tensor:
+        if number or self.config.norms_features:
+            return super()._qkv_product(number, x)
+        return self._apply(self._layers[0].qkv.linear, x)
+
+    def _norm_output(self, x: Tensor) -> Tensor:
+        return super()._norm_output(x) if "norm.weight" in self.own else x
 
 
 class TorchBlock(BlockModel, TorchHead):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -66,6 +66,13 @@ class Family:
 
 
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    **NO_BIASES | {"qkv_bias": True},
+    slides=late_layers,
+    by_layer=True,
+)
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family(
@@ -75,13 +82,8 @@ FAMILIES = {
         slides=all_layers,
         always_slides=True,
     ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-        **NO_BIASES | {"qkv_bias": True},
-        slides=late_layers,
-        by_layer=True,
-    ),
+    "qwen2": QWEN2,
+    "mimo": replace(QWEN2, architecture="MiMoForCausalLM"),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},

@@ -241,11 +241,15 @@ class Llama(Model):
         """Compute logits from the last layer's rows: [rows, vocab]"""
         if not len(x):
             return self._no_logits()
-        logits = self._head_product(self._norm(pad_rows(x, self._head_counts), self._head.norm))[: len(x)]
+        logits = self._head_product(self._norm_output(pad_rows(x, self._head_counts)))[: len(x)]
         if self._head_ids is not None:
             wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
             logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)
         return logits[:, : self.vocab_size]
+
+    def _norm_output(self, x: Tensor) -> Tensor:
+        """Apply the final norm."""
+        return self._norm(x, self._head.norm)
 
     def _no_logits(self) -> Tensor:
         return self.embedding.new_empty(0, self.vocab_size, dtype=self.score_dtype)
