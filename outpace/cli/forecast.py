@@ -131,10 +131,11 @@ def _sentence(forecaster: Forecaster, found: SampledForecast) -> str:
 
 
 def _draw(file: Path, series: list[TimeSeries], found: SampledForecast, patch_length: int, truths: list[Any]) -> None:
-    from outpace.timeseries.plot import draw
+    from outpace.timeseries.plot import MAX_PANELS, draw
 
     try:
         draw(file, series, found, patch_length, truths)
     except OSError as error:
         raise UserError(f"--plot: {file} cannot be written: {error.strerror}") from None
-    display.say(f"wrote {file}")
+    part = f", with the first {MAX_PANELS} of {len(series)} series" if len(series) > MAX_PANELS else ""
+    display.say(f"wrote {file}{part}")

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from outpace.timeseries.forecaster import SampledForecast
 from outpace.timeseries.frames import TimeSeries
 
-_MAX_PANELS = 6
+MAX_PANELS = 6
 _SHOWN_HISTORY = 3  # in lengths of the forecast
 _SHOWN_PATHS = 3
 _BANDS = ((0.1, 0.9, 0.25), (0.3, 0.7, 0.45))  # quantiles and opacity
@@ -28,15 +28,24 @@ def draw(
     truths: Sequence[np.ndarray] = (),
 ) -> None:
     """Write a plot of the first six series; `truths` are the true values, if they are known."""
-    shown = min(len(series), _MAX_PANELS)
+    shown = min(len(series), MAX_PANELS)
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10, 0.8 + 2.9 * shown), layout="constrained")
         panels = figure.subplots(shown, 1, squeeze=False)[:, 0]
         for number, axes in enumerate(panels):
             truth = truths[number] if truths else None
             _draw_one(axes, series[number], forecast, number, patch_length, truth)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+        shown_by = {
+            label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            [*shown_by.values()],
+            [*shown_by],
+            loc="outside upper center",
+            ncols=len(shown_by),
+            frameon=False,
+            fontsize=9,
+        )
         figure.savefig(file, dpi=120)
 
 
