@@ -100,6 +100,12 @@ def test_a_wrong_policy_file_gets_a_sentence(tmp_path: Path) -> None:
     SAC("MlpPolicy", gymnasium.make("Pendulum-v1"), device="cpu", policy_kwargs={"net_arch": [4]}).save(other)
     with pytest.raises(UserError, match=r"sees \(3,\) values and gives \(1,\); allowed are 7 and 2"):
         load(other)
+    cell = environment().CellEnvironment(SMALL)
+    model = SAC("MlpPolicy", import_module("outpace.edge.training").SharedActorCells([cell]), device="cpu")
+    model.actor.mu.bias.data[0] = float("nan")
+    model.save(other)
+    with pytest.raises(UserError, match="has weights that are not finite"):
+        load(other)
     assert "is no file" in run_command("edge", "--policy", tmp_path / "none.zip")[2]
     assert (
         "no server has 3 devices in reach"

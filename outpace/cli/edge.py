@@ -178,7 +178,5 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
     if study.plot is not None:
         from outpace.edge.plot import plot
 
-        title = (
-            f"{settings.devices} devices, {settings.servers} servers, {study.worlds} worlds, channel {settings.channel}"
-        )
-        plot(found, title, study.plot)
+        sizes = [f"{getattr(settings, name)} {name}" for name in ("devices", "servers") if name not in points[0]]
+        plot(found, ", ".join([*sizes, f"{study.worlds} worlds", f"channel {settings.channel}"]), study.plot)

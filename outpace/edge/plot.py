@@ -65,6 +65,8 @@ def _draw_sweep(axes: Any, found: Found, name: str) -> None:
             color=f"C{number % 10}",
         )
     axes.set(xlabel=name.replace("_", " "), yscale="log")
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter("{x:g}")
     axes.grid(alpha=0.3)
 
 

@@ -69,6 +69,8 @@ def load(file: Path) -> Callable[[SlotProblem, np.ndarray], Assignment]:
             f"policy is {file}, which sees {shapes[0]} values and gives {shapes[1]}; allowed are"
             f" {OBSERVATIONS} and {SCORES}: train it again with --train"
         )
+    if not all(bool(weights.isfinite().all()) for weights in model.policy.parameters()):
+        raise UserError(f"policy is {file}, which has weights that are not finite: train it again with --train")
 
     def divide(problem: SlotProblem, server: np.ndarray) -> Assignment:
         scores, _ = model.predict(observe(problem, server), deterministic=True)
