@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import outpace
 from outpace.cli.main import main
-from outpace.distill.draft import DraftShape
+from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.distill.train import TrainOptions
@@ -23,6 +23,18 @@ from outpace.distill.writer import WriterOptions
 
 TOKENS = 6000
 WORDS = ("hello", "world", "lo", "12", "he", "d", "we", "all", "or", "well")
+OTHERS: dict[str, dict[str, Any]] = {  # fields of other architectures
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+    },
+}
 
 
 def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **changes: Any) -> Path:

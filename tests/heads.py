@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from files import interleaved, model_folder
 from gguf import GGUFWriter
 from safetensors.numpy import load_file, save_file
 
+from outpace.core.tree import PREFIX
+from outpace.models.base import Part
 from outpace.models.files.checkpoint import INDEX
 
 LAYERS = 8  # of the target
@@ -42,6 +45,7 @@ SPECULATORS = (
     "mask_token_id",
 )
 MASK = 270
+PARENTS = (PREFIX, 0, 0, 1, 1, 2, 3, 6)  # a tree below the root
 P_EAGLE: dict[str, Any] = {"num_hidden_layers": 2, "mask_token_id": MASK}  # with mask slots and a second layer
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -415,3 +419,15 @@ def _attend_at(
 
 
 OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+
+
+def layers_of(part: Part) -> list[Part]:
+    """The same nodes in passes, children after their parents; nodes keep their numbers."""
+    depths = [0]
+    for parent in part.parents[1:]:
+        depths.append(depths[parent] + 1)
+    cuts = [0, *(node for node in range(1, len(depths)) if depths[node] > depths[node - 1]), len(depths)]
+    return [
+        part._replace(tokens=part.tokens[a:b], parents=part.parents[a:b], logit_rows=range(b - a))
+        for a, b in pairwise(cuts)
+    ]

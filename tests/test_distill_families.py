@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from distill_files import check_draft, make_draft, settings, target_folder
+from distill_files import OTHERS, check_draft, make_draft, settings, target_folder
 from test_architectures import CASES, Pair
 from test_architectures import pairs as pairs
 from test_four_bits import folders
 from torch import Tensor
 
-from outpace.distill.draft import DraftShape, draft_config, new_student, write_draft
+from outpace.distill.kinds.standalone import DraftShape, draft_config, new_student, write_draft
 from outpace.distill.student import PackedRows, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
@@ -29,20 +29,6 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
-
-
-OTHERS = {
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "head_dim": 16,
-        "sliding_window": 24,
-        "sliding_window_pattern": 2,
-    },
 }
 
 

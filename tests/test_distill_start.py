@@ -9,7 +9,7 @@ import torch
 from distill_files import target as target
 
 from outpace.core.errors import UserError
-from outpace.distill.draft import (
+from outpace.distill.kinds.standalone import (
     DraftShape,
     draft_config,
     new_student,

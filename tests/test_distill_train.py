@@ -22,7 +22,6 @@ from test_work import Waits
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Labels, Packer, read_samples
-from outpace.distill.draft import VOCAB_FILE, DraftShape, new_student, read_vocab_ids
 from outpace.distill.evaluate import (
     MIN_ROUNDS,
     POSITIONS,
@@ -34,6 +33,7 @@ from outpace.distill.evaluate import (
     predicted_speedups,
     reliable_rates,
 )
+from outpace.distill.kinds.standalone import VOCAB_FILE, DraftShape, new_student, read_vocab_ids
 from outpace.distill.run import distill, save_evaluation, write_plot
 from outpace.distill.student import Student
 from outpace.distill.train import MOMENTS, LossOptions, Trainer, TrainOptions, load_state, loss, read_curve, save_state

@@ -12,7 +12,7 @@ from distill_files import target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill import text
-from outpace.distill.draft import target_config
+from outpace.distill.kinds.standalone import target_config
 from outpace.distill.text import load_target
 from outpace.distill.writer import AnswerJob, EngineWriter, GraphLoopWriter, WriterOptions, WrittenAnswer
 from outpace.models.base import Model, chain

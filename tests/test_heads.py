@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,20 @@ import pytest
 import torch
 import transformers
 from files import model_folder
-from heads import LAYERS, MISTAKES, ROWS, VARIANTS, VOCAB, WIDTH, Reference, head_config, head_tensors, write_head
+from heads import (
+    LAYERS,
+    MISTAKES,
+    PARENTS,
+    ROWS,
+    VARIANTS,
+    VOCAB,
+    WIDTH,
+    Reference,
+    head_config,
+    head_tensors,
+    layers_of,
+    write_head,
+)
 
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
@@ -35,7 +47,6 @@ from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
 RUNTIMES = ("llama", "native")
-PARENTS = (PREFIX, 0, 0, 1, 1, 2, 3, 6)  # a tree below the root
 PROMPT = 13
 
 
@@ -83,18 +94,6 @@ def opened(model: Any, seed: int, cuts: Sequence[int] = (5, 9)) -> tuple[Any, Pa
         session.keep(range(end - start))
     give(model, session, hidden[:, PROMPT - 1 :])
     return session, Part(session, tokens[PROMPT - 1 :], PARENTS, range(len(PARENTS)))
-
-
-def layers_of(part: Part) -> list[Part]:
-    """The same nodes in passes, children after their parents; nodes keep their numbers."""
-    depths = [0]
-    for parent in part.parents[1:]:
-        depths.append(depths[parent] + 1)
-    cuts = [0, *(node for node in range(1, len(depths)) if depths[node] > depths[node - 1]), len(depths)]
-    return [
-        part._replace(tokens=part.tokens[a:b], parents=part.parents[a:b], logit_rows=range(b - a))
-        for a, b in pairwise(cuts)
-    ]
 
 
 def tree_logits(model: Any, seeds: Sequence[int]) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import outpace
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.distill.draft import VOCAB_FILE, DraftShape, draft_config, new_student, write_draft
+from outpace.distill.kinds.standalone import VOCAB_FILE, DraftShape, draft_config, new_student, write_draft
 from outpace.models.base import chain
 from outpace.models.files import pairs
 from outpace.models.files.find import resolve

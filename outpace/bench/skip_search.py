@@ -119,7 +119,7 @@ def predict_speedup(runs: Sequence[Sequence[bool]], sublayers: Sublayers, times:
     """
     tokens, best = sum(map(len, runs)), (0.0, 1)
     for length in range(1, MAX_DRAFT_LENGTH + 1):
-        rounds = sum(count_rounds(run, length) for run in runs)
+        rounds = sum(count_rounds([run[place : place + length] for place in range(len(run))]) for run in runs)
         seconds = rounds * (times.rows[length] + length * times.draft(sublayers))
         best = max(best, (tokens * times.rows[0] / seconds, length))
     return best

@@ -13,7 +13,7 @@ from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags, numbers
 from outpace.cli.options import JSON, SEED, TARGET, TEXT
 from outpace.cli.process import sigterm_as_interrupt
-from outpace.core.errors import UserError, check_whole, require
+from outpace.core.errors import UserError, check_whole, require, unknown
 
 if TYPE_CHECKING:
     from outpace.distill.options import DistillOptions
@@ -43,6 +43,9 @@ class TextFlags:
     tokens: int | None = flag(None, "Instead of a budget: tokens that the target writes; started answers are finished.")
     epochs: float = flag(3.0, "How often training goes through the text.")
     answer_tokens: int = flag(256, "The longest answer, in tokens.")
+    taps: str | None = flag(
+        None, "Keep the target's hidden states after these layers, as in 2,15,27; the default is the kind's."
+    )
     rows: int | None = flag(None, "Answers written at once; the default is 128 on a CPU and at most 1,024 on a GPU.")
     temperatures: str = flag(
         "0,0.8,1", "Temperatures of the answers, alternately; one named twice gets twice the share."
@@ -58,6 +61,7 @@ class ShapeFlags:
     """The shape of the draft."""
 
     panel: ClassVar[str] = "Draft"
+    kind: str = flag("standalone", "Kind of draft: standalone, a small model; eagle3, a layer on hidden states.")
     layers: str = flag("3", "Layers of the draft: a number, or the target's layers, as in 0,14,29 or 0-24,26-29.")
     init: str = flag("layers", "Start from the target's layers (layers) or a draft (folder, or shipped).")
     vocab: int = flag(0, "Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.")
@@ -201,8 +205,9 @@ def _options(
     device: str,
     seed: int,
 ) -> DistillOptions:
-    from outpace.distill.draft import resolve_draft, shape_from_options
     from outpace.distill.evaluate import EvaluationOptions
+    from outpace.distill.kinds import KINDS
+    from outpace.distill.kinds.standalone import resolve_draft
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
     from outpace.distill.train import LossOptions, TrainOptions
@@ -214,6 +219,8 @@ def _options(
         check_whole("batch_rows", training.batch_rows, 1)
     has_gpu = not device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
+    if shape.kind not in KINDS:
+        raise unknown("kind", shape.kind, KINDS)
     says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
@@ -234,7 +241,9 @@ def _options(
         device=device,
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
         tasks=tuple(evaluation.tasks or ()),
-        shape=shape_from_options(shape.layers, shape.init, shape.vocab, target),
+        kind=shape.kind,
+        taps=None if text.taps is None else tuple(numbers(text.taps, int, f"taps is {text.taps!r}, as in 2,15,27")),
+        shape=KINDS[shape.kind].shape_from_options(shape.layers, shape.init, shape.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
         train=train,
         evaluation=EvaluationOptions(evaluation.judged, seed=seed),

@@ -31,14 +31,14 @@ def speedup(tokens: float, gamma: int, c: float, v: float = 1.0, overhead: float
     return tokens / (gamma * c + v + overhead)
 
 
-def count_rounds(agreed: Sequence[bool], length: int) -> int:
-    """Count the rounds of an answer drafted in chains of this length; `agreed`: whether the draft has each token right.
+def count_rounds(chains: Sequence[Sequence[bool]]) -> int:
+    """Count the rounds of an answer; `chains`: whether each token of the chain drafted at each place is right.
 
     Each round emits the correctly drafted tokens and one token of the target.
     """
     rounds = place = 0
-    while place < len(agreed):
-        drafted = agreed[place : place + length]
+    while place < len(chains):
+        drafted = chains[place]
         place += 1 + (drafted.index(False) if False in drafted else len(drafted))
         rounds += 1
     return rounds

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.shards import read_shards
+from outpace.distill.shards import check_origin, read_shards
 from outpace.distill.student import PackedRows
+from outpace.distill.taps import TAPS, StoredTaps, tap_list
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Sample:
     top_ids: np.ndarray  # int32 [answer tokens, k]
     top_log_p: np.ndarray  # float16 [answer tokens, k]
     temperature: float
+    taps: StoredTaps | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Labels:
     tokens: Tensor  # int64 [scored]: the tokens that it wrote
     top: Tensor  # int64 [scored, k]: its most likely tokens, in descending order
     top_p: Tensor  # float32 [scored, k], at temperature 1
+    answers: Tensor  # int64 [scored]: the answer that a position belongs to
+
+    def __getitem__(self, rows: Tensor) -> Labels:
+        return Labels(self.tokens[rows], self.top[rows], self.top_p[rows], self.answers[rows])
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,14 @@ class TrainingBatch:
     num_tokens: int  # answer tokens
 
 
-def read_samples(folder: Path, length: int) -> tuple[list[Sample], list[Sample]]:
-    """Return the samples to train on and the held-out ones; UserError without any to train on."""
+def read_samples(folder: Path, length: int, taps: Sequence[int] = ()) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples to train on and the held-out ones; UserError without any to train on, and for text that lacks
+    the hidden states after the layers `taps`."""
+    origin = {TAPS: tap_list(taps)} if taps else {}
     train: list[Sample] = []
     held_out: list[Sample] = []
     for shard in read_shards(folder):
+        check_origin(shard, origin)
         row = 0
         for number, prompt in enumerate(shard.prompts.tolist()):
             tokens = shard.tokens[shard.starts[number] : shard.starts[number + 1]]
@@ -56,7 +65,11 @@ def read_samples(folder: Path, length: int) -> tuple[list[Sample], list[Sample]]
             row += len(tokens) - prompt
             if rows.stop > rows.start:
                 temperature = float(shard.temperatures[number])
-                sample = Sample(tokens[:length], prompt, shard.top_ids[rows], shard.top_log_p[rows], temperature)
+                stored = (
+                    shard.taps(number)._replace(stop=int(shard.starts[number]) + len(tokens[:length])) if taps else None
+                )
+                top = shard.top_ids[rows], shard.top_log_p[rows]
+                sample = Sample(tokens[:length], prompt, *top, temperature, stored)
                 (held_out if shard.held_out[number] else train).append(sample)
     if not train:
         raise UserError(f"{folder} holds no answer to train on that fits into {length} tokens")
@@ -114,6 +127,7 @@ class Packer:
         sequences = np.full(shape, -1, np.int64)
         chosen: list[Sample] = []
         scored: list[np.ndarray] = []
+        features: np.ndarray | None = None
         for row, numbers in enumerate(rows):
             start = 0
             for place, number in enumerate(numbers):
@@ -122,14 +136,20 @@ class Packer:
                 tokens[row, start : start + count] = sample.tokens
                 positions[row, start : start + count] = np.arange(count)
                 sequences[row, start : start + count] = place
+                if sample.taps is not None:
+                    hidden = sample.taps.read()
+                    features = np.zeros((*shape, hidden.shape[1]), np.float32) if features is None else features
+                    features[row, start : start + count] = hidden
                 scored.append(row * shape[1] + start + np.arange(sample.prompt - 1, count - 1))
                 chosen.append(sample)
                 start += count
         written = np.concatenate([sample.tokens[sample.prompt :] for sample in chosen])
         top = np.concatenate([sample.top_ids for sample in chosen])
         top_p = np.exp(np.concatenate([sample.top_log_p for sample in chosen]).astype(np.float32))
-        packed = PackedRows(*map(self._to_device, (tokens, positions, sequences, np.concatenate(scored))))
-        labels = Labels(*map(self._to_device, (self._index[written], self._index[top], top_p)))
+        tensors = [self._to_device(part) for part in (tokens, positions, sequences, np.concatenate(scored))]
+        packed = PackedRows(*tensors, taps=None if features is None else self._to_device(features))
+        answers = np.repeat(np.arange(len(chosen)), [len(rows) for rows in scored])
+        labels = Labels(*map(self._to_device, (self._index[written], self._index[top], top_p, answers)))
         return TrainingBatch(packed, labels, len(packed.scored))
 
     def _to_device(self, values: np.ndarray) -> Tensor:

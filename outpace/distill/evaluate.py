@@ -17,6 +17,7 @@ from outpace.core.options import CheckedOptions, whole
 from outpace.core.stats import Positions, RunStats, merge_stats, rates
 from outpace.distill.progress_display import Progress
 from outpace.models.base import chain
+from outpace.models.heads.eagle3 import FeatureSession
 from outpace.models.load import Loaded
 from outpace.models.options import FILE
 
@@ -137,7 +138,7 @@ def _measure_acceptance(
     def decode(nodes: int, width: int, depth: int) -> RunStats:
         # the last round of an answer may draft past its end, which counts too
         shape: dict[str, Any] = {"nodes": nodes + 1, "width": width, "draft_length": depth, "floor": 0.0}
-        with LLM(target, draft, method="speculative", drafter="model", batch=4, **shape) as llm:
+        with LLM(target, draft, method="speculative", drafter=draft.drafter, batch=4, **shape) as llm:
             results = llm.generate(encoded, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
         return merge_stats([result.figures for result in results])
 
@@ -177,6 +178,8 @@ def _timed_pass(model: Any, rows: int) -> Callable[[], float]:
     """Return a function that times one pass of `rows` rows after CONTEXT tokens."""
     context = min(CONTEXT, model.max_positions // 2)
     session = model.open(context + 1, max(rows, context) + 1)
+    if isinstance(session, FeatureSession):
+        session.add_features(model.fuse(torch.ones(len(model.head.taps), 2 * context, model.head.target_width)))
     model.score([chain(session, [1] * context)])
     keep = list(range(context))
 

@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outpace.core.errors import UserError, check_range, unknown
+from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.core.options import CheckedOptions, number, whole
-from outpace.distill.draft import DraftShape
 from outpace.distill.evaluate import EvaluationOptions
+from outpace.distill.kinds import KINDS
+from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.prompts import BUILT_IN
+from outpace.distill.taps import tap_list
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
 from outpace.models.files.cache import exclusive_lock
+from outpace.models.files.find import shipped_model
 from outpace.models.runtimes import RUNTIMES
 
 START = "start"  # writes the draft as training begins with it; not among "all"
@@ -39,6 +42,8 @@ class DistillOptions(CheckedOptions):
     runtime: str = "auto"  # of the evaluation
     evaluate: str | None = None  # the draft to evaluate; None: the run's own
     tasks: Sequence[str] = ()  # files of prompts to evaluate on; none: the held-out prompts
+    kind: str = "standalone"
+    taps: tuple[int, ...] | None = None  # layers whose hidden states the text holds; None: those of the kind
     shape: DraftShape = field(default_factory=DraftShape)
     writer: WriterOptions = field(default_factory=WriterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
@@ -48,6 +53,12 @@ class DistillOptions(CheckedOptions):
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise unknown("stage", self.stage, STAGES)
+        if self.kind not in KINDS:
+            raise unknown("kind", self.kind, KINDS)
+        if self.taps and self.kind == "standalone" and self.stage != "text":
+            raise UserError("taps are for --stage text, and for the kind eagle3: the kind standalone reads none")
+        if self.stage == START and self.kind != "standalone":
+            raise UserError(f"--stage start writes a draft of the kind standalone, not {self.kind}")
         if self.runtime not in RUNTIMES:
             raise unknown("runtime", self.runtime, RUNTIMES)
         super().__post_init__()
@@ -62,6 +73,19 @@ class DistillOptions(CheckedOptions):
 
     def runs(self, stage: str) -> bool:
         return self.stage in (stage, "all")
+
+    def taps_of(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers whose hidden states the text holds, of a target with this many; UserError for others."""
+        taps = KINDS[self.kind].default_taps(num_layers) if self.taps is None else self.taps
+        for layer in taps:
+            check_whole("a layer of taps", layer, 0, num_layers)
+        if list(taps) != sorted(set(taps)):
+            raise UserError(f"taps is {tap_list(taps)}, it must be different layers in ascending order")
+        return taps
+
+    @property
+    def target_name(self) -> str:
+        return shipped_model().stem if self.target is None else Path(self.target).name
 
     @property
     def draft(self) -> str:

@@ -33,6 +33,7 @@ NAMES = {
     "shards": "shards",
     "step": "step",
     "judged": "done",
+    "bytes_per_token": "bytes/token",
     "dropped": "torn shards dropped",
     "seconds_left": "left",
 }
@@ -77,6 +78,6 @@ def _format(name: str, value: float) -> str:
         return str(timedelta(seconds=round(value)))
     if name == "judged":
         return f"{value:.0%}"
-    if name in ("tokens", "shards", "step", "dropped", "tokens_per_second"):
+    if name in ("tokens", "shards", "step", "dropped", "tokens_per_second", "bytes_per_token"):
         return f"{value:,.0f}"
     return f"{value:.3f}"

@@ -13,6 +13,7 @@ from outpace.distill.options import DRAFT, TRAINING
 from outpace.distill.train import CURVE, read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
+from outpace.models.heads.reader import TAPS
 from outpace.models.llama.config.llama_config import from_dict
 
 if TYPE_CHECKING:
@@ -142,9 +143,12 @@ def record(folder: Path, command: str, **changes: Any) -> None:
 def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the draft's shape, text and training, from a run's record and learning curve."""
     config = read_json(draft / "config.json")
-    ours = config.get("outpace", {})
-    facts = {"layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"])}
-    facts |= {"from the target's layers": str(ours.get("target_layers"))}
+    ours, sizes = config.get("outpace", {}), config.get("transformer_layer_config", config)
+    facts = {"layers": str(sizes["num_hidden_layers"]), "width": str(sizes["hidden_size"])}
+    if "target_layers" in ours:
+        facts["from the target's layers"] = str(ours["target_layers"])
+    if TAPS in config:
+        facts["reads the target's hidden states after layers"] = str(config[TAPS])
     if state.get("draft"):
         facts["training continued from"] = state["draft"]
     if "draft_vocab_size" in ours:

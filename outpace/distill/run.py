@@ -11,28 +11,22 @@ from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
-from outpace.distill.draft import (
-    VOCAB_FILE,
-    chosen_vocab_ids,
-    draft_config,
-    new_student,
-    read_vocab_ids,
-    save_vocab_ids,
-    target_config,
-    trained_shapes,
-    write_draft,
-)
 from outpace.distill.evaluate import Evaluation, evaluate
+from outpace.distill.kinds import KINDS
+from outpace.distill.kinds.standalone import draft_config, new_student, target_config, write_draft
 from outpace.distill.options import DRAFT, START, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
 from outpace.distill.report import PLOT, plot, read_state, record, write_card
+from outpace.distill.shards import read_shards
 from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer, check_state, read_curve
+from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_ids
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, resolve
 from outpace.models.files.packed import pack
+from outpace.models.heads.load import kind_of_head
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
@@ -45,7 +39,7 @@ UNRECORDED = ("save_every", "seconds")  # training options that do not affect th
 def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
     """Run the stages selected by `options.stage`; return the evaluation, which is not saved, if there is one."""
     target = None if options.stage == "judge" else resolve(options.target)
-    check(options, target)
+    options = check(options, target)
     if target is not None and options.stage == START:
         with stage_lock(options.out / TRAINING, "training a draft"):  # this stage writes a draft too
             start_stage(options, target)
@@ -57,8 +51,9 @@ def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | No
     return evaluation_stage(options, progress) if options.runs("judge") else None
 
 
-def check(options: DistillOptions, target: Path | None) -> None:
-    """Raise UserError for what would stop any of the selected stages; create the run's folder.
+def check(options: DistillOptions, target: Path | None) -> DistillOptions:
+    """Raise UserError for what would stop any of the selected stages; create the run's folder. Return the options with
+    the layers of the hidden states that the text holds.
 
     `target` is the target's folder; None if no text is written and nothing is trained.
     """
@@ -68,6 +63,8 @@ def check(options: DistillOptions, target: Path | None) -> None:
             sizes = target_config(checkpoint)
             if options.runs("text"):
                 max_prompt_length(options.writer, sizes.max_positions)
+            taps = options.taps_of(sizes.num_layers)
+            options = replace(options, taps=taps, writer=replace(options.writer, taps=taps))
             if options.runs("train") or options.stage == START:
                 _check_draft(options, checkpoint, sizes)
         if options.runs("text"):
@@ -80,6 +77,7 @@ def check(options: DistillOptions, target: Path | None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{options.out} cannot be made ({error.strerror})") from error
+    return options
 
 
 def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> None:
@@ -87,12 +85,8 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
     shape, folder = options.shape, options.out / TRAINING
     if shape.vocab > sizes.vocab_size:
         raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
-    config = from_dict(draft_config(checkpoint.config, shape))
-    trained = trained_shapes(config)
+    trained = KINDS[options.kind].trained_shapes(checkpoint, shape, options.taps or ())
     chosen_vocab_ids(folder, shape.vocab)
-    if shape.draft is not None:
-        with Checkpoint.open(shape.draft) as draft:
-            draft.check_shapes(trained)
     check_state(folder, trained)
 
 
@@ -143,7 +137,7 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
     text, folder, train = options.out / TEXT, options.out / TRAINING, options.train
     if options.seconds is not None:
         train = replace(train, seconds=options.seconds * TRAIN_SHARE)
-    samples, _ = read_samples(text, train.length)
+    samples, _ = read_samples(text, train.length, options.taps or ())
     if train.seconds is None and train.tokens is None:
         train = replace(train, tokens=int(options.epochs * sum(len(sample.top_ids) for sample in samples)))
     student = _new_student(options, target, samples)
@@ -154,12 +148,13 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
         options.command,
         training={name: value for name, value in asdict(train).items() if name not in UNRECORDED},
         draft=None if options.shape.draft is None else options.shape.draft.name,
+        kind=options.kind,
     )
-    with open_folder(target) as source:
-        config = draft_config(source.config, options.shape)
+    origin = {"target": options.target_name, **next(read_shards(text)).origin}
+    write = KINDS[options.kind].write
     trainer.run(
         lambda figures: progress("training", figures),
-        save=lambda student: write_draft(options.out / DRAFT, student, config, target),
+        save=lambda student: write(options.out / DRAFT, student, target, options.shape, origin),
     )
 
 
@@ -169,14 +164,15 @@ def _new_student(options: DistillOptions, target: Path, samples: Sequence[Sample
     ids = chosen_vocab_ids(folder, shape.vocab)
     if ids is None and shape.vocab:
         if shape.draft is not None:
-            ids = read_vocab_ids(shape.draft / VOCAB_FILE)
+            ids = KINDS[options.kind].vocab_ids(shape.draft)
         else:
             with open_folder(target) as source:
                 size = from_dict(source.config).vocab_size
             ids = frequent_tokens(samples, size, shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))
-        folder.mkdir(parents=True, exist_ok=True)
-        save_vocab_ids(folder / VOCAB_FILE, ids)
-    return new_student(target, shape, ids, options.device)
+        if ids is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_vocab_ids(folder / VOCAB_FILE, ids)
+    return KINDS[options.kind].new_student(target, shape, ids, options.device, options.taps or ())
 
 
 def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evaluation:
@@ -213,4 +209,6 @@ def write_plot(options: DistillOptions, found: Evaluation) -> Path:
 def pack_run(run: Path, target: Path, out: Path) -> None:
     """Pack a run's draft with its card, plot, figures and learning curve; `run` may also be a draft's own folder."""
     draft = run / DRAFT if (run / DRAFT).is_dir() else run
+    if kind_of_head(draft) is not None:
+        raise UserError(f"{draft} is a head, which has no embeddings to leave out: copy the folder")
     pack(draft, target, out, [run / name for name in (EVALUATION, PLOT, f"{TRAINING}/{CURVE}")])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.distill.taps import SCALES, TAPS, StoredTaps
 from outpace.distill.writer import WrittenAnswer
 from outpace.models.files.cache import new_file
 
@@ -32,6 +33,8 @@ class Shard:
     temperatures: np.ndarray  # float32 [answers]
     jobs: np.ndarray  # int64 [answers]: the jobs' numbers
     held_out: np.ndarray  # bool [answers]: not for training
+    file: Path | None = None
+    origin: Mapping[str, str] = field(default_factory=dict)  # what wrote it: `text_origin`, and the layers of its taps
 
     @classmethod
     def of(cls, answers: Sequence[WrittenAnswer]) -> Shard:
@@ -47,13 +50,21 @@ class Shard:
             held_out=np.array([answer.job.held_out for answer in answers], bool),
         )
 
+    def taps(self, answer: int) -> StoredTaps:
+        """Return where the hidden states of an answer and its prompt are."""
+        assert self.file is not None
+        return StoredTaps(self.file, *(int(start) for start in self.starts[answer : answer + 2]))
+
 
 class TextFolder:
     """The folder of one target's shards. Torn shards are removed when it is opened."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Open or create `folder`; UserError if it holds another target's text."""
-        self.folder, self.settings = folder, dict(settings)
+    def __init__(self, folder: Path, settings: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> None:
+        """Open or create `folder`; UserError if it holds another target's text.
+
+        `origin` describes what writes the text; a text with hidden states must have one origin.
+        """
+        self.folder, self.settings, self._origin = folder, dict(settings), dict(origin or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -69,6 +80,7 @@ class TextFolder:
                 self.num_dropped += 1
                 file.unlink()
             else:
+                check_origin(shard, self._origin)
                 self._add_entry(file.name, shard)
 
     @property
@@ -82,8 +94,14 @@ class TextFolder:
         number = max((int(name.split("-")[1].split(".")[0]) for name in self.shards), default=-1) + 1
         name, shard = f"shard-{number:05d}.safetensors", Shard.of(answers)
         after_failure = f"the {len(self.shards)} finished shards stay good"
+        tensors = {name: value for name, value in vars(shard).items() if isinstance(value, np.ndarray)}
+        if taps := [answer.taps for answer in answers if answer.taps is not None]:
+            tensors |= {
+                name: np.concatenate(arrays)
+                for name, arrays in zip((TAPS, SCALES), zip(*taps, strict=True), strict=True)
+            }
         with new_file(self.folder / name, after_failure) as part:
-            save_file(vars(shard), part)
+            save_file(tensors, part, self._origin or None)
         self._add_entry(name, shard)
         manifest = self.settings | {
             "tokens": self.tokens,
@@ -122,17 +140,31 @@ def read_shards(folder: Path) -> Iterator[Shard]:
 
 def read_shard(file: Path) -> Shard:
     """Read a shard; UserError if it is torn or its parts do not fit together."""
-    from safetensors.numpy import load_file
+    from safetensors import safe_open
 
     try:
-        shard = Shard(**load_file(file))
+        with safe_open(str(file), framework="np") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys() if name not in (TAPS, SCALES)}  # noqa: SIM118
+            shard = Shard(**tensors, file=file, origin=opened.metadata() or {})
+            counts = [opened.get_slice(name).get_shape()[0] for name in (TAPS, SCALES) if TAPS in shard.origin]
         answers = len(shard.jobs)
         lengths = np.diff(shard.starts) - shard.prompts
         fits = answers == len(lengths) == len(shard.temperatures) == len(shard.held_out)
         fits = fits and len(shard.tokens) == shard.starts[-1] and bool((lengths > 0).all())
         fits = fits and int(lengths.sum()) == len(shard.top_ids) and shard.top_ids.shape == shard.top_log_p.shape
+        fits = fits and all(count == len(shard.tokens) for count in counts)
     except Exception as error:  # safetensors raises its own error, by the kind of damage
         raise UserError(f"{file} is not a whole shard ({error})") from error
     if not fits:
         raise UserError(f"{file} is not a whole shard (its parts do not fit together)")
     return shard
+
+
+def check_origin(shard: Shard, origin: Mapping[str, str]) -> None:
+    """Raise UserError if a shard's text is not of this origin; without hidden states, any origin is right."""
+    if TAPS not in origin:
+        return
+    for name, value in origin.items():
+        if (found := shard.origin.get(name)) != value:
+            there = f"of {name} {found}" if found else f"without {name}"
+            raise UserError(f"{shard.file} holds text {there}, and {name} {value} is needed: choose another folder")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.distill.losses import LossOptions, loss
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.gemma import ATTENTION_NORM, MLP_OUTPUT_NORM
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
 from outpace.models.llama.torch.rope_tables import frequencies_of
+
+if TYPE_CHECKING:
+    from outpace.distill.batches import TrainingBatch
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 FROZEN = (EMBEDDING, HEAD)  # tensors that are not trained
@@ -28,10 +33,14 @@ class PackedRows:
     positions: Tensor  # int64 [rows, length], starting from 0 in every sequence
     sequences: Tensor  # int64 [rows, length], which of the row's sequences a token belongs to
     scored: Tensor  # int64 [scored]: flat indices of the positions whose next token has a loss
+    taps: Tensor | None = None  # float32 [rows, length, taps * width]: the target's hidden states
 
 
 class Student:
-    """The weights of a draft in training; `ids` is its reduced vocabulary, None: all tokens."""
+    """The weights of a draft in training; `ids` is its reduced vocabulary, None: all tokens. `taps`: it reads the
+    target's hidden states after these numbers of layers."""
+
+    taps: tuple[int, ...] = ()
 
     def __init__(self, config: LlamaConfig, tensors: Mapping[str, Tensor], ids: Tensor | None) -> None:
         """Copy `tensors`, float32 by Hugging Face names."""
@@ -49,12 +58,22 @@ class Student:
         """The tensors that training changes, by name."""
         return {name: value for name, value in self.tensors.items() if value.requires_grad}
 
+    def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
+        """Return the mean loss per position."""
+        return loss(self.logits(batch.packed), batch.labels, options)
+
+    def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
+        """Return whether each token of a chain that is drafted from each scored position on is the target's likeliest
+        one, with the target's text before it: bool [scored, length]. Past an answer's end the values mean nothing."""
+        right = self.logits(batch.packed).argmax(1) == batch.labels.top[:, 0]
+        return torch.stack([right.roll(-place) for place in range(length)], 1)
+
     def logits(self, batch: PackedRows) -> Tensor:
         """Return the logits of the draft's vocabulary at the positions that have a loss: float32 [scored, ids]."""
         config, tables = self.config, dict[int | None, tuple[Tensor, Tensor]]()
         for number, rotation in enumerate(config.rotations):
-            tables[number] = _rope_tables(config.head_dim, rotation, batch.positions)
-        masks = {window: _mask(batch, window) for window in map(config.window, range(config.num_layers))}
+            tables[number] = rope_tables(config.head_dim, rotation, batch.positions)
+        masks = {window: causal_mask(batch, window) for window in map(config.window, range(config.num_layers))}
         x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
         x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
         for layer in range(config.num_layers):
@@ -64,8 +83,13 @@ class Student:
 
     def _layer(self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
         """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding."""
+        query, key, value = self._heads(prefix, self._normed(x, prefix + "input_layernorm.weight"), table)
+        attended = attention(query, key, value, mask.to(query.dtype), self.config.attention_scale)
+        return self._finish_layer(prefix, x, attended)
+
+    def _heads(self, prefix: str, h: Tensor, table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of normed inputs, a key for each query head: [rows, heads, length, d]."""
         config = self.config
-        h = self._normed(x, prefix + "input_layernorm.weight")
         query, key, value = self._query_key_value(prefix, h)
         if config.head_norm:
             query = self._normed(query.float(), prefix + "self_attn.q_norm.weight")
@@ -75,7 +99,11 @@ class Student:
         query, key = (part.to(value.dtype).transpose(1, 2) for part in (query, key))
         groups = config.num_heads // config.num_kv_heads
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
-        attended = _attention(query, key, value, mask.to(query.dtype), config.attention_scale)
+        return query, key, value
+
+    def _finish_layer(self, prefix: str, x: Tensor, attended: Tensor) -> Tensor:
+        """Add what was attended to, [rows, heads, length, d], and the MLP's output."""
+        config = self.config
         attended = self._linear(prefix + "self_attn.o_proj", attended.transpose(1, 2).flatten(2))
         x = self._added(x, attended, prefix + ATTENTION_NORM)
         h = self._normed(x, f"{prefix}{config.mlp_norm}.weight")
@@ -108,7 +136,7 @@ class Student:
         return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute softmax attention, [rows, heads, length, d]; `mask` is added to the scores.
 
     On a CPU, two products and a softmax take half the time of torch's fused function, forward and backward together.
@@ -119,7 +147,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
     return (scores.float() + mask).softmax(-1).to(value.dtype) @ value
 
 
-def _mask(batch: PackedRows, window: int | None) -> Tensor:
+def causal_mask(batch: PackedRows, window: int | None) -> Tensor:
     """Return 0 where a token attends to another one, within the last `window` tokens, else -inf.
 
     The shape is [rows, 1, length, length]; without a window a token attends to all earlier ones of its sequence.
@@ -132,7 +160,7 @@ def _mask(batch: PackedRows, window: int | None) -> Tensor:
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
-def _rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of a rotary embedding, times its scaling's gain: [...] to [..., 1, d / 2] each."""
     rotated = rotation._replace(dim=0)
     angles = positions[..., None, None] * frequencies_of(rotation.dim or head_dim, rotated).to(positions.device)

@@ -7,6 +7,7 @@ Xu et al., arXiv:2406.08464), as a model trained on conversations has also learn
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,14 +15,18 @@ from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 
+from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
+from outpace.core.lazy import lazy_sha256
 from outpace.distill.options import TEXT, DistillOptions, stage_lock
 from outpace.distill.progress_display import Progress, StageProgress
 from outpace.distill.prompts import collect, is_held_out, prompt_hash, read_prompts
 from outpace.distill.shards import TextFolder
+from outpace.distill.taps import TAPS, TapRecorder, tap_list
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, make_writer
-from outpace.models.base import Model
-from outpace.models.files.find import shipped_model
+from outpace.models.base import Model, check_needs
+from outpace.models.files.cache import weights_digest
+from outpace.models.files.find import locate, shipped_model
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer
@@ -34,17 +39,26 @@ WINDOW = 512  # jobs sorted by prompt length, so that prompts of similar length 
 def write_text(target: Path, options: DistillOptions, seconds: float | None, progress: Progress) -> TextFolder:
     """Write shards into the run's folder, continuing an earlier run, until there are `options.tokens` or for `seconds`.
 
-    `target` is the target's folder. Each pass over the prompts answers them at another of the temperatures.
+    `target` is the target's folder. Each pass over the prompts answers them at another of the temperatures. Hidden
+    states after the layers `options.writer.taps` are kept.
     """
     texts, tokenizer, writing = collect(options.prompts), Tokenizer.from_folder(target), options.writer
-    name = shipped_model().stem if options.target is None else Path(options.target).name
-    settings = {"target": name, "top": writing.top, "max_tokens": writing.max_tokens, "seed": writing.seed}
-    store = TextFolder(options.out / TEXT, settings)
+    spec = shipped_model() if options.target is None else Path(options.target)
+    settings = {
+        "target": options.target_name,
+        "top": writing.top,
+        "max_tokens": writing.max_tokens,
+        "seed": writing.seed,
+    }
+    model = load_target(spec, options.device)
+    if taps := writing.taps:
+        check_needs(model, Needs(layers=taps, prompt=True))
+    store = TextFolder(options.out / TEXT, settings, _origin(spec, tokenizer, model, taps))
     if store.num_dropped:
         progress({"dropped": store.num_dropped})
     if options.tokens is not None and store.tokens >= options.tokens:
         return store
-    model = load_target(target, options.device)
+    _check_room(options, store.tokens, TapRecorder(taps, model).token_bytes if taps else 0, progress)
     max_prompt = max_prompt_length(writing, model.max_positions)
     writer = make_writer(model, tokenizer.stop_ids, writing, max_prompt)
     jobs = _jobs(texts, options.temperatures, tokenizer, max_prompt, store.finished)
@@ -74,6 +88,30 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
     return store
 
 
+def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int]) -> dict[str, str]:
+    """Describe what writes the text: hidden states of another model, or in another precision, are other features."""
+    template = (tokenizer.chat_template or "").encode("utf-8", "surrogatepass")
+    origin = {
+        "weights": weights_digest(locate(str(spec))),
+        "tokenizer": tokenizer.fingerprint[:16],
+        "template": lazy_sha256(template).hexdigest()[:16],
+        "runtime": f"{type(model).__name__} {getattr(model, 'precision', model.dtype)}",
+    }
+    return origin | ({TAPS: tap_list(taps)} if taps else {})
+
+
+def _check_room(options: DistillOptions, written: int, tap_bytes: int, progress: Progress) -> None:
+    """Report the bytes of an answer token, and raise UserError if those of the missing ones do not fit on the disk."""
+    each = 4 + 6 * options.writer.top + tap_bytes
+    progress({"bytes_per_token": each})
+    free = shutil.disk_usage(options.out).free
+    if options.tokens is not None and (needed := (options.tokens - written) * each) > free:
+        raise UserError(
+            f"{options.tokens:,} tokens need {needed / 1e9:.1f} GB, {options.out} has {free / 1e9:.1f} GB left:"
+            " name fewer with --tokens"
+        )
+
+
 def max_prompt_length(options: WriterOptions, context: int) -> int:
     """Return the tokens of the longest prompt to answer; UserError if an answer alone fills the target's context."""
     if options.max_tokens >= context:
@@ -82,7 +120,7 @@ def max_prompt_length(options: WriterOptions, context: int) -> int:
 
 
 def load_target(target: Path, device: str) -> Model:
-    """Load the target on the native kernels if they support it, else on torch.
+    """Load the target, a folder or a .gguf file, on the native kernels if they support it, else on torch.
 
     Training text needs no exact mode, and float16 is enough for the KV cache.
     """

@@ -1,7 +1,7 @@
 """Trains a draft on the target's text (stage train); each step depends on the seed and the step's number alone.
 
-The loss is the cross-entropy on the target's token and the forward KL divergence from its distribution. Checkpoints
-hold the trained weights and the optimizer's two moments.
+Checkpoints hold the trained weights and the optimizer's two moments. What is trained, with which forward and loss, is
+the student's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.options import CheckedOptions, number, whole
 from outpace.core.theory import count_rounds
-from outpace.distill.batches import Labels, Packer, Sample, TrainingBatch, read_samples
+from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
+from outpace.distill.losses import LossOptions
 from outpace.distill.progress_display import Progress
 from outpace.distill.shards import shard_files
 from outpace.distill.student import Student
@@ -30,28 +31,11 @@ from outpace.models.options import has_bfloat16
 
 CURVE, STATE = "curve.jsonl", "training.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_TINY = 1e-8
 WARM_STEPS = 3  # not timed, since a device initialises in them
 PROBE_STEPS = 6  # timed steps after which a time budget is converted to a number of tokens
 PROBE_SECONDS, PROBE_SHARE = 2.0, 0.05  # least time of these steps: seconds or share of the budget, the smaller one
 EVALUATED = 160  # held-out answers evaluated at each checkpoint
 CHAIN = 4
-
-
-@dataclass(frozen=True)
-class LossOptions(CheckedOptions):
-    """The loss is token_weight * cross-entropy + distribution_weight * divergence.
-
-    The divergence is taken over the target's k most likely tokens and one bucket for all others.
-    """
-
-    token_weight: float = number(0.2, 0.0, 100.0)
-    distribution_weight: float = number(0.8, 0.0, 100.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.token_weight + self.distribution_weight:
-            raise UserError("token_weight and distribution_weight are both 0, one of them must be above it")
 
 
 @dataclass(frozen=True)
@@ -175,8 +159,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
-            logits = self.student.logits(batch.packed)
-        value = loss(logits, batch.labels, self.options.loss)
+            value = self.student.loss(batch, self.options.loss)
         self.optimizer.zero_grad(set_to_none=True)
         value.backward()
         torch.nn.utils.clip_grad_norm_(list(self._trained.values()), self.options.clip)
@@ -203,7 +186,7 @@ class Trainer:
         files = shard_files(self._text)
         if files != self._files:
             self._files = files
-            self._train, self._held_out = read_samples(self._text, self.options.length)
+            self._train, self._held_out = read_samples(self._text, self.options.length, self.student.taps)
 
     def _plan(self, seconds: float, steps: int) -> None:
         """Convert a time budget to a number of tokens once the speed is known, which determines all later steps."""
@@ -261,46 +244,17 @@ def agreement(student: Student, packer: Packer, samples: Sequence[Sample]) -> Ag
     passes = emitted = 0
     for rows in packer.epoch(samples, 0, 0):
         batch = packer.batch(samples, rows)
-        same = (student.logits(batch.packed).argmax(1) == batch.labels.top[:, 0]).cpu().numpy()
-        hits.append(same)
+        chains = student.right_chains(batch, CHAIN).cpu().numpy()
+        hits.append(chains[:, 0])
         start = 0
         for index in (index for row in rows for index in row):
             count = len(samples[index].top_ids)
             if samples[index].temperature == 0:
-                passes += count_rounds(same[start : start + count].tolist(), CHAIN)
+                passes += count_rounds(chains[start : start + count].tolist())
                 emitted += count
             start += count
     share = float(np.concatenate(hits).mean()) if hits else 0.0
     return Agreement(round(share, 4), round(emitted / passes, 4) if passes else None)
-
-
-def loss(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor:
-    """Return the mean loss per position; logits float32 [scored, ids].
-
-    Tokens outside the draft's vocabulary have no cross-entropy, and p is renormalised over the others.
-    """
-    log_q = torch.log_softmax(logits, dim=-1)
-    total = logits.new_zeros(())
-    if options.token_weight:
-        known = labels.tokens >= 0
-        chosen = log_q.gather(1, labels.tokens.clamp_min(0)[:, None]).squeeze(1)
-        total = total - options.token_weight * (chosen * known).sum() / len(known)
-    if options.distribution_weight:
-        total = total + options.distribution_weight * _forward_kl(log_q, labels).mean()
-    return total
-
-
-def _forward_kl(log_q: Tensor, labels: Labels) -> Tensor:
-    """Return the divergence of q from p over the stored tokens and the bucket of all others: [scored]."""
-    known = labels.top >= 0
-    rest = (1.0 - labels.top_p.sum(1)).clamp_min(0.0)  # treated as tokens of the draft's vocabulary
-    p = labels.top_p * known
-    mass = (p.sum(1) + rest).clamp_min(_TINY)[:, None]
-    p = torch.cat([p, rest[:, None]], 1) / mass  # [scored, k + 1]
-    log_kept = log_q.gather(1, labels.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
-    q_rest = (1.0 - log_kept.exp().sum(1, keepdim=True)).clamp_min(_TINY)
-    log_q_all = torch.cat([log_kept.masked_fill(~known, 0.0), q_rest.log()], 1)
-    return (p * (p.clamp_min(_TINY).log() - log_q_all)).sum(1)
 
 
 def save_state(

@@ -1,8 +1,8 @@
 """Writes the target's answers by plain decoding, many at once, with their most likely tokens.
 
-It uses the engine, or on a GPU a captured loop that returns to the host every 16 steps. An answer depends on its job
-alone, not on the other answers in the batch or on the order of the jobs. On a GPU, half precisions round differently by
-batch size, so an answer with a near tie between two tokens may differ between batches.
+It uses the engine, or on a GPU a captured loop that returns to the host every 16 steps and keeps no hidden states. An
+answer depends on its job alone, not on the other answers in the batch or on the order of the jobs. On a GPU, half
+precisions round differently by batch size, so an answer with a near tie between two tokens may differ between batches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from outpace.core.noise import row_words
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
+from outpace.distill.taps import TapRecorder, Taps
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
@@ -50,23 +51,26 @@ class WrittenAnswer:
     tokens: np.ndarray  # int32 [tokens], the stop token included
     top_ids: np.ndarray  # int32 [tokens, k]
     top_log_p: np.ndarray  # float16 [tokens, k]
+    taps: Taps | None = None  # of prompt and answer
 
 
 @dataclass(frozen=True)
 class WriterOptions(CheckedOptions):
-    """`rows` answers are written concurrently with at most `max_tokens`; `top` tokens are stored at each position."""
+    """`rows` answers are written concurrently with at most `max_tokens`; `top` tokens are stored at each position, and
+    the hidden states after the layers `taps`."""
 
     rows: int = whole(128, 1, 4096)
     max_tokens: int = whole(256, 1)
     top: int = whole(16, 1, 1024)
     seed: int = whole(0, 0, _SEEDS - 1)
+    taps: tuple[int, ...] = ()
 
 
 def make_writer(
     model: Model, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int
 ) -> EngineWriter | GraphLoopWriter:
     """Return the fastest writer for this model; prompts have at most `max_prompt` tokens."""
-    if not isinstance(model, GraphLlama) or model.exact or model.captures.is_eager:
+    if options.taps or not isinstance(model, GraphLlama) or model.exact or model.captures.is_eager:
         return EngineWriter(model, stop_ids, options)
     row_bytes = (max_prompt + options.max_tokens) * model.token_bytes + 4 * _TEMPORARIES * model.vocab_size
     rows = int(MEMORY * torch.cuda.mem_get_info(model.device)[0] / row_bytes)
@@ -115,9 +119,11 @@ class EngineWriter:
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
         rows = self._options.rows
         running: dict[int, AnswerJob] = {}
-        decoder = registry.find("decoders", "autoregressive")
+        taps = self._options.taps
+        recorder = TapRecorder(taps, self._model) if taps else None
+        decoder = registry.find("decoders", "speculative" if taps else "autoregressive")  # trees are a root alone
         settings = EngineOptions(nodes=1, rows=rows, batch=rows, chunk=2 * rows, reuse=False)
-        with Engine(self._model, options=settings) as engine:
+        with Engine(self._model, recorder, options=settings) as engine:
             while True:
                 while len(running) < rows and (job := next(jobs, None)) is not None:
                     run = engine.submit(self._request(job), decoder, decoder.Options())
@@ -126,7 +132,7 @@ class EngineWriter:
                     return
                 for run in engine.step():
                     if run.finish_reason is not None:
-                        yield _written_answer(run, running.pop(run.key))
+                        yield _written_answer(run, running.pop(run.key), recorder)
 
     def _request(self, job: AnswerJob) -> Request:
         sampling = Sampling(job.temperature)
@@ -142,10 +148,11 @@ class EngineWriter:
         )
 
 
-def _written_answer(run: TokenSequence, job: AnswerJob) -> WrittenAnswer:
+def _written_answer(run: TokenSequence, job: AnswerJob, recorder: TapRecorder | None) -> WrittenAnswer:
     if run.error is not None:
         raise run.error
     top = [record.top for record in run.history.logprobs]
     ids = np.array([[token for token, _ in row] for row in top], dtype=np.int32)  # [tokens, k]
     log_p = np.array([[value for _, value in row] for row in top], dtype=np.float16)
-    return WrittenAnswer(job, np.array(run.tokens, dtype=np.int32), ids, log_p)
+    taps = None if recorder is None else recorder.take(run.request, len(run.committed))
+    return WrittenAnswer(job, np.array(run.tokens, dtype=np.int32), ids, log_p, taps)

@@ -12,11 +12,12 @@ from typing import Any
 from outpace.core.errors import UserError
 from outpace.models import runtimes
 from outpace.models.devices import check_options
+from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import locate
 from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import DRAFTERS, head_kind, holds_mtp
+from outpace.models.heads.config import DRAFTERS, fields_of, head_kind, holds_mtp
 from outpace.models.heads.load import kind_of_head, load_head
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
@@ -113,9 +114,16 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
         raise UserError(
             f"the head {spec} runs on the device of the target, {target.model.device}: leave out draft_device"
         )
+    trained_on = fields_of(read_optional_json(path / "config.json"), "outpace") if path.is_dir() else {}
+    tokenizer = target.tokenizer.fingerprint[:16] if "tokenizer" in trained_on else None
+    if tokenizer != trained_on.get("tokenizer"):
+        raise UserError(f"the head {spec} was trained for a target with another tokenizer than {target.name}")
     model = load_head(path, target.model, target.config, target.tokenizer.size, target.files, options)
     model.vocab_size = min(model.vocab_size, target.model.vocab_size)
     drafter, notice = DRAFTERS[model.head.kind], model.notice
+    if "weights" in trained_on and target.files and weights_digest(target.files()) != trained_on["weights"]:
+        other = "the head was trained on hidden states of other weights, so fewer drafts may be accepted"
+        notice = f"{notice}; {other}" if notice else other
     files = partial(Path, path)
     return Loaded(model, target.tokenizer, str(spec), notice=notice, files=files, drafter=drafter, is_head=True)
 

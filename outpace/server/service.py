@@ -8,10 +8,10 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
+from outpace.models.files.cache import sampled_digest
 from outpace.server import logs
 from outpace.server.admission import Admission, Reservation
 from outpace.server.choices import ChoiceGroup
@@ -24,7 +24,6 @@ from outpace.server.tool_calls import ChatModel
 
 T = TypeVar("T")
 SUBMIT_SECONDS = 0.25  # in which a healthy engine accepts a request
-SAMPLE_BYTES = 1 << 20  # of a file, read at its start, middle and end for the fingerprint
 NUM_WORKERS = 2  # threads that tokenize, render templates and compile grammars
 
 
@@ -183,17 +182,7 @@ def system_fingerprint(llm: LLM) -> str:
         "rule": llm.rule,
         "vocabulary": sorted(tokenizer.stop_ids),
         "template": tokenizer.chat_template,
-        "files": [_digest(file) for file in files if file.is_file()],
+        "files": [(file.name, sampled_digest(file)) for file in files if file.is_file()],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _digest(file: Path) -> list[Any]:
-    """Return name, size and a hash of three samples: enough to distinguish weights without reading all."""
-    size, digest = file.stat().st_size, hashlib.sha256()
-    with file.open("rb") as stream:
-        for start in sorted({0, size // 2, max(size - SAMPLE_BYTES, 0)}):
-            stream.seek(start)
-            digest.update(stream.read(SAMPLE_BYTES))
-    return [file.name, size, digest.hexdigest()]

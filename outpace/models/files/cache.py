@@ -136,6 +136,17 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `path` when the block ends; if the block raises, `path` stays."""
+    replacement = path.with_name(f".{path.name}.new")
+    shutil.rmtree(replacement, ignore_errors=True)
+    with new_folder(replacement) as unfinished:
+        yield unfinished
+    shutil.rmtree(path, ignore_errors=True)
+    replacement.rename(path)
+
+
+@contextmanager
 def new_file(path: Path, after_failure: str = "") -> Iterator[Path]:
     """Yield a temporary path next to `path`; its file replaces `path` when the block ends, and is removed if it raises.
 
@@ -188,6 +199,22 @@ def identity(files: Iterable[Path]) -> str:
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror})") from error
     return digest.hexdigest()[:16]
+
+
+def sampled_digest(file: Path) -> str:
+    """Hash a file's size and three samples: enough to distinguish weights without reading all."""
+    size, digest = file.stat().st_size, lazy_sha256()
+    digest.update(str(size).encode())
+    with file.open("rb") as stream:
+        for start in sorted({0, size // 2, max(size - ENDS_READ, 0)}):
+            stream.seek(start)
+            digest.update(stream.read(ENDS_READ))
+    return digest.hexdigest()[:16]
+
+
+def weights_digest(path: Path) -> str:
+    """Return `sampled_digest` of a .gguf file, or of the safetensors in a model's folder."""
+    return " ".join(map(sampled_digest, sorted(path.glob("*.safetensors")) if path.is_dir() else [path]))
 
 
 def make_once(

@@ -281,7 +281,7 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
     if head.has_fc_bias:
         shapes["fc.bias"] = (hidden,)
     for layer in range(layers.num_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(layers, layer).items()}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in layer_shapes(layers, layer).items()}
     if head.norm_before_fc:
         shapes["input_norm.weight"] = (taps * head.target_width,)
     if head.fc_norm:
@@ -298,7 +298,8 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors."""
     hidden, intermediate, head_dim = layers.hidden_size, layers.intermediate_size, layers.head_dim
     queries, keys = layers.num_heads * head_dim, layers.num_kv_heads * head_dim
     takes_features = layers.takes_features and not number

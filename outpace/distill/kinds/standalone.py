@@ -1,4 +1,4 @@
-"""The draft that is trained: its shape, its initial weights (of the target or an earlier draft), and its folder."""
+"""The kind standalone: a small model of the target's architecture, from some of its layers or an earlier draft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from outpace.core.errors import UserError, check_whole
 from outpace.core.options import CheckedOptions, whole
 from outpace.distill.student import FROZEN, Student
-from outpace.models.files.cache import new_file, new_folder
+from outpace.distill.vocabulary import read_vocab_ids, save_vocab_ids
+from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder, shipped_model
 from outpace.models.files.packed import TOKENIZER_FILES
@@ -131,7 +132,9 @@ def _layer_fields(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequenc
     return fields
 
 
-def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu") -> Student:
+def new_student(
+    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
+) -> Student:
     """Return the untrained draft, whose embeddings and output layer are the target's."""
     with open_folder(target) as checkpoint:
         sizes = target_config(checkpoint)
@@ -139,7 +142,7 @@ def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str
         layers = pick_layers(shape, sizes.num_layers)
         tensors = {name: checkpoint.tensor(source_of(name, layers)).float() for name in tensor_shapes(config)}
     if shape.draft is not None:
-        trained = trained_shapes(config)
+        trained = _trained_shapes(config)
         with Checkpoint.open(shape.draft) as draft:
             draft.check_shapes(trained)
             tensors |= {name: draft.tensor(name).float() for name in trained}
@@ -147,7 +150,33 @@ def new_student(target: Path, shape: DraftShape, ids: Tensor | None, device: str
     return Student(config, tensors, None if ids is None else ids.to(device))
 
 
-def trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose hidden states the draft reads: none."""
+    return ()
+
+
+def vocab_ids(folder: Path) -> Tensor | None:
+    """Return the reduced vocabulary of the draft in `folder`."""
+    return read_vocab_ids(folder / VOCAB_FILE)
+
+
+def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained tensors; UserError for an earlier draft that has others."""
+    shapes = _trained_shapes(from_dict(draft_config(target.config, shape)))
+    if shape.draft is not None:
+        with Checkpoint.open(shape.draft) as draft:
+            draft.check_shapes(shapes)
+    return shapes
+
+
+def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
+    """Replace the draft in `folder`."""
+    with open_folder(target) as source:
+        config = draft_config(source.config, shape)
+    write_draft(folder, student, config, target)
+
+
+def _trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a draft's trained tensors."""
     return {name: shape for name, shape in tensor_shapes(config).items() if name not in FROZEN}
 
@@ -161,9 +190,7 @@ def write_draft(folder: Path, student: Student, config: Mapping[str, Any], targe
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.tensors.items()}
-    replacement = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(replacement, ignore_errors=True)
-    with new_folder(replacement) as unfinished:
+    with replaced_folder(folder) as unfinished:
         write_json(unfinished / "config.json", config)
         save_file(tensors, unfinished / SINGLE, {"format": "pt"})
         if student.ids is not None:
@@ -171,39 +198,3 @@ def write_draft(folder: Path, student: Student, config: Mapping[str, Any], targe
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 shutil.copyfile(target / name, unfinished / name)
-    shutil.rmtree(folder, ignore_errors=True)
-    replacement.rename(folder)
-
-
-def save_vocab_ids(file: Path, ids: Tensor) -> None:
-    """Write the token ids of a draft's reduced vocabulary, in ascending order, as the int32 tensor `ids`."""
-    from safetensors.torch import save_file
-
-    with new_file(file) as part:
-        save_file({"ids": ids.cpu().to(torch.int32)}, part, {"format": "pt"})
-
-
-def read_vocab_ids(file: Path) -> Tensor:
-    """Read the token ids of a reduced vocabulary, int64 [ids]; UserError if the file is damaged."""
-    from safetensors.torch import load_file
-
-    try:
-        ids = load_file(file)["ids"].long()
-    except Exception as error:  # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
-        raise UserError(f"{file} cannot be read ({error})") from error
-    if ids.dim() != 1 or not len(ids) or bool((ids.diff() <= 0).any()):
-        raise UserError(f"{file} must hold token ids in rising order")
-    return ids
-
-
-def chosen_vocab_ids(folder: Path, size: int) -> Tensor | None:
-    """Return the vocabulary that a training in `folder` chose; None before it began, or if `size` is 0.
-
-    UserError if it has another size.
-    """
-    if not size or not (folder / VOCAB_FILE).exists():
-        return None
-    ids = read_vocab_ids(folder / VOCAB_FILE)
-    if len(ids) != size:
-        raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
-    return ids

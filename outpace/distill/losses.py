@@ -1,0 +1,62 @@
+"""The loss of a draft's logits: cross-entropy on the target's token, and divergence from its distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.core.options import CheckedOptions, number
+
+if TYPE_CHECKING:
+    from outpace.distill.batches import Labels
+
+_TINY = 1e-8
+
+
+@dataclass(frozen=True)
+class LossOptions(CheckedOptions):
+    """The loss is token_weight * cross-entropy + distribution_weight * divergence.
+
+    The divergence is taken over the target's k most likely tokens and one bucket for all others.
+    """
+
+    token_weight: float = number(0.2, 0.0, 100.0)
+    distribution_weight: float = number(0.8, 0.0, 100.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.token_weight + self.distribution_weight:
+            raise UserError("token_weight and distribution_weight are both 0, one of them must be above it")
+
+
+def loss(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor:
+    """Return the mean loss per position; logits float32 [scored, ids].
+
+    Tokens outside the draft's vocabulary have no cross-entropy, and p is renormalised over the others.
+    """
+    log_q = torch.log_softmax(logits, dim=-1)
+    total = logits.new_zeros(())
+    if options.token_weight:
+        known = labels.tokens >= 0
+        chosen = log_q.gather(1, labels.tokens.clamp_min(0)[:, None]).squeeze(1)
+        total = total - options.token_weight * (chosen * known).sum() / len(known)
+    if options.distribution_weight:
+        total = total + options.distribution_weight * _forward_kl(log_q, labels).mean()
+    return total
+
+
+def _forward_kl(log_q: Tensor, labels: Labels) -> Tensor:
+    """Return the divergence of q from p over the stored tokens and the bucket of all others: [scored]."""
+    known = labels.top >= 0
+    rest = (1.0 - labels.top_p.sum(1)).clamp_min(0.0)  # treated as tokens of the draft's vocabulary
+    p = labels.top_p * known
+    mass = (p.sum(1) + rest).clamp_min(_TINY)[:, None]
+    p = torch.cat([p, rest[:, None]], 1) / mass  # [scored, k + 1]
+    log_kept = log_q.gather(1, labels.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
+    q_rest = (1.0 - log_kept.exp().sum(1, keepdim=True)).clamp_min(_TINY)
+    log_q_all = torch.cat([log_kept.masked_fill(~known, 0.0), q_rest.log()], 1)
+    return (p * (p.clamp_min(_TINY).log() - log_q_all)).sum(1)

@@ -1,0 +1,111 @@
+"""Keeps the target's hidden states of the text that it writes, from the passes that write it, as int8 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outpace.core.drafting import Needs
+from outpace.core.tree import TokenTree
+from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Source
+from outpace.models.llama.native.runtime import host_floats
+
+LEVELS = 127  # of int8, on each side of zero
+TAPS, SCALES = "taps", "tap_scales"  # tensors of a shard
+
+
+def tap_list(layers: Sequence[int]) -> str:
+    """Return layers as in `--taps`."""
+    return ",".join(map(str, layers))
+
+
+class Taps(NamedTuple):
+    """Hidden states, whose values are `levels` times `scales`."""
+
+    levels: np.ndarray  # int8 [tokens, layers, width]
+    scales: np.ndarray  # float32 [tokens, layers]
+
+    @classmethod
+    def quantise(cls, hidden: np.ndarray) -> Taps:
+        """Round float32 [layers, tokens, width] to int8, with the largest value of each row as its scale."""
+        rows = hidden.swapaxes(0, 1)
+        scales = np.abs(rows).max(-1) / np.float32(LEVELS)
+        return cls(np.rint(rows / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8), scales)
+
+    def floats(self) -> np.ndarray:
+        """Return float32 [tokens, layers * width]."""
+        return (self.levels * self.scales[..., None]).reshape(len(self.levels), -1)
+
+
+@dataclass(slots=True)
+class TapState(DraftState):
+    """The hidden states of a request's tokens so far; the first part is empty."""
+
+    parts: list[Taps]
+
+    def taps(self, tokens: int) -> Taps:
+        """Return the hidden states of a text of this many tokens; those of its last tokens are zero, as the target
+        has not read them."""
+        levels, scales = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
+        missing = tokens - len(levels)
+        return Taps(np.pad(levels, ((0, missing), (0, 0), (0, 0))), np.pad(scales, ((0, missing), (0, 0))))
+
+
+class TapRecorder(Drafter):
+    """Drafts nothing, and records hidden states of the target after these numbers of layers."""
+
+    capabilities = Capabilities((Source("taps"),))
+
+    def __init__(self, layers: tuple[int, ...], target: Any) -> None:
+        self.capabilities = replace(self.capabilities, needs=Needs(layers=layers, prompt=True))
+        self._states: dict[int, TapState] = {}
+        shape = (0, len(layers), target.config.hidden_size)
+        self._empty = Taps(np.zeros(shape, np.int8), np.zeros(shape[:2], np.float32))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's hidden states."""
+        _, layers, width = self._empty.levels.shape
+        return layers * (width + self._empty.scales.itemsize)
+
+    def open(self, request: Request) -> TapState:
+        self._states[id(request)] = state = TapState(request, [self._empty])
+        return state
+
+    def take(self, request: Request, tokens: int) -> Taps:
+        """Return what was recorded of a finished request, whose text has this many tokens, and forget it."""
+        return self._states.pop(id(request)).taps(tokens)
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """Add no nodes."""
+
+    def observe(self, state: TapState, seen: Observation) -> None:
+        super().observe(state, seen)
+        if seen.seen is not None and seen.seen.hidden is not None:
+            state.parts.append(Taps.quantise(host_floats(seen.seen.hidden)))
+
+
+class StoredTaps(NamedTuple):
+    """Where a shard holds the hidden states of one answer's tokens."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """Return float32 [tokens, layers * width]."""
+        opened = _open_shard(self.file)
+        return Taps(*(opened.get_slice(name)[self.start : self.stop] for name in (TAPS, SCALES))).floats()
+
+
+@lru_cache(maxsize=4096)
+def _open_shard(file: Path) -> Any:
+    """Open a shard, whose content is mapped and not read."""
+    from safetensors import safe_open
+
+    return safe_open(str(file), framework="np")

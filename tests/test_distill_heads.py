@@ -1,0 +1,259 @@
+"""`outpace distill --kind eagle3`: the text's hidden states, and a head whose training and serving compute the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distill_files import OTHERS, settings, silent, target_folder
+from heads import PARENTS, layers_of
+from safetensors.torch import load_file
+
+from outpace.api.llm import LLM
+from outpace.core.errors import UserError
+from outpace.core.stats import merge_stats
+from outpace.distill.batches import Packer, read_samples
+from outpace.distill.kinds.eagle3 import Eagle3Student, new_student, shape_from_options, vocab_ids
+from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.options import DistillOptions
+from outpace.distill.run import distill, pack_run
+from outpace.distill.student import PackedRows
+from outpace.distill.train import CHAIN, agreement, read_curve
+from outpace.models.base import Part, chain
+from outpace.models.load import load_draft, load_model
+from outpace.models.runtimes import Loaded
+
+TAPS = (1, 3, 4)
+TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
+
+
+def head_settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
+    base = settings(target, out, kind="eagle3", taps=TAPS, shape=DraftShape(vocab=120), tokens=1500)
+    return replace(base, **({"train": replace(base.train, tokens=1200)} | changes))
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
+    """A run after text and training, of a target with as many layers as the taps need."""
+    folder = tmp_path_factory.mktemp(request.param)
+    options = head_settings(
+        target_folder(folder / "target", TARGETS[request.param] | {"num_hidden_layers": 4}), folder / "out"
+    )
+    for stage in ("text", "train"):
+        distill(replace(options, stage=stage), silent)
+    return options
+
+
+@pytest.fixture(scope="module")
+def target(run: DistillOptions) -> Loaded:
+    return load_model(run.target, dtype="float32", runtime="llama")
+
+
+def student_of(run: DistillOptions) -> Eagle3Student:
+    """The head as its file says."""
+    draft = run.out / "draft"
+    return new_student(Path(str(run.target)), DraftShape(vocab=120, draft=draft), vocab_ids(draft), taps=TAPS)
+
+
+def sample_of(run: DistillOptions) -> tuple[list[int], np.ndarray, int]:
+    """An answer of the shards: its tokens, hidden states [taps, tokens, width] and number of prompt tokens."""
+    samples, _ = read_samples(run.out / "text", 64, TAPS)
+    sample = max(samples, key=lambda one: len(one.tokens))
+    assert sample.taps is not None
+    hidden = sample.taps.read().reshape(len(sample.tokens), len(TAPS), -1).swapaxes(0, 1)
+    return sample.tokens.tolist(), np.ascontiguousarray(hidden), sample.prompt
+
+
+@torch.no_grad()
+def trained_scores(
+    student: Eagle3Student, text: Sequence[int], hidden: np.ndarray, slot: int, steps: int
+) -> np.ndarray:
+    """The trainer's scores of a chain that begins at a slot and reads the rest of `text`: [steps, ids]."""
+    count = len(text)
+    taps = torch.from_numpy(hidden.swapaxes(0, 1).reshape(1, hidden.shape[1], -1))[:, :count]
+    taps = torch.cat([taps, taps.new_zeros(1, count - taps.shape[1], taps.shape[2])], 1)
+    places, zeros = torch.arange(count)[None], torch.zeros(1, count, dtype=torch.long)
+    rows = PackedRows(torch.tensor([text]), places, zeros, torch.tensor([slot]), taps)
+    return np.stack([student._scores(out, torch.tensor([slot]))[0].numpy() for out in student.steps(rows, steps)])
+
+
+def served_scores(
+    model: Any, tokens: Sequence[int], hidden: np.ndarray, slot: int, part: Sequence[int], parents: Any
+) -> np.ndarray:
+    """The runtime's scores of a tree of the tokens `part`, whose root is a slot's token: [nodes, vocab]."""
+    session = model.open(len(tokens) + len(part), len(tokens) + len(part))
+    session.add_features(model.fuse(torch.from_numpy(hidden[:, : slot + 1])))
+    model.score_held([chain(session, tokens[1 : slot + 1])])
+    session.keep(range(slot))
+    steps = layers_of(Part(session, part, parents, range(len(part))))
+    return np.concatenate([np.asarray(model.score_held([step]).wide()) for step in steps])
+
+
+def largest_difference(run: DistillOptions, target: Loaded, student: Eagle3Student) -> float:
+    """Over every step of a chain, and every node of a tree, at several slots of an answer of the shards."""
+    model = load_draft(run.out / "draft", target, dtype="float32").model
+    tokens, hidden, prompt = sample_of(run)
+    ids, worst = student.ids, 0.0
+    assert ids is not None
+    for slot in range(prompt - 1, len(tokens) - 2 - CHAIN, 2):
+        path = tokens[slot + 1 : slot + 1 + CHAIN]
+        found = served_scores(model, tokens, hidden, slot, path, chain(None, path).parents)  # type: ignore[arg-type]
+        wanted = trained_scores(student, tokens[: slot + 1] + path, hidden[:, : slot + 1], slot, CHAIN)
+        worst = max(worst, float(np.abs(found[:, ids.numpy()] - wanted).max()))
+    nodes = [path[0], *np.random.default_rng(1).integers(0, 100, len(PARENTS) - 1).tolist()]
+    found = served_scores(model, tokens, hidden, slot, nodes, PARENTS)[:, ids.numpy()]
+    for node in range(len(nodes)):
+        way = [node]
+        while way[0]:
+            way.insert(0, PARENTS[way[0]])
+        text = tokens[: slot + 1] + [nodes[one] for one in way]
+        wanted = trained_scores(student, text, hidden[:, : slot + 1], slot, len(way))[-1]
+        worst = max(worst, float(np.abs(found[node] - wanted).max()))
+    return worst
+
+
+def test_training_and_serving_compute_the_same_scores(run: DistillOptions, target: Loaded) -> None:
+    student = student_of(run)
+    assert largest_difference(run, target, student) < 1e-4
+    scores = trained_scores(student, sample_of(run)[0], sample_of(run)[1], 5, CHAIN)
+    assert scores.std(1).min() > 0.01
+
+
+def shifted(student: Any) -> None:
+    fuse = student.fuse
+    student.fuse = lambda batch: fuse(batch).roll(1, 1)
+
+
+def without_norm(student: Any) -> None:
+    normed = student._normed
+    student._normed = lambda x, name: x if name.endswith("hidden_norm.weight") else normed(x, name)
+
+
+def stale(student: Any) -> None:
+    normed, seen = student._normed, []
+
+    def old(x: torch.Tensor, name: str) -> torch.Tensor:
+        if name.endswith("hidden_norm.weight"):
+            seen.append(x)
+            x = seen[max(len(seen) - 2, 0)]
+        return normed(x, name)
+
+    student._normed = old
+
+
+def swapped(student: Any) -> None:
+    heads = student._heads
+    student._heads = lambda prefix, h, table: heads(prefix, torch.cat(h.chunk(2, -1)[::-1], -1), table)
+
+
+def taps_reversed(student: Any) -> None:
+    fuse = student.fuse
+    student.fuse = lambda batch: fuse(replace(batch, taps=torch.cat(batch.taps.chunk(len(TAPS), -1)[::-1], -1)))
+
+
+@pytest.mark.parametrize("mistake", [shifted, without_norm, stale, swapped, taps_reversed])
+def test_a_mistake_in_training_is_far_away(mistake: Callable[[Any], None], run: DistillOptions, target: Loaded) -> None:
+    student = student_of(run)
+    mistake(student)
+    assert largest_difference(run, target, student) > 3e-3
+
+
+def test_the_text_holds_the_states_of_the_passes_that_wrote_it(run: DistillOptions) -> None:
+    tokens, hidden, _ = sample_of(run)
+    model = load_model(run.target, runtime="native", kv_dtype="float16").model
+    for layers, is_right in ((TAPS, True), ((0, 2, 3), False)):  # the second: off by one
+        session = model.open(len(tokens), len(tokens))
+        part = chain(session, tokens)._replace(hidden_rows=range(len(tokens)))
+        states = np.asarray(model.score_hidden([part], layers).hidden)[:, : len(tokens) - 2]
+        error = np.abs(states - hidden[:, : len(tokens) - 2]).max(-1) / np.abs(states).max(-1)
+        assert (error.max() < 0.02) == is_right
+    assert not hidden[:, len(tokens) - 2 :].any()
+
+
+def test_the_estimate_is_that_of_real_decoding(run: DistillOptions) -> None:
+    target = load_model(run.target, runtime="native", kv_dtype="float16")
+    student = student_of(run)
+    samples, _ = read_samples(run.out / "text", 64, TAPS)
+    greedy = [one for one in samples if one.temperature == 0][:40]
+    found = agreement(student, Packer(2, 64, student.config.vocab_size, student.ids, student.device), greedy)
+    shape = {"draft_length": CHAIN, "width": 1, "floor": 0.0, "nodes": CHAIN + 1}
+    with LLM(target, load_draft(run.out / "draft", target, dtype="int8"), method="speculative", **shape) as llm:
+        assert llm.build_options.drafter == "eagle"
+        prompts = [one.tokens[: one.prompt].tolist() for one in greedy]
+        drafted = llm.generate(prompts, max_tokens=10)
+        plain = llm.generate(prompts, max_tokens=10, plain=True)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    figures = merge_stats([one.figures for one in drafted])
+    assert figures.accepted > 0
+    assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
+    assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
+
+
+def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:
+    """With its weights, taps and vocabulary; a text of fewer layers, or without hidden states, is refused."""
+    shape = shape_from_options("3", str(run.out / "draft"), 0, None)
+    assert shape.vocab == 120
+    (tmp_path / "out").mkdir()
+    shutil.copytree(run.out / "text", tmp_path / "out" / "text")
+    again = replace(run, out=tmp_path / "out", shape=shape, stage="train", train=replace(run.train, tokens=300))
+    distill(again, silent)
+    before, after = (load_file(folder / "draft" / "model.safetensors") for folder in (run.out, again.out))
+    assert before.keys() == after.keys()
+    assert torch.equal(before["d2t"], after["d2t"])
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+    assert (before["fc.weight"] - after["fc.weight"]).abs().max() < 0.1
+    with pytest.raises(UserError, match=r"reads the layers \(1, 3, 4\), not \(1, 3\)"):
+        distill(replace(again, taps=(1, 3)), silent)
+    shutil.rmtree(again.out / "training")
+    with pytest.raises(UserError, match="text of taps 1,3,4, and taps 1,3 is needed"):
+        distill(replace(again, taps=(1, 3), shape=DraftShape()), silent)
+
+
+def test_what_does_not_fit_is_refused_by_name(run: DistillOptions, tmp_path: Path) -> None:
+    plain = settings(Path(str(run.target)), tmp_path / "plain", stage="text", tokens=100)
+    distill(plain, silent)
+    with pytest.raises(UserError, match="text without taps, and taps 1,3,4 is needed"):
+        distill(replace(run, out=plain.out, stage="train"), silent)
+    for changes, says in (
+        ({"kind": "medusa"}, "unknown kind 'medusa'"),
+        ({"kind": "standalone"}, "the kind standalone reads none"),
+        ({"stage": "start"}, "not eagle3"),
+    ):
+        with pytest.raises(UserError, match=says):
+            replace(run, **{"stage": "all"} | changes)
+    for taps, says in (((1, 9), "a layer of taps is 9"), ((3, 1), "taps is 3,1"), ((2, 2), "taps is 2,2")):
+        with pytest.raises(UserError, match=says):
+            distill(replace(run, taps=taps), silent)
+    for options, says in (
+        (("2", "layers", 0), "--layers is 2"),
+        (("3", "shipped", 0), "init is 'shipped'"),
+        (("3", str(run.target), 0), "folder of an EAGLE-3 head"),
+        (("3", str(run.out / "draft"), 50), "leave out --vocab"),
+    ):
+        with pytest.raises(UserError, match=says):
+            shape_from_options(*options, None)
+    with pytest.raises(UserError, match="copy the folder"):
+        pack_run(run.out, Path(str(run.target)), tmp_path / "packed")
+    needed = replace(run, out=tmp_path / "full", stage="text", tokens=10**12)
+    with pytest.raises(UserError, match="name fewer with --tokens"):
+        distill(needed, silent)
+    head = tmp_path / "head"
+    shutil.copytree(run.out / "draft", head)
+    config = json.loads((head / "config.json").read_text())
+    assert config["outpace"].keys() == {"weights", "tokenizer", "template", "runtime"}
+    config["outpace"]["weights"] = "others"
+    (head / "config.json").write_text(json.dumps(config))
+    target = load_model(run.target)
+    assert "hidden states of other weights" in str(load_draft(head, target).notice)
+    assert "hidden states" not in str(load_draft(run.out / "draft", target).notice)
+    config["outpace"]["tokenizer"] = "another"
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="another tokenizer"):
+        load_draft(head, target)
