@@ -15,8 +15,9 @@ from test_architectures import pairs as pairs
 from test_four_bits import folders
 from torch import Tensor
 
+from outpace.distill.batches import PackedRows
 from outpace.distill.kinds.standalone import DraftShape, draft_config, new_student, write_draft
-from outpace.distill.student import PackedRows, Student
+from outpace.distill.student import Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict

@@ -19,12 +19,11 @@ from safetensors.torch import load_file
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.core.stats import merge_stats
-from outpace.distill.batches import Packer, read_samples
+from outpace.distill.batches import PackedRows, Packer, read_samples
 from outpace.distill.kinds.eagle3 import Eagle3Student, new_student, shape_from_options, vocab_ids
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill, pack_run
-from outpace.distill.student import PackedRows
 from outpace.distill.train import CHAIN, agreement, read_curve
 from outpace.models.base import Part, chain
 from outpace.models.load import load_draft, load_model
@@ -137,15 +136,21 @@ def without_norm(student: Any) -> None:
 
 
 def stale(student: Any) -> None:
-    normed, seen = student._normed, []
+    """Each step reads the feature of the step before."""
+    fuse, normed = student.fuse, student._normed
+    seen: list[torch.Tensor] = []
+
+    def begin(batch: PackedRows) -> torch.Tensor:
+        seen.clear()
+        return fuse(batch)  # type: ignore[no-any-return]
 
     def old(x: torch.Tensor, name: str) -> torch.Tensor:
         if name.endswith("hidden_norm.weight"):
             seen.append(x)
             x = seen[max(len(seen) - 2, 0)]
-        return normed(x, name)
+        return normed(x, name)  # type: ignore[no-any-return]
 
-    student._normed = old
+    student.fuse, student._normed = begin, old
 
 
 def swapped(student: Any) -> None:

@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_the_finished_shards(
 ) -> None:
     first = write(40, 60)
 
-    def full(tensors: dict[str, np.ndarray], file: Path) -> None:
+    def full(tensors: dict[str, np.ndarray], file: Path, metadata: object) -> None:
         file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -34,9 +34,10 @@ from outpace.distill.evaluate import (
     reliable_rates,
 )
 from outpace.distill.kinds.standalone import VOCAB_FILE, DraftShape, new_student, read_vocab_ids
+from outpace.distill.losses import LossOptions, loss
 from outpace.distill.run import distill, save_evaluation, write_plot
 from outpace.distill.student import Student
-from outpace.distill.train import MOMENTS, LossOptions, Trainer, TrainOptions, load_state, loss, read_curve, save_state
+from outpace.distill.train import MOMENTS, Trainer, TrainOptions, load_state, read_curve, save_state
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.load import load_draft, load_model
@@ -219,7 +220,7 @@ def test_the_loss_by_hand() -> None:
     p = [p_known / (p_known + rest), rest / (p_known + rest)]
     expected = 2.0 * sum(a * math.log(a / b) for a, b in zip(p, [q[2], 1 - q[2]], strict=True))
     for token, cross_entropy in ((1, -math.log(q[1])), (-1, 0.0)):
-        labels = Labels(torch.tensor([token]), torch.tensor([[2, -1]]), torch.tensor([[p_known, p_unknown]]))
+        labels = Labels(*map(torch.tensor, ([token], [[2, -1]], [[p_known, p_unknown]], [0])))
         found = loss(torch.tensor([logits]), labels, LossOptions(0.25, 2.0))
         assert float(found) == pytest.approx(0.25 * cross_entropy + expected, abs=1e-5)
 

@@ -208,9 +208,10 @@ def _options(
     from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.kinds import KINDS
     from outpace.distill.kinds.standalone import resolve_draft
+    from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.train import LossOptions, TrainOptions
+    from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
     for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.shards import check_origin, read_shards
-from outpace.distill.student import PackedRows
 from outpace.distill.taps import TAPS, StoredTaps, tap_list
 
 
@@ -39,6 +38,17 @@ class Labels:
 
     def __getitem__(self, rows: Tensor) -> Labels:
         return Labels(self.tokens[rows], self.top[rows], self.top_p[rows], self.answers[rows])
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows that each hold several sequences; a token attends to the earlier tokens of its own sequence."""
+
+    tokens: Tensor  # int64 [rows, length]
+    positions: Tensor  # int64 [rows, length], starting from 0 in every sequence
+    sequences: Tensor  # int64 [rows, length], which of the row's sequences a token belongs to
+    scored: Tensor  # int64 [scored]: flat indices of the positions whose next token has a loss
+    taps: Tensor | None = None  # float32 [rows, length, taps * width]: the target's hidden states
 
 
 @dataclass(frozen=True)
@@ -146,8 +156,13 @@ class Packer:
         written = np.concatenate([sample.tokens[sample.prompt :] for sample in chosen])
         top = np.concatenate([sample.top_ids for sample in chosen])
         top_p = np.exp(np.concatenate([sample.top_log_p for sample in chosen]).astype(np.float32))
-        tensors = [self._to_device(part) for part in (tokens, positions, sequences, np.concatenate(scored))]
-        packed = PackedRows(*tensors, taps=None if features is None else self._to_device(features))
+        packed = PackedRows(
+            self._to_device(tokens),
+            self._to_device(positions),
+            self._to_device(sequences),
+            self._to_device(np.concatenate(scored)),
+            None if features is None else self._to_device(features),
+        )
         answers = np.repeat(np.arange(len(chosen)), [len(rows) for rows in scored])
         labels = Labels(*map(self._to_device, (self._index[written], self._index[top], top_p, answers)))
         return TrainingBatch(packed, labels, len(packed.scored))

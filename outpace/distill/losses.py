@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.core.options import CheckedOptions, number
-
-if TYPE_CHECKING:
-    from outpace.distill.batches import Labels
+from outpace.distill.batches import Labels
 
 _TINY = 1e-8
 

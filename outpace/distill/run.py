@@ -150,7 +150,7 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
         draft=None if options.shape.draft is None else options.shape.draft.name,
         kind=options.kind,
     )
-    origin = {"target": options.target_name, **next(read_shards(text)).origin}
+    origin = {**next(read_shards(text)).origin, **({"target": options.target} if options.target else {})}
     write = KINDS[options.kind].write
     trainer.run(
         lambda figures: progress("training", figures),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.distill.batches import PackedRows, TrainingBatch
 from outpace.distill.losses import LossOptions, loss
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.gemma import ATTENTION_NORM, MLP_OUTPUT_NORM
@@ -18,22 +17,8 @@ from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
 from outpace.models.llama.torch.rope_tables import frequencies_of
 
-if TYPE_CHECKING:
-    from outpace.distill.batches import TrainingBatch
-
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 FROZEN = (EMBEDDING, HEAD)  # tensors that are not trained
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows that each hold several sequences; a token attends to the earlier tokens of its own sequence."""
-
-    tokens: Tensor  # int64 [rows, length]
-    positions: Tensor  # int64 [rows, length], starting from 0 in every sequence
-    sequences: Tensor  # int64 [rows, length], which of the row's sequences a token belongs to
-    scored: Tensor  # int64 [scored]: flat indices of the positions whose next token has a loss
-    taps: Tensor | None = None  # float32 [rows, length, taps * width]: the target's hidden states
 
 
 class Student:

@@ -103,7 +103,7 @@ def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int])
 def _check_room(options: DistillOptions, written: int, tap_bytes: int, progress: Progress) -> None:
     """Report the bytes of an answer token, and raise UserError if those of the missing ones do not fit on the disk."""
     each = 4 + 6 * options.writer.top + tap_bytes
-    progress({"bytes_per_token": each})
+    progress({"tokens": written, "bytes_per_token": each})
     free = shutil.disk_usage(options.out).free
     if options.tokens is not None and (needed := (options.tokens - written) * each) > free:
         raise UserError(

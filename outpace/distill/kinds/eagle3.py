@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.batches import TrainingBatch
+from outpace.distill.batches import PackedRows, TrainingBatch
 from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
 from outpace.distill.losses import LossOptions, loss
-from outpace.distill.student import EMBEDDING, HEAD, NORM, PackedRows, Student, causal_mask, rope_tables
+from outpace.distill.student import EMBEDDING, HEAD, NORM, Student, causal_mask, rope_tables
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder
@@ -225,7 +225,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": origin["target"], "architectures": architectures},
+            "verifier": {"name_or_path": origin.get("target"), "architectures": architectures},
         },
         "outpace": {name: origin[name] for name in ("tokenizer", "template", "weights", "runtime") if name in origin},
     }
