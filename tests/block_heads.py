@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from files import model_folder
 from gguf import GGUFWriter
-from heads import DEPTH, GGUF_FIELDS, GGUF_PARTS, LAYERS, VOCAB, WIDTH, write_folder
+from heads import DEPTH, GGUF_FIELDS, GGUF_PARTS, LAYERS, VOCAB, WIDTH, finish_gguf, write_folder
 from safetensors.numpy import load_file, save_file
 
 BLOCK, MASK, RANK, ROWS = 5, 271, 8, 128
@@ -140,11 +140,7 @@ def _gguf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndar
     for name, value in tensors.items():
         stored = value + np.arange(len(value)) if name == "d2t" else value
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "head.gguf"
+    return finish_gguf(writer, folder / "head.gguf")
 
 
 WHOLE = {

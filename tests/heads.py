@@ -188,11 +188,15 @@ def _gguf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndar
             value + np.arange(len(value)) if name == "d2t" else interleaved(name, value) if value.ndim == 2 else value
         )
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored))
+    return finish_gguf(writer, folder / "head.gguf")
+
+
+def finish_gguf(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return folder / "head.gguf"
+    return path
 
 
 GGUF_FIELDS = {

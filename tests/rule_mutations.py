@@ -41,9 +41,9 @@ def mutation(
 
 
 def keyed_by_position(draw_layer: Original) -> Original:
-    def mutated(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any) -> int:
+    def mutated(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any) -> None:
         ids = dict(zip(frontier, (row.position for row in rows), strict=True))
-        return int(draw_layer(Renumbered(tree, ids), frontier, logits, rows, draws))
+        draw_layer(Renumbered(tree, ids), frontier, logits, rows, draws)
 
     return mutated
 

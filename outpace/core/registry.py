@@ -21,6 +21,7 @@ from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from outpace.core.errors import UserError, unknown
+from outpace.core.options import MethodOptions
 from outpace.core.tree import Siblings
 
 DRAFT_MODEL = "a draft model"  # needed by drafters that run one
@@ -141,8 +142,14 @@ def describe(kind: str, name: str) -> Method:
         options=options,
         needs=_needs(kind, cls),
         cost=cost,
-        about=" ".join((method.Options.__doc__ or "").split()) if options else "",
+        about=_meanings(method.Options) if options else "",
     )
+
+
+def _meanings(options: type) -> str:
+    """Return what the options mean: the docstrings of their dataclass and its base classes."""
+    own = dict.fromkeys(cls.__doc__ or "" for cls in reversed(options.__mro__) if cls not in MethodOptions.__mro__)
+    return " ".join(" ".join(own).split())
 
 
 def _needs(kind: str, method: Any) -> str:

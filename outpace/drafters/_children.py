@@ -13,6 +13,7 @@ from typing import Any
 from outpace_kernels import OfferMap, TopKRows, attach_offers
 
 from outpace.core.logits import SparseLogits
+from outpace.core.options import MethodOptions, parsed, whole
 from outpace.core.types import Observation, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
@@ -30,12 +31,30 @@ class OfferState(ExpansionState):
     offers: OfferMap = field(default_factory=OfferMap)
 
 
+@dataclass(frozen=True)
+class ChildOptions(MethodOptions):
+    """`width`: nodes of a layer that get children, and children of each; `tree_nodes`: maximum size of the tree;
+    `draws`: children drawn below a node of depth 0, 1, ..., for rules that judge several drawn children."""
+
+    width: int = whole(2, 1, 512)
+    tree_nodes: int = whole(256, 2, 1 << 20)
+    draws: str = parsed("2,1", DrawCounts.read)
+
+
+@dataclass(frozen=True)
+class HeadOptions(ChildOptions):
+    """`head_window`: number of trailing tokens that the head sees; 0: as the file says, usually all. Heads that were
+    trained on short texts have a low acceptance rate in long ones; a window may raise it."""
+
+    head_window: int = whole(0, 0, 1 << 30)
+
+
 class ChildAdder:
     """Adds at most `width` children below each node, the best of all, and learns from what the target wrote."""
 
-    def __init__(self, width: int, tree_nodes: int, draws: str) -> None:
-        self._width, self._tree_nodes = width, tree_nodes
-        self._draws, self.pick_models = DrawCounts.read(draws), PickModels()
+    def __init__(self, options: ChildOptions) -> None:
+        self._width, self._tree_nodes = options.width, options.tree_nodes
+        self._draws, self.pick_models = DrawCounts.read(options.draws), PickModels()
 
     def learn(self, state: Any, seen: Observation) -> None:
         """Learn from the tokens that the target wrote below the proposals."""
@@ -67,10 +86,9 @@ class ChildAdder:
         depths: int,
         logits_of: Callable[[int, int, Sequence[int]], SparseLogits],
         log_confidence: LogConfidence | None = None,
-    ) -> list[int]:
-        """Add up to `depths` layers to each tree; return the numbers of nodes added. `logits_of` returns the logits
-        below nodes of the same depth, given the number of the job, the depth, and the nodes."""
-        before = [len(job.tree) for job in jobs]
+    ) -> None:
+        """Add up to `depths` layers to each tree. `logits_of` returns the logits below nodes of the same depth, given
+        the number of the job, the depth, and the nodes."""
         for depth in range(depths):
             layer, logits = [], []
             for number, job in enumerate(jobs):
@@ -78,7 +96,6 @@ class ChildAdder:
                     layer.append(job._replace(frontier=frontier))
                     logits.append(logits_of(number, depth, frontier))
             self.add(layer, logits, log_confidence)
-        return [len(job.tree) - count for job, count in zip(jobs, before, strict=True)]
 
     def _attach(self, jobs: Sequence[ExpansionJob], offers: Sequence[TopK]) -> None:
         states, trees, frontiers = zip(*jobs, strict=True)

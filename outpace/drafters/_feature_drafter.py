@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from outpace.core.drafting import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 from outpace.drafters._children import ChildAdder
-from outpace.drafters._feature_expander import EagleState, FeatureExpander, add_features
+from outpace.drafters._feature_expander import EagleState, FeatureExpander, add_features, head_capabilities
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob
 from outpace.models.heads.eagle3 import EagleModel
 
@@ -19,9 +17,7 @@ class FeatureDrafter(Drafter):
 
     def __init__(self, head: EagleModel, expander: FeatureExpander, children: ChildAdder) -> None:
         self._head, self._expander, self._children = head, expander, children
-        needs = Needs(layers=head.head.taps, prompt=True)
-        found = expander.capabilities(self.capabilities, children.pick_models, needs=needs)
-        self.capabilities = replace(found, sources=(found.sources[0]._replace(reads=0),))
+        self.capabilities = head_capabilities(self.capabilities, head, expander, children)
 
     def open(self, request: Request) -> EagleState:
         return EagleState(request, session=self._expander.open(request), start=1)  # no slot for the first token
@@ -50,6 +46,6 @@ class FeatureDrafter(Drafter):
         self._expander.read_features(state, 0)
         state.session.trim()
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        """Run one forward and add nodes; return the number of nodes added to each tree."""
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        """Run one forward and add nodes."""
         raise NotImplementedError

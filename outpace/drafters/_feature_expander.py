@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from outpace.core.drafting import Needs
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation
-from outpace.drafters._children import OfferState
+from outpace.core.types import Capabilities, Observation
+from outpace.drafters._children import ChildAdder, OfferState
 from outpace.drafters._tree_expander import CHUNK, ExpansionState, TreeExpander
 from outpace.models.base import chain
 from outpace.models.heads.eagle3 import HeadModel
@@ -19,6 +21,16 @@ class EagleState(OfferState):
     @property
     def held_prefix(self) -> int:
         return self.session.length
+
+
+def head_capabilities(
+    declared: Capabilities, head: HeadModel, expander: TreeExpander, children: ChildAdder
+) -> Capabilities:
+    """Return the capabilities of a drafter with a head: it needs the hidden states of the layers that the head reads,
+    and reads no text, because the target's passes deliver them."""
+    needs = Needs(layers=head.head.taps, prompt=True)
+    found = expander.capabilities(declared, children.pick_models, needs=needs)
+    return replace(found, sources=(found.sources[0]._replace(reads=0),))
 
 
 def add_features(head: HeadModel, state: ExpansionState, seen: Observation) -> bool:

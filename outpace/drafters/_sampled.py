@@ -50,15 +50,12 @@ def is_drawn(request: Request) -> bool:
 
 def draw_layer(
     tree: TokenTree, frontier: Sequence[int], scores: SparseLogits, rows: Sequence[Row], draws: DrawCounts
-) -> int:
-    """Draw children of these nodes of one request from the draft's logits [nodes, kept tokens]; return the number of
-    nodes added."""
+) -> None:
+    """Draw children of these nodes of one request from the draft's logits [nodes, kept tokens]."""
     request = rows[0].request
-    added = 0
     for number, (node, row) in enumerate(zip(frontier, rows, strict=True)):
         q, raw = proposed(scores.part(slice(number, number + 1)), row)
-        added += draw_children(tree, node, q, request, draws.below(tree, node, request), raw)
-    return added
+        draw_children(tree, node, q, request, draws.below(tree, node, request), raw)
 
 
 def proposed(scores: SparseLogits, row: Row) -> tuple[TokenDistribution, Callable[[], TokenDistribution] | None]:
@@ -89,11 +86,11 @@ def draw_children(
     request: Request,
     count: int = 1,
     raw: Callable[[], TokenDistribution] | None = None,
-) -> int:
-    """Draw `count` children of `node` from q, or fewer if q has no more tokens to draw without replacement; return the
-    number of nodes added. A node's children are drawn once."""
+) -> None:
+    """Draw `count` children of `node` from q, or fewer if q has no more tokens to draw without replacement. A node's
+    children are drawn once."""
     if not q.total > 0:  # the constraint allows none of the draft's tokens
-        return 0
+        return
     kind = request.rule.traits.siblings
     key = DecisionKey(request.seed, request.choice, tree.ids[node], DRAW)
     tokens: list[int] = []
@@ -104,6 +101,5 @@ def draw_children(
             left = left.without(tokens[-1])
             if not left.total > 0:
                 break
-    added = tree.draw(node, DrawnChildren(q, tuple(tokens), raw), kind)
+    tree.draw(node, DrawnChildren(q, tuple(tokens), raw), kind)
     q.forget()
-    return added

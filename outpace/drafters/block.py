@@ -12,31 +12,18 @@ position instead, on the last hidden state. Nothing is drafted if hidden states 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.options import MethodOptions, parsed, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
-from outpace.drafters._children import ChildAdder
-from outpace.drafters._feature_expander import BlockExpander, BlockState, add_features
-from outpace.drafters._sampled import DrawCounts
+from outpace.drafters._children import ChildAdder, HeadOptions
+from outpace.drafters._feature_expander import BlockExpander, BlockState, add_features, head_capabilities
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
 from outpace.models.heads.dflash import BlockModel
 
-
-@dataclass(frozen=True)
-class Options(MethodOptions):
-    """`width`: nodes of each layer that get children, and children of each; `tree_nodes`: maximum size of the tree;
-    `draws`: children drawn below a node of depth 0, 1, ..., for rules that judge several drawn children; `head_window`:
-    number of trailing tokens that the head sees; 0: as the file says, usually all."""
-
-    width: int = whole(2, 1, 512)
-    tree_nodes: int = whole(256, 2, 1 << 20)
-    draws: str = parsed("2,1", DrawCounts.read)
-    head_window: int = whole(0, 0, 1 << 30)
+Options = HeadOptions
 
 
 class BlockDrafter(Drafter):
@@ -50,11 +37,9 @@ class BlockDrafter(Drafter):
 
     def __init__(self, head: BlockModel, options: Options) -> None:
         self._head = head
-        self._children = ChildAdder(options.width, options.tree_nodes, options.draws)
+        self._children = ChildAdder(options)
         self._expander = BlockExpander(head, head.head.block, options.tree_nodes)
-        needs = Needs(layers=head.head.taps, prompt=True)
-        found = self._expander.capabilities(self.capabilities, self._children.pick_models, needs=needs)
-        self.capabilities = replace(found, sources=(found.sources[0]._replace(reads=0),))
+        self.capabilities = head_capabilities(self.capabilities, head, self._expander, self._children)
 
     def open(self, request: Request) -> BlockState:
         return BlockState(request, session=self._expander.open(request))
@@ -88,8 +73,8 @@ class BlockDrafter(Drafter):
         state.slots.clear()
         state.offers.keep(state.slots)
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        """Run one forward and add all layers; return the number of nodes added to each tree."""
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        """Run one forward and add all layers."""
         for state, tree, _ in jobs:
             state.slots[tree.ids[0]] = 0
         draft = self._head.draft([job.state.session for job in jobs], [job.tree.tokens[0] for job in jobs])
@@ -101,7 +86,7 @@ class BlockDrafter(Drafter):
         def log_confidence(job: ExpansionJob, node: int) -> float | None:
             return draft.log_confidence(numbers[id(job.tree)], _path(job.tree, node))
 
-        return self._children.add_layers(jobs, self._head.head.num_drafted, logits_of, log_confidence)
+        self._children.add_layers(jobs, self._head.head.num_drafted, logits_of, log_confidence)
 
 
 def _path(tree: TokenTree, node: int) -> tuple[int, ...]:

@@ -16,29 +16,21 @@ from dataclasses import dataclass
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, number, parsed, whole
+from outpace.core.options import number, whole
 from outpace.core.types import Capabilities, Source
-from outpace.drafters._children import ChildAdder
+from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter
 from outpace.drafters._feature_expander import FeatureExpander
-from outpace.drafters._sampled import DrawCounts
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.eagle3 import EagleModel
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions):
-    """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: maximum size of the tree;
-    `floor`: nodes that the target reaches with a lower probability are not expanded; `draws`: children drawn below a
-    node of depth 0, 1, ..., for rules that judge several drawn children; `head_window`: number of trailing tokens that
-    the head sees; 0: as the file says, usually all. Heads that were trained on short texts have a low acceptance rate
-    in long ones; a window may raise it."""
+class Options(HeadOptions):
+    """`floor`: nodes that the target reaches with a lower probability are not expanded."""
 
     width: int = whole(4, 1, 512)
-    tree_nodes: int = whole(256, 2, 1 << 20)
     floor: float = number(0.005, 0.0, 1.0)
-    draws: str = parsed("2,1", DrawCounts.read)
-    head_window: int = whole(0, 0, 1 << 30)
 
 
 class EagleDrafter(FeatureDrafter):
@@ -53,16 +45,15 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, head: EagleModel, options: Options) -> None:
         expander = FeatureExpander(head, options.width, options.tree_nodes, options.floor)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
+        super().__init__(head, expander, ChildAdder(options))
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        """Run one forward over the frontiers; return the number of nodes added to each tree."""
-        held, before, logits, first = self._expander.score(jobs), [len(job.tree) for job in jobs], [], 0
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        """Run one forward over the frontiers and add their children."""
+        held, logits, first = self._expander.score(jobs), [], 0
         for job in jobs:
             logits.append(held.part(slice(first, first + len(job.frontier))))
             first += len(job.frontier)
         self._children.add(jobs, logits)
-        return [len(job.tree) - count for job, count in zip(jobs, before, strict=True)]
 
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:

@@ -331,12 +331,11 @@ class LayerSkipDrafter(Drafter):
         elif state.is_unsure:
             state.confidence = max(state.confidence - step, 0.0)
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[bool]:
-        """Run one forward; return whether each tree has grown or its draft is over."""
-        grown = []
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        """Run one forward and add the children; a draft ends where none is likely enough."""
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + SPARE))
         for state, tree, frontier in jobs:
-            pick_model, surest, known = self._pick_models.of(state.request), -math.inf, len(tree)
+            pick_model, surest = self._pick_models.of(state.request), -math.inf
             for node in frontier:
                 tokens, values = next(offers)
                 if not tokens:
@@ -348,8 +347,6 @@ class LayerSkipDrafter(Drafter):
                 tree.attach_children(children[: self._options.tree_nodes - len(tree)], self._options.width)
             state.layers += 1
             state.is_unsure = surest < (math.log(state.confidence) if state.confidence else -math.inf)
-            grown.append(len(tree) > known or state.is_unsure)
-        return grown
 
     def _try(self, state: SkipState) -> None:
         """Make one trial of the search if one is due: before a round's first draft, when nothing is pending."""

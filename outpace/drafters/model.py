@@ -96,35 +96,33 @@ class ModelDrafter(Drafter):
         for state in states:
             state.num_steps = self._multi_step.num_steps
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        """Run one forward over the frontiers, or use forwards taken in advance; return the number of nodes added to
-        each tree."""
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        """Run one forward over the frontiers, or use forwards taken in advance."""
         takes_several = self._multi_step.takes_several
-        if takes_several and (known := self._multi_step.known(jobs)) is not None:
-            return self._add_all(jobs, known)
-        held = self._expander.score(jobs)
-        if takes_several and (known := self._multi_step.steps(jobs, held)) is not None:
-            return self._add_all(jobs, known)
+        known = self._multi_step.known(jobs) if takes_several else None
+        if known is None:
+            held = self._expander.score(jobs)
+            known = self._multi_step.steps(jobs, held) if takes_several else None
+        if known is not None:
+            self._add(jobs, TopKRows([row for mine in known for row in mine]))
+            return
         offers = as_top_k_rows(held.best)
         if offers.is_complete:  # the model found every row's best tokens itself
-            return self._add(jobs, offers)
+            self._add(jobs, offers)
+            return
         rows = rows_of(jobs)
         offers = self._offers(held, rows)
         if not any(job.state.is_drawn for job in jobs):
-            return self._add(jobs, offers)
-        added, first = [], 0
+            self._add(jobs, offers)
+            return
+        first = 0
         for job in jobs:
             mine = slice(first, first + len(job.frontier))
             first = mine.stop
             if job.state.is_drawn:
-                added.append(draw_layer(job.tree, job.frontier, held.part(mine), rows[mine], self._draws))
+                draw_layer(job.tree, job.frontier, held.part(mine), rows[mine], self._draws)
             else:
-                added += self._add([job], offers[mine])
-        return added
-
-    def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[TopK]]) -> list[int]:
-        """Add picked children below each job's frontier; return the number of nodes added to each tree."""
-        return self._add(jobs, TopKRows([row for mine in offers for row in mine]))
+                self._add([job], offers[mine])
 
     def _offers(self, held: SparseLogits, rows: Sequence[Row]) -> TopKRows:
         """Return the proposals below each row's node; none for rules that draw children."""
@@ -158,10 +156,10 @@ class ModelDrafter(Drafter):
         state.multi_step = MultiStepCache()
         self._expander.pause(state)
 
-    def _add(self, jobs: Sequence[ExpansionJob], offers: TopKRows) -> list[int]:
+    def _add(self, jobs: Sequence[ExpansionJob], offers: TopKRows) -> None:
         """Add the best children below each frontier: the best `width` of them all are primary (CARD's cache C), the
         others secondary (B). The best child of each node is added whatever its probability, so that the node does not
-        look unexpanded. Return the number of nodes added to each tree."""
+        look unexpanded."""
         widths, most, picks = [], [], []
         for state, tree, _ in jobs:
             directives, width = state.directives, self._options.width
@@ -172,10 +170,7 @@ class ModelDrafter(Drafter):
             most.append(min(room, max(_CHILDREN * width, int(room * directives.share))))
             picks.append(PRODUCT_OF_Q if directives.in_layers else state.pick_model)
         states, trees, frontiers = zip(*jobs, strict=True)
-        added: list[int] = attach_offers(
-            trees, frontiers, offers, [state.offers for state in states], picks, widths, most
-        )
-        return added
+        attach_offers(trees, frontiers, offers, [state.offers for state in states], picks, widths, most)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

@@ -114,19 +114,16 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
     def pause(self, state: OuroborosState) -> None:
         self._expander.pause(state)
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[bool]:
-        """Run one forward; each draft advances as far as it agrees with the phrases at its end, and one token further.
-        Return whether each advanced."""
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        """Run one forward; each draft advances as far as it agrees with the phrases at its end, and one token
+        further."""
         offers, first = top_k_rows(self._expander.score(jobs), rows_of(jobs), _SCORED), 0
-        advanced = []
         for state, tree, frontier in jobs:
             for node, offer in zip(frontier, offers[first:], strict=False):
                 state.offers[tree.ids[node]] = offer
             first += len(frontier)
-            advanced.append(self._advance(state, tree))
-            if advanced[-1]:
+            if self._advance(state, tree):
                 self.propose(state, tree)
-        return advanced
 
     def _advance(self, state: OuroborosState, tree: TokenTree) -> bool:
         """Move the end along the draft's likeliest tokens; return whether it moved."""

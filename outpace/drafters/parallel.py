@@ -15,28 +15,22 @@ from dataclasses import dataclass
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, select_rows
-from outpace.core.options import MethodOptions, parsed, whole
+from outpace.core.options import whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
-from outpace.drafters._children import ChildAdder, OfferState
+from outpace.drafters._children import ChildAdder, ChildOptions, OfferState
 from outpace.drafters._feature_drafter import FeatureDrafter
 from outpace.drafters._mask_expander import FeatureMaskExpander, MaskExpander
-from outpace.drafters._sampled import DrawCounts
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.base import Model
 from outpace.models.heads.eagle3 import EagleModel
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions):
-    """`block`: number of consecutive tokens that a forward drafts; `width`: nodes of each layer that get children, and
-    children of each; `tree_nodes`: maximum size of the tree; `draws`: children drawn below a node of depth 0, 1, ...,
-    for rules that judge several drawn children."""
+class Options(ChildOptions):
+    """`block`: number of consecutive tokens that a forward drafts."""
 
     block: int = whole(8, 1, 64)
-    width: int = whole(2, 1, 512)
-    tree_nodes: int = whole(256, 2, 1 << 20)
-    draws: str = parsed("2,1", DrawCounts.read)
 
 
 class ParallelDrafter(Drafter):
@@ -47,7 +41,7 @@ class ParallelDrafter(Drafter):
     )
 
     def __init__(self, model: Model, mask: int, options: Options) -> None:
-        self._children = ChildAdder(options.width, options.tree_nodes, options.draws)
+        self._children = ChildAdder(options)
         self._block, self._expander = options.block, MaskExpander(model, mask, options.block, options.tree_nodes)
         self.capabilities = self._expander.capabilities(self.capabilities, self._children.pick_models)
 
@@ -66,8 +60,8 @@ class ParallelDrafter(Drafter):
     def pause(self, state: OfferState) -> None:
         self._expander.pause(state)
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        return _add_layers(self._children, jobs, self._expander.score(jobs), self._block)
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        _add_layers(self._children, jobs, self._expander.score(jobs), self._block)
 
 
 class ParallelHeadDrafter(FeatureDrafter):
@@ -78,19 +72,19 @@ class ParallelHeadDrafter(FeatureDrafter):
     def __init__(self, head: EagleModel, mask: int, options: Options) -> None:
         self._block = options.block
         expander = FeatureMaskExpander(head, mask, options.block, options.tree_nodes)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
+        super().__init__(head, expander, ChildAdder(options))
 
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
-        return _add_layers(self._children, jobs, self._expander.score(jobs), self._block)
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        _add_layers(self._children, jobs, self._expander.score(jobs), self._block)
 
 
-def _add_layers(children: ChildAdder, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> list[int]:
-    """Add layers from `block` rows of logits of each job; return the number of nodes added to each tree."""
+def _add_layers(children: ChildAdder, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> None:
+    """Add layers from `block` rows of logits of each job."""
 
     def logits_of(number: int, depth: int, nodes: Sequence[int]) -> SparseLogits:
         return held._replace(values=select_rows(held.values, [number * block + depth] * len(nodes)), best=())
 
-    return children.add_layers(jobs, block, logits_of)
+    children.add_layers(jobs, block, logits_of)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:
