@@ -233,9 +233,6 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        choice: int = 0,
-        plain: bool = False,
-        drafter: str | None = None,
         **options: Any,
     ) -> Result:
         """Answer a conversation, rendered by the model's chat template; a text is one message of the user, like the
@@ -251,7 +248,7 @@ class LLM(AbstractContextManager["LLM"]):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.stream(prompt, sampling_params, choice=choice, plain=plain, drafter=drafter, **options).finish()
+        return self.stream(prompt, sampling_params, **options).finish()
 
     def infill(
         self,
@@ -260,9 +257,6 @@ class LLM(AbstractContextManager["LLM"]):
         sampling_params: SamplingParams | None = None,
         *,
         files: Sequence[tuple[str, str]] = (),
-        choice: int = 0,
-        plain: bool = False,
-        drafter: str | None = None,
         **options: Any,
     ) -> Result:
         """Write the text between a prefix and a suffix, with a model that has fill-in-the-middle tokens.
@@ -270,7 +264,7 @@ class LLM(AbstractContextManager["LLM"]):
         `files` are names and texts of other files of a repository. The other options are those of `stream`.
         """
         prompt = infill_prompt(self.tokenizer, prefix, suffix, files)
-        return self.stream(prompt, sampling_params, choice=choice, plain=plain, drafter=drafter, **options).finish()
+        return self.stream(prompt, sampling_params, **options).finish()
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         new = self.prepare(prompt, params, choice, plain, drafter)

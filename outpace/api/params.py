@@ -131,7 +131,6 @@ class SamplingParams:
 
     @property
     def sampling(self) -> Sampling:
-        """Temperature and filters."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
@@ -142,7 +141,6 @@ class SamplingParams:
         return LogprobsOptions(self.logprobs, self.logprobs_mode == "processed", self.echo)
 
     def predicted(self, tokenizer: Any) -> tuple[int, ...]:
-        """Return the prediction as token ids."""
         given = self.prediction
         return tuple(tokenizer.continuation(given) if isinstance(given, str) else given)
 

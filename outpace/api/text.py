@@ -76,7 +76,6 @@ class TextAssembler:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are pieces to hand out."""
         return bool(self._undecoded or self._pieces)
 
     @property

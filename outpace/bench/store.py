@@ -147,7 +147,6 @@ def _record(file: Path, place: int, line: str) -> Record:
 
 
 def _frozen(value: Any) -> Any:
-    """Convert JSON's lists back to tuples."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 

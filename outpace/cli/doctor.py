@@ -121,10 +121,7 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     from outpace.api.llm import load
 
     try:
-        with (
-            display.loading_bar(quiet) as bar,
-            load(draft=NO_DRAFT, method="autoregressive", progress=bar) as llm,
-        ):
+        with display.loading_bar(quiet) as bar, load(draft=NO_DRAFT, method="autoregressive", progress=bar) as llm:
             return _measured(llm, bandwidth)
     except UserError as error:
         return {"missing": str(error)}

@@ -114,7 +114,6 @@ def _forbid(scores: Any, refused: np.ndarray) -> None:
 
 
 def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> None:
-    """Adjust the rows of all requests, in place."""
     place, places = 0, _Columns(ids, scores.shape[-1])
     for _, group in groupby(rows, key=lambda row: (id(row.request), id(row.committed))):
         shared = list(group)
@@ -125,7 +124,6 @@ def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> Non
 
 
 def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Columns) -> None:
-    """Adjust the rows of one request, in place."""
     request = rows[0].request
     bias = dict(settings.logit_bias)
     known, at = places.of(bias)

@@ -46,7 +46,6 @@ class Alignment:
         return places
 
     def tokens(self, offer: PredictedSpan, count: int) -> list[int]:
-        """Return the first `count` tokens of a continuation."""
         return self._prediction[offer.place : offer.place + count]
 
     def nodes(self, tree: TokenTree) -> set[int]:
@@ -63,7 +62,6 @@ class Alignment:
         return found
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Append written tokens."""
         for token in tokens if self._prediction else ():
             self._step(token)
 

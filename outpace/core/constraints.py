@@ -86,7 +86,6 @@ class TokenTexts:
         return self._texts[token]
 
     def _ban(self, strings: tuple[str, ...]) -> BannedText:
-        """Compile the ban of these non-empty strings."""
         words = sorted({string.encode() for string in strings})
         starts = sorted({word[:count] for word in words for count in range(1, len(word))})
         rests = {start: {word[len(start) :] for word in words if word.startswith(start)} - {b""} for start in starts}

@@ -55,7 +55,6 @@ class TokenDistribution:
 
     @property
     def most(self) -> float:
-        """Return the likeliest token's probability."""
         return float(self.weights.max()) / self.total
 
     @cached_property
@@ -66,7 +65,6 @@ class TokenDistribution:
         return math.log(self.total) - float(self.weights @ logs) / self.total
 
     def of(self, token: int) -> float:
-        """Return one token's probability."""
         if token not in self._known:
             self._known[token] = self._of(token)
         return self._known[token]

@@ -39,7 +39,6 @@ class Needs(NamedTuple):
     session: int = 0
 
     def joined(self, other: Needs) -> Needs:
-        """Return the needs of both."""
         layers = tuple(sorted({*self.layers, *other.layers}))
         return Needs(max(self.top, other.top), layers, self.prompt or other.prompt, max(self.session, other.session))
 
@@ -61,7 +60,6 @@ class TargetFeedback(NamedTuple):
         return self._replace(top=top, hidden=pick_layers(self.hidden, layers, needs.layers))
 
     def slice(self, nodes: slice) -> TargetFeedback:
-        """Return the feedback for some of the nodes."""
         top = None if self.top is None else self.top[nodes]
         hidden = None if self.hidden is None else self.hidden[:, nodes]
         return TargetFeedback(self.ids[nodes], self.tokens[nodes], top, hidden)

@@ -40,7 +40,6 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Return whether any filter is active."""
         return not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
     @property

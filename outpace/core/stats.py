@@ -145,7 +145,6 @@ class DecayedMean:
         self.value = prior if weight else 0.0
 
     def learn(self, numerator: float, denominator: float = 1.0) -> None:
-        """Add one sample to both sums."""
         self._numerator = self._numerator * self._fade + numerator
         self._denominator = self._denominator * self._fade + denominator
         self.value = self._numerator / self._denominator if self._denominator else 0.0

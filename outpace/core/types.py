@@ -317,7 +317,6 @@ class PendingObservations:
         return self._last is not None
 
     def add(self, seen: Observation) -> None:
-        """Append one round."""
         self._node_ids += seen.node_ids
         self._tokens += seen.tokens
         self._last = seen
@@ -363,7 +362,6 @@ class Capabilities:
 
     @property
     def runs_model(self) -> bool:
-        """Whether any of its sources runs a model."""
         return any(source.runs_model for source in self.sources)
 
     @property
@@ -429,7 +427,6 @@ class Drafter:
 
     @final
     def catch_up(self, state: Any) -> None:
-        """Observe everything pending."""
         if (seen := state.pending.take()) is not None:
             self.observe(state, seen)
 

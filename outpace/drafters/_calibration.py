@@ -41,12 +41,10 @@ class PickModel(kernels.PickModel):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fitted parameters, for the profile."""
         temperature, coverage, open_rate = self.fit
         return {"coverage": coverage, "temperature": temperature} | ({} if open_rate is None else {"open": open_rate})
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Restore parameters from a profile."""
         coverage = min(max(float(kept["coverage"]), _LEAST), 1.0)
         open_rate = min(max(float(kept.get("open", 1.0)), _LEAST_OPEN), 1 / _LEAST_OPEN)
         self.restore(float(kept["temperature"]), coverage, open_rate, _SURE, _OPEN_WEIGHT)
@@ -64,7 +62,6 @@ class PickModels:
         self._models = {"greedy": PickModel(has_shares=True), "sampled": PickModel()}
 
     def of(self, request: Request) -> PickModel:
-        """Return the model for a request."""
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
     def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
@@ -79,6 +76,5 @@ class PickModels:
         return {name: model.state_dict() for name, model in self._models.items()}
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Restore both from a profile."""
         for name, model in self._models.items():
             model.load_state_dict(kept[name])

@@ -13,14 +13,7 @@ from outpace.core.drafting import Needs
 from outpace.core.stats import DecayedMean
 from outpace.core.theory import best_length, expected_tokens, speedup
 from outpace.core.tree import TokenTree
-from outpace.core.types import (
-    Capabilities,
-    Drafter,
-    DraftState,
-    Observation,
-    Request,
-    SavedState,
-)
+from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, SavedState
 
 
 @dataclass
@@ -52,7 +45,6 @@ class JoinedState:
         return [part and part.state_dict() for part in self._parts]
 
     def load_state_dict(self, kept: Sequence[Any]) -> None:
-        """Restore the state of each part."""
         for part, known in zip(self._parts, kept, strict=True):
             if part is not None and known is not None:
                 part.load_state_dict(known)

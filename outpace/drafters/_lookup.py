@@ -103,7 +103,6 @@ class LookupDrafter(Drafter, Generic[State]):
         raise NotImplementedError
 
     def grow(self, states: Sequence[State], trees: Sequence[TokenTree]) -> None:
-        """Propose for each request."""
         for state, tree in zip(states, trees, strict=True):
             self.propose(state, tree)
 
@@ -179,7 +178,6 @@ class LookupDrafter(Drafter, Generic[State]):
         return min(max(value, _LEAST), _MOST)
 
     def log_rate(self, state: State, kind: int) -> float:
-        """Return the natural logarithm of the rate."""
         return math.log(self.rate(state, kind))
 
     def observe(self, state: State, seen: Observation) -> None:
@@ -199,11 +197,9 @@ class LookupDrafter(Drafter, Generic[State]):
         state.proposed = {node: proposed[node] for node in seen.tree.ids if node in proposed}
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the rate of each kind, for the profile."""
         return {str(kind): rate.value for kind, rate in enumerate(self._rates)}
 
     def load_state_dict(self, kept: Mapping[str, float]) -> None:
-        """Restore the rates from a profile."""
         for kind in range(len(self._rates)):
             if str(kind) in kept:
                 self._rates[kind] = restored_rate(float(kept[str(kind)]))

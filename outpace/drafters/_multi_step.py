@@ -17,13 +17,7 @@ from outpace_kernels import SlotMap
 
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.multi_step import (
-    MAX_STEPS,
-    ExpandedNode,
-    MultiStepRequest,
-    OpenNode,
-    max_open_nodes,
-)
+from outpace.core.multi_step import MAX_STEPS, ExpandedNode, MultiStepRequest, OpenNode, max_open_nodes
 from outpace.core.noise import key_words, row_key
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Request, TopK
@@ -96,7 +90,6 @@ class MultiStepCache:
         self.loose = []
 
     def clear(self) -> None:
-        """Forget all advance steps."""
         self.expanded, self.known, self.children, self.loose = [], {}, {}, []
 
     def find(self, tree: TokenTree, node: int) -> ExpandedNode | None:

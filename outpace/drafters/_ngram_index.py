@@ -52,7 +52,6 @@ class NgramIndex:
         return sum(len(chains.heads) for chains in self._chains)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
         for start in range(0, len(tokens), _SLACK):
             self._extend(tokens[start : start + _SLACK])
 

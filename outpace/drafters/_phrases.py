@@ -30,11 +30,9 @@ class PhraseTable:
         self._most_leaders, self._most_followers = leaders, followers
 
     def __len__(self) -> int:
-        """Return the number of phrases."""
         return sum(map(len, self._leaders.values()))
 
     def learn(self, leader: int, phrase: Phrase) -> None:
-        """Add a phrase that followed the leader."""
         followers = self._leaders.setdefault(leader, OrderedDict())
         self._leaders.move_to_end(leader)
         followers[phrase] = None
@@ -66,7 +64,6 @@ class PhraseTable:
         return {"leaders": np.array([leader for leader, _ in held], np.int32), "phrases": phrases}
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Learn the phrases of a saved table."""
         for leader, row in zip(arrays["leaders"].tolist(), arrays["phrases"].tolist(), strict=True):
             self.learn(leader, tuple(token for token in row if token != _END))
 

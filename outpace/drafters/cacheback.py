@@ -61,7 +61,6 @@ class Frozen:
         self._rows, self._phrases = arrays["rows"], arrays["phrases"]  # [vocab], [leaders, followers, PHRASE]
 
     def followers(self, leader: int) -> list[Phrase]:
-        """Return the phrases that follow a leader."""
         row = int(self._rows[leader]) if leader < len(self._rows) else -1
         return [tuple(phrase) for phrase in self._phrases[row].tolist() if phrase[0] >= 0] if row >= 0 else []
 

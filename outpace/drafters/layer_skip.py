@@ -53,7 +53,6 @@ class SublayerSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the search has ended."""
         is_full = len(self.best.attention) == len(self._layers)  # there is no other set of this size
         is_found = self.count > 0 and (is_full or self.agreement >= self._enough)
         return is_found or self._left <= 0 or self._idle >= _IDLE

@@ -20,14 +20,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, check_whole
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
-from outpace.drafters._lookup import (
-    LookupDrafter,
-    LookupMatch,
-    LookupState,
-    TreeLimits,
-    grow_continuations,
-    lookup,
-)
+from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
 from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
 

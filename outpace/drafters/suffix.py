@@ -15,14 +15,7 @@ from outpace.core.cache_salt import PerSalt
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import (
-    LookupDrafter,
-    LookupMatch,
-    LookupState,
-    TreeLimits,
-    grow_continuations,
-    lookup,
-)
+from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
 from outpace.drafters._ngram_index import BREAK, NgramIndex
 
 _LENGTHS = (1, 2, 4)  # indexed n-grams; longer matches are compared token by token

@@ -102,7 +102,6 @@ class TranslatedDrafter(Drafter):
         raise NotImplementedError
 
     def open(self, request: Request) -> Any:
-        """Open a state with the prompt in the draft's tokens."""
         frozen = self._draft.encode(self._target.decode(request.prompt, skip_special=False))
         longest = len(frozen) + 4 * request.max_tokens + _CHUNK
         session = self._model.open(min(longest, self._model.max_positions), _CHUNK)

@@ -177,7 +177,6 @@ def _check_draft(drafter: str, draft: Loaded | None) -> None:
 
 
 def _runs_draft(part: str) -> bool:
-    """Whether a drafter runs a draft model."""
     return registry.describe("drafters", part).needs == registry.DRAFT_MODEL
 
 

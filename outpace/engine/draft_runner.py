@@ -45,7 +45,6 @@ class DraftRunner:
 
     @property
     def drafter(self) -> Drafter | None:
-        """The default drafter."""
         return self.drafters.get(self._names[0]) if self._names else None
 
     @property
@@ -80,7 +79,6 @@ class DraftRunner:
         sequence.draft.needs = drafter.capabilities.needs if drafter is not None else NO_NEEDS
 
     def open(self, sequence: TokenSequence) -> None:
-        """Start drafting for a sequence."""
         context = sequence.context
         if worker := self._worker_of(sequence):
             context.candidates = CandidateCache(context.last_token, self._vocab_size)
@@ -107,12 +105,10 @@ class DraftRunner:
             worker.pause(sequence.key)
 
     def resume(self, sequence: TokenSequence) -> None:
-        """Continue after a pause."""
         if worker := self._worker_of(sequence):
             worker.resume(sequence.key)
 
     def close(self, sequence: TokenSequence) -> None:
-        """Stop drafting for a sequence."""
         self._call(sequence, "catch_up")
         self._call(sequence, "close")
         if not sequence.draft.needs.prompt:
@@ -131,7 +127,6 @@ class DraftRunner:
         return total
 
     def close_drafters(self) -> None:
-        """Close the worker and all drafters."""
         if self.worker:
             self.worker.close()
         for name in list(self.drafters):

@@ -186,10 +186,10 @@ class Engine(AbstractContextManager["Engine"]):
         """Queue a sequence from `create`. If this is interrupted, abort the sequence."""
         self._scheduler.enqueue(sequence)
 
-    def abort(self, sequence: TokenSequence, reason: str = "abort") -> None:
+    def abort(self, sequence: TokenSequence) -> None:
         """End a request; its tokens stay. Its resources are released by the next `step` or `sweep`."""
         if sequence.finish_reason is None:
-            sequence.finish_reason = reason
+            sequence.finish_reason = "abort"
 
     def sweep(self) -> list[TokenSequence]:
         """Release finished requests, and all running ones after an interrupted round; return those that had been

@@ -39,7 +39,6 @@ class PrefillCostModel:
         self.slope = _SLOPE
 
     def learn(self, spans: Iterable[Span], seconds: float) -> None:
-        """Learn from a pass over these rows."""
         if not self._learns or seconds <= 0.0:
             return
         rows = before = 0

@@ -83,7 +83,6 @@ class PrefixIndex(Generic[H]):
             self._by_block.setdefault(block, {})[holder] = None
 
     def drop(self, holder: H) -> None:
-        """Remove a holder."""
         for block in holder.text.hashes(BLOCK * self._blocks.get(holder, 0)):
             holders = self._by_block.get(block, {})
             holders.pop(holder, None)

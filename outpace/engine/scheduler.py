@@ -36,7 +36,6 @@ class Scheduler:
         self.running: list[TokenSequence] = []
 
     def enqueue(self, sequence: TokenSequence) -> None:
-        """Queue a new sequence."""
         insort(self.waiting, sequence, key=_age)
 
     def admit(self) -> list[TokenSequence]:
@@ -101,7 +100,6 @@ class Scheduler:
             self._drafting.resume(sequence)
 
     def _end(self, sequence: TokenSequence) -> None:
-        """Release all that a sequence holds."""
         if sequence.coroutine:
             sequence.coroutine.close()
         sequence.coroutine = sequence.action = None  # releases the last tree and its q rows

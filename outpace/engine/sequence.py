@@ -169,7 +169,6 @@ class TokenSequence:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens written so far."""
         return self.committed[len(self.request.prompt) :]
 
     @property
@@ -190,7 +189,6 @@ class TokenSequence:
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that may still be written."""
         prompt = len(self.request.prompt)
         return min(self.request.max_tokens, self.kv.session.capacity - prompt) - (len(self.committed) - prompt)
 
@@ -335,7 +333,6 @@ class TokenSequence:
 
 
 def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
-    """Return the tokens that a verdict emits."""
     tokens = [*map(tree.tokens.__getitem__, verdict.path[1:])] if len(verdict.path) > 1 else []
     if verdict.next_token is not None:
         tokens.append(verdict.next_token)

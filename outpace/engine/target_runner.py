@@ -180,7 +180,6 @@ def _record(group: Sequence[tuple[TokenSequence, VerifyOutput]], options: Logpro
 
 
 def _synchronize(device: Any) -> None:
-    """Wait until a GPU has finished its work."""
     if str(device).startswith("cuda"):
         torch.cuda.current_stream(device).synchronize()
 

@@ -318,7 +318,6 @@ def _is_redundant(keyword: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _limits_nothing(schema: Any) -> bool:
-    """Return whether a schema has annotations only."""
     return schema is True or (isinstance(schema, Mapping) and all(name in _ANNOTATIONS for name in schema))
 
 

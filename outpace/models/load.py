@@ -27,12 +27,7 @@ LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0-24,
 
 
 def load_model(
-    spec: Any,
-    options: LoadOptions | None = None,
-    *,
-    tokenizer: Any = None,
-    progress: Progress = silent,
-    **changes: Any,
+    spec: Any, options: LoadOptions | None = None, *, tokenizer: Any = None, progress: Progress = silent, **changes: Any
 ) -> Loaded:
     """Load the model that `spec` names: a folder, a .gguf file, a hub id, or None for the shipped model.
 

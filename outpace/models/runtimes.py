@@ -53,7 +53,6 @@ class Loaded:
 
     @property
     def precision(self) -> str:
-        """Format of the model's weights."""
         precision: str = self.model.precision
         return precision
 

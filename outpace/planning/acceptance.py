@@ -48,7 +48,6 @@ class AcceptanceModel:
         return self._costs.trust(name, len(self._text) if name in self._by_length else 0)
 
     def of(self, tree: TokenTree) -> list[float]:
-        """Return the chance of each node."""
         if tree is not self._tree or tree.num_confirmed != self._num_confirmed:
             self._tree, self._num_confirmed, self._values = tree, tree.num_confirmed, [1.0]
         values, first = self._values, len(self._values)

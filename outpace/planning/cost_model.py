@@ -63,7 +63,6 @@ class CostModel:
 
     @property
     def num_rounds(self) -> int:
-        """Number of recorded rounds."""
         return self._rounds.num_rounds
 
     def record_round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
@@ -245,7 +244,6 @@ class CostModel:
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a profile stores."""
         growth = {name: known[min(known)].state_dict() for name, known in self._yields.items() if known}
         trust = {name: mean.value for name, mean in self._trust.items()}
         draft = {name: curve.state_dict() for name, curve in self._steps.items()}

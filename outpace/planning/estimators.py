@@ -28,7 +28,6 @@ class RollingMedian:
         self._since: dict[int, int] = {}  # by key with a full window: samples that its median does not include
 
     def __iter__(self) -> Iterator[int]:
-        """The keys that have a sample."""
         return iter(self._samples)
 
     def learn(self, key: int, seconds: float) -> None:
@@ -64,7 +63,6 @@ class RollingMedian:
 
     @property
     def minima(self) -> Mapping[int, float]:
-        """The shortest timing of each key."""
         return {key: min(samples) for key, samples in self._samples.items()}
 
 
@@ -93,11 +91,9 @@ class LayerYields:
         self._sums[layer] = before[0] * self._fade + tokens, before[1] * self._fade + chance
 
     def state_dict(self) -> list[float]:
-        """Return the estimate of each layer."""
         return [self.value(layer) for layer in range(_LAYERS)]
 
     def load_state_dict(self, kept: Sequence[float]) -> None:
-        """Start from stored estimates."""
         self._sums = [(float(value) * _YIELD_WEIGHT, _YIELD_WEIGHT) for value in kept[:_LAYERS]]
 
 

@@ -297,7 +297,6 @@ class Planner:
                 self._learn_lookup(source, tree, path)
 
     def end(self) -> None:
-        """End the request."""
         self._acceptance.work_in()
         for model in self.models:
             model.end()

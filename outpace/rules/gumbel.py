@@ -28,12 +28,7 @@ class Gumbel(LogProbRule):
 
     cost = "noise for the tokens of each row that can be the maximum"
     traits = RuleTraits(
-        lossless=True,
-        siblings=Siblings.PICKED,
-        same_text=True,
-        pick=Pick.RACE,
-        ranks=Ranks.RACE,
-        takes_arrays=True,
+        lossless=True, siblings=Siblings.PICKED, same_text=True, pick=Pick.RACE, ranks=Ranks.RACE, takes_arrays=True
     )
 
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:

@@ -56,7 +56,6 @@ class Match(LogProbRule):
         return Verdict(*tree.follow([*picks], self.pick))
 
     def pick(self, node: NodeScores | int) -> int:
-        """Return a row's token."""
         if not isinstance(node, NodeScores):
             return node
         p = node.p

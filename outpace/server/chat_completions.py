@@ -26,7 +26,6 @@ class TextPart(Body):
 
     type: Literal["text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
-    cache_control: dict[str, Any] | None = None  # accepted without effect
 
 
 class ChatMessage(Body):
@@ -40,8 +39,6 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    annotations: list[Any] | None = None  # accepted without effect
-    cache_control: dict[str, Any] | None = None  # accepted without effect
     audio: None = None  # not supported, must be null
     function_call: None = None  # not supported, must be null
     prefix: bool | None = None  # whether the answer continues this message, which must be the last one
@@ -66,7 +63,6 @@ class ChatBody(DetailsBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
-    verbosity: str | None = None  # accepted without effect
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

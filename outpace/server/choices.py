@@ -126,7 +126,6 @@ class ChoiceGroup:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has started one of its choices."""
         return any(choice.has_begun for choice in self.choices)
 
     @property
@@ -159,7 +158,6 @@ class ChoiceGroup:
         return merge_stats([choice.ended.figures for choice in self.choices if choice.ended])
 
     def wake(self) -> None:
-        """Make a pending `wait` return."""
         self._has_changed = True
         self._finish_wait()
 

@@ -234,12 +234,6 @@ class InfillBody(SamplingBody):
     repeat_penalty: float | None = Field(default=None, ge=0.01, le=100)
     samplers: list[str] | None = None  # samplers of INFILL_DEFAULTS that are not listed are turned off
     response_fields: list[str] | None = None
-    # The fields below are accepted without effect.
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
-    t_max_prompt_ms: int | None = None
-    t_max_predict_ms: int | None = None
-    timings_per_token: bool | None = None
 
 
 def infill_request(body: InfillBody, service: Service) -> GenerationRequest:

@@ -30,10 +30,7 @@ class EngineThread:
     """Owner of the engine from `start` to `stop`. The public methods return at once and may be called in any thread."""
 
     def __init__(
-        self,
-        engine: Engine,
-        deliver: Callable[[Sequence[ChoiceUpdate]], None],
-        report: Callable[[Exception], None],
+        self, engine: Engine, deliver: Callable[[Sequence[ChoiceUpdate]], None], report: Callable[[Exception], None]
     ) -> None:
         """`deliver` is called in the engine's thread after each step with output; `report` with an error of a step
         that belongs to no request."""

@@ -22,8 +22,6 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    citations: Any = None
 
 
 class ContentBlock(Body):
@@ -32,16 +30,11 @@ class ContentBlock(Body):
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
-    signature: str | None = None
-    data: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    citations: Any = None
 
 
 class InputMessage(Body):
@@ -59,7 +52,6 @@ class MessagesTool(Body):
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
 
 
 class MessagesToolChoice(Body):

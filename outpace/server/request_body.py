@@ -23,6 +23,15 @@ from outpace.server.options import ServerLimits
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+# Fields of clients that have no effect here: they are neither refused nor reported as ignored.
+NO_EFFECT = frozenset(
+    (
+        *("cache_control", "annotations", "citations", "verbosity", "include_obfuscation", "service_tier"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "signature", "data", "is_error"),
+        *("encrypted_content", "phase", "status", "generate_summary", "summary"),
+        *("cache_prompt", "id_slot", "t_max_prompt_ms", "t_max_predict_ms", "timings_per_token"),
+    )
+)
 SURROGATE = re.compile("[\ud800-\udfff]")
 FUNCTION_FIELDS = ("type", "function", "name", "description", "parameters", "strict", "cache_control")
 SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
@@ -153,7 +162,6 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # accepted without effect
 
 
 class OutpaceOptions(Body):
@@ -189,13 +197,8 @@ class SamplingBody(Body):
     min_tokens: int | None = Field(default=None, ge=0)
     bad_words: list[str] | None = None
     outpace: OutpaceOptions | None = None
-    # The fields below are accepted without effect.
-    user: str | None = None
+    user: str | None = None  # accepted without effect, as `metadata`
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 class DetailsBody(SamplingBody):
@@ -259,7 +262,7 @@ def _without_unknown_tools(
 def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]]:
     """Yield the unknown fields of a body and its nested objects, each with the known names of its object."""
     for name, value in (body.model_extra or {}).items():
-        if value is not None:
+        if value is not None and name not in NO_EFFECT:
             yield path + name, list(type(body).model_fields)
     for name in type(body).model_fields:
         value = getattr(body, name)
@@ -281,7 +284,6 @@ def _unknown_in_functions(tools: Sequence[Any] | None) -> Iterator[tuple[str, li
 
 
 def _validation_error(error: ValidationError, given: Any) -> ApiError:
-    """Convert pydantic's findings to one sentence."""
     errors = error.errors(include_url=False, include_context=False)
     found = max(errors, key=lambda one: len(_locate(one["loc"], given)[0]))  # of several types, the closest match
     place, value = _locate(found["loc"], given)

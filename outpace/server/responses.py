@@ -25,7 +25,6 @@ class ContentPart(Body):
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str | None = Field(default=None, validation_alias=AliasChoices("text", "refusal"))
-    annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
@@ -36,29 +35,22 @@ class InputItem(Body):
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
-    status: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
-    summary: list[Any] | None = None
-    encrypted_content: str | None = None
-    phase: str | None = None
 
 
 class TextOptions(Body):
     """The format of the text."""
 
     format: dict[str, Any] | None = None
-    verbosity: str | None = None  # accepted without effect
 
 
 class ReasoningOptions(Body):
     """How much the model reasons."""
 
     effort: str | None = None
-    summary: str | None = None  # accepted without effect
-    generate_summary: str | None = None  # accepted without effect
 
 
 class ResponsesBody(SamplingBody):

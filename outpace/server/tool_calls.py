@@ -48,7 +48,6 @@ class TextSplitter:
         return list(self._parse_calls([TextDelta(text)] if text else []))
 
     def finish(self) -> list[AnswerPart]:
-        """Return the parts that were held back."""
         parts = list(self._parse_calls(self._thoughts.finish())) if self._thoughts else []
         return [*parts, *(self._calls.finish() if self._calls else [])]
 

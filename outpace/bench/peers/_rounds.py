@@ -39,7 +39,6 @@ class RoundRecorder:
             self.is_over = token in self._stop_ids or not self._left
 
     def finish(self) -> TimedAnswer:
-        """Return the answer, which ends now."""
         seconds = time.perf_counter() - self._start
         rounds = [one for one in self._rounds if one.tokens]
         drafted = [(len(one.drafts), num_accepted(one.drafts, one.tokens)) for one in rounds if one.drafts is not None]

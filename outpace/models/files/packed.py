@@ -15,15 +15,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.files.cache import DRAFTS, cache_folder, identity, make_once, mark_used, new_folder, remove_unused
-from outpace.models.files.checkpoint import (
-    EMBEDDING,
-    INDEX,
-    OF_TARGET,
-    SINGLE,
-    Checkpoint,
-    lacks_embedding,
-    read_index,
-)
+from outpace.models.files.checkpoint import EMBEDDING, INDEX, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, read_index
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource, is_complete_model
 from outpace.models.files.reading import RawTensor, read_json, write_json, write_safetensors

@@ -113,7 +113,6 @@ class RawTensor(NamedTuple):
         return cls(kind, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
 
     def is_finite(self) -> bool:
-        """Return whether no value is nan or infinite."""
         if self.kind == "BF16":
             return not ((self.values & 0x7F80) == 0x7F80).any()
         with np.errstate(over="ignore", invalid="ignore"):  # the sum decides at memory speed unless it overflows

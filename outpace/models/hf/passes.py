@@ -165,7 +165,6 @@ class ForwardPasses:
         return logits[0]
 
     def _score_part(self, part: Part, columns: RowLayout, as_trees: bool) -> Tensor:
-        """Return the logit rows of one session's part."""
         session = part.session
         before = session.pending
         sees = session.extend(part.parents)

@@ -82,7 +82,6 @@ def _number(header: GgufHeader, own: Mapping[str, Any], name: str) -> float:
 
 
 def _divisors(header: GgufHeader, name: str) -> list[float]:
-    """Read a tensor of float32 divisors of frequencies."""
     entry = header.tensors[name]
     if entry.kind != 0 or len(entry.shape) != 1:
         raise UserError(f"{header.path}: tensor {name!r} is not a list of float32 divisors")
@@ -168,10 +167,6 @@ def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "llama", **_biases(header)}
 
 
-def _qwen3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model_type": "qwen3", "attention_bias": _has_bias(header, "attn_q"), **_no_window(header, own)}
-
-
 def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model_type": "smollm3",
@@ -219,7 +214,10 @@ def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
 ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda header, own: {"model_type": "qwen2", **_no_window(header, own)},
-    "qwen3": _qwen3,
+    "qwen3": lambda header, own: {
+        **{"model_type": "qwen3", "attention_bias": _has_bias(header, "attn_q")},
+        **_no_window(header, own),
+    },
     "smollm3": _smollm3,
     "gemma3": _gemma3,
     "phi3": _phi3,

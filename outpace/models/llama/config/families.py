@@ -16,24 +16,14 @@ ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their n
 
 
 def no_layer(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a sliding window: none. `rotates`: whether each layer is rotated."""
+    """Return which layers have a sliding window: none. `rotates`: whether each layer is rotated."""
     return [False] * len(rotates)
 
 
-def all_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a sliding window: all."""
-    return [True] * len(rotates)
-
-
 def late_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a sliding window: those from max_window_layers on."""
+    """Return which layers have a sliding window: those from max_window_layers on."""
     first = size(fields, "max_window_layers", 28, smallest=0)
     return [layer >= first for layer in range(len(rotates))]
-
-
-def unrotated_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a sliding window: those without positions."""
-    return [not rotated for rotated in rotates]
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ FAMILIES = {
         "MistralForCausalLM",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         **NO_BIASES,
-        slides=all_layers,
+        slides=lambda fields, rotates: [True] * len(rotates),
         always_slides=True,
     ),
     "qwen2": QWEN2,
@@ -96,7 +86,7 @@ FAMILIES = {
         "SmolLM3ForCausalLM",
         {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
         theta=2000000.0,
-        slides=unrotated_layers,
+        slides=lambda fields, rotates: [not rotated for rotated in rotates],
         by_layer=True,
         skips_rotation=True,
     ),
@@ -119,7 +109,7 @@ FAMILIES = {
         phi.DEFAULTS,
         **NO_BIASES,
         fused=True,
-        slides=all_layers,
+        slides=lambda fields, rotates: [True] * len(rotates),
         always_slides=True,
         prepare=phi.with_rotated_share,
     ),

@@ -112,7 +112,6 @@ class LlamaConfig:
         return self.windows[layer] if self.windows else None
 
     def rotates(self, layer: int) -> bool:
-        """Return whether a layer rotates queries and keys."""
         return self.rotary_layers[layer] if self.rotary_layers else True
 
     def rotation(self, layer: int) -> int | None:
@@ -127,7 +126,6 @@ class LlamaConfig:
         return 1.0 if rotation is None else self.rotations[rotation].gain
 
     def of_layers(self, layers: Sequence[int]) -> LlamaConfig:
-        """Return the config of a model of these layers only."""
         return replace(
             self,
             num_layers=len(layers),

@@ -81,7 +81,6 @@ class FusedLlama(SteppingLlama):
         self._hidden[: len(x)].copy_(x)
 
     def _fused_attention(self, number: int, start: int, x: Tensor, inputs: dict[str, Tensor], slots: int) -> Tensor:
-        """Add a layer's attention for all sessions at once."""
         layer, config = self._layers[number], self.config
         kv = self.pool.kv[number][:, start : start + len(inputs["lengths"])]
         qkv = self._apply_normed(layer.qkv, x)

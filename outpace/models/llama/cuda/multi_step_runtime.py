@@ -27,13 +27,7 @@ from outpace.core.tree import PREFIX
 from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes
 from outpace.models.llama.cuda.pool import LEAST
 from outpace.models.llama.cuda.runtime import MOST_SESSIONS, GraphLlama
-from outpace.models.llama.cuda.step_choice import (
-    NodeSelection,
-    StepBucket,
-    StepInputs,
-    StepNodes,
-    proposals,
-)
+from outpace.models.llama.cuda.step_choice import NodeSelection, StepBucket, StepInputs, StepNodes, proposals
 from outpace.models.llama.torch.attention import attend_batch_exactly
 from outpace.models.llama.torch.linear import FIXED, Linear, pad_rows, rows_are_independent
 from outpace.models.llama.torch.weights import Normed
@@ -85,13 +79,7 @@ class SteppingLlama(GraphLlama):
         return found
 
     def _steps_pass(
-        self,
-        bucket: StepBucket,
-        inputs: StepInputs,
-        first: Tensor,
-        out: Tensor,
-        slots: int,
-        noisy: bool,
+        self, bucket: StepBucket, inputs: StepInputs, first: Tensor, out: Tensor, slots: int, noisy: bool
     ) -> None:
         """Captured: compute all steps' proposals from the first step's logits."""
         selection, below = NodeSelection(bucket, inputs), inputs["below"].clone()

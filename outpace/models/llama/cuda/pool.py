@@ -134,7 +134,6 @@ class GraphSession(Session):
 
     @property
     def used(self) -> int:
-        """Number of slots that hold a token."""
         return self.length + self.pending
 
     def read(self, length: int) -> Tensor:
@@ -147,7 +146,6 @@ class GraphSession(Session):
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Perform the deferred moves."""
         if self.moves is None:
             return
         (source, start), self.moves = self.moves, None

@@ -316,5 +316,4 @@ def pass_rows(start: int, block: Sequence[BatchPart], rows: Sequence[Sequence[in
 
 
 def _bucket_nodes(block: Sequence[BatchPart]) -> int:
-    """Return the bucket of nodes per session."""
     return next_power_of_two(max(len(part.tokens) for _, part, *_ in block))

@@ -86,7 +86,6 @@ class WritingLoop:
 
     @torch.inference_mode()
     def begin(self, texts: Sequence[tuple[int, QueuedText]]) -> None:
-        """Assign texts to free rows."""
         if not texts:
             return
         device, count = self._texts.device, len(texts)

@@ -23,11 +23,7 @@ from outpace.models.base import Capability, Model, Part, Session, apply_keep, ch
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.native.binding import (
-    NativeOptions,
-    check_supported,
-    read_formats,
-)
+from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
 from outpace.models.llama.native.rope_tables import NativeRopeTable
 from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused

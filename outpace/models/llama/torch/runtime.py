@@ -204,7 +204,6 @@ class Llama(Model):
         return self._apply_normed(self._layers[number].qkv, x)
 
     def _mlp(self, number: int, x: Tensor, sessions: Sequence[SessionRows] = ()) -> Tensor:
-        """Add a layer's MLP to the residual."""
         layer = self._layers[number]
         gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
         for rows in sessions:
