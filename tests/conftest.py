@@ -14,9 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import pytest
 import torch
+from graph_rules import CheckedCapture
 
 from outpace.core import machine
 from outpace.core.machine import available_bytes
+from outpace.models.llama.cuda import captures
 from outpace.models.llama.torch.runtime import Llama
 from outpace.rules import base, gumbel
 
@@ -32,6 +34,13 @@ def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outpace.planning.profile.cache_folder", lambda: folder)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _captures_follow_the_rules_of_graphs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "EagerCapture", CheckedCapture)
         yield
 
 

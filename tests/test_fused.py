@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels themselves are tried here, by test_cuda.py", allow_module_level=True)
 
+import graph_rules
 import reference
 import rounding
 from passes import TINIES, build, tiny
@@ -40,7 +41,7 @@ WORDS = 4
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter computes by numpy, which a capture's stand-in takes for a read of the host's."""
-    monkeypatch.setattr(captures, "guarded", lambda work: work())
+    monkeypatch.setattr(captures, "EagerCapture", graph_rules.EagerCapture)
 
 
 @pytest.mark.parametrize("width", [1, 16, 100, 576])

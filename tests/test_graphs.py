@@ -13,13 +13,14 @@ import pytest
 import reference
 import torch
 from files import model_folder
+from graph_rules import CheckedCapture
 from passes import TINIES, branch, build, random_parents, text
 from turns import in_turn
 
 import outpace
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda.captures import Captures, EagerCapture, HostRead
+from outpace.models.llama.cuda.captures import Captures, HostRead
 from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
 from outpace.models.llama.cuda.pool import GraphSession
 from outpace.models.llama.cuda.runtime import GraphLlama
@@ -228,12 +229,12 @@ def test_a_chunk_of_a_prompt_has_a_pass_apart_from_short_trees() -> None:
 )
 def test_the_stand_in_refuses_what_no_graph_replays(read: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(HostRead):
-        EagerCapture(lambda: read(torch.ones(4)), [torch.ones(1)])
+        CheckedCapture(lambda: read(torch.ones(4)), [torch.ones(1)])
 
 
 def test_the_stand_in_runs_the_same_callable_on_what_the_buffers_hold_now() -> None:
     given, result = torch.ones(3), torch.zeros(3)
-    replayed = EagerCapture(lambda: result.copy_(given * 2), [given, result])
+    replayed = CheckedCapture(lambda: result.copy_(given * 2), [given, result])
     given.fill_(4)
     replayed.replay()
     assert result.tolist() == [8, 8, 8]
@@ -241,7 +242,7 @@ def test_the_stand_in_runs_the_same_callable_on_what_the_buffers_hold_now() -> N
 
 def test_a_buffer_that_moves_or_is_made_within_a_pass_is_refused() -> None:
     given = torch.ones(3)
-    replayed = EagerCapture(lambda: given.add_(1), [given])
+    replayed = CheckedCapture(lambda: given.add_(1), [given])
     given.data = torch.ones(3)
     with pytest.raises(HostRead, match="moved"):
         replayed.replay()

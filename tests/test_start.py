@@ -25,7 +25,7 @@ from outpace.core.types import Request, Row
 from outpace.models.files import reading
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.rope import LinearScaling, Llama3Scaling, Rotation, Scaling, YarnScaling
-from outpace.models.llama.native.rope_tables import NativeRopeTable
+from outpace.models.llama.native.runtime import NativeRopeTable
 from outpace.models.llama.torch.rope_tables import Rotary
 from outpace.rules.base import reduce_rows
 from outpace.rules.greedy import Greedy

@@ -125,9 +125,9 @@ def figures(result: Result) -> dict[str, float | None]:
     }
 
 
-def rounded(value: float | None, digits: int = 4) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Round a number; None stays None."""
-    return None if value is None else round(value, digits)
+    return None if value is None else round(value, 4)
 
 
 def percent(value: float | None) -> str:

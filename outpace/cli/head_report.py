@@ -11,20 +11,7 @@ from outpace.cli import display, process
 from outpace.core.errors import UserError
 from outpace.core.stats import merge_stats, rates
 
-PROMPTS = (
-    "What is the capital of France, and what is it known for?",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Explain in two sentences why the sky is blue.",
-    "Translate to German: The train to Berlin leaves at nine.",
-    "A shirt costs 20 dollars after a discount of 20 percent. What did it cost before?",
-    "List five things to pack for a weekend in the mountains.",
-    "Write a short poem about the sea.",
-    "What is the difference between a list and a tuple in Python?",
-    "Summarise the plot of Romeo and Juliet in three sentences.",
-    "Write an SQL query that counts the orders of each customer.",
-    "How do I make pancakes?",
-    "Give me three names for a small bakery, with a reason for each.",
-)
+NUM_PROMPTS = 12  # of each built-in task of outpace bench
 MAX_TOKENS, LENGTH = 64, 4  # of an answer; of a drafted chain
 POOR = 1.3  # mean accepted length below which something is probably wrong
 CARD = "README.md"
@@ -36,6 +23,7 @@ QUANTISED = ("int4", "int8", "file")  # precisions whose hidden states differ fr
 def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
     """Load target and head, answer the prompts with drafts of LENGTH tokens, and return what was found."""
     from outpace.api.llm import load
+    from outpace.bench.tasks import BUILT_IN, collect
 
     options: dict[str, Any] = {"method": "speculative", "draft_length": LENGTH, "width": 1, "profile": False}
     with display.loading_bar(quiet) as bar:
@@ -44,9 +32,9 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
         if llm.draft is None or not llm.draft.is_head:
             raise UserError(f"{draft} is not a trained head, which doctor expects with --draft")
         answers = []
-        for prompt in PROMPTS:
+        for prompt in collect([BUILT_IN], NUM_PROMPTS):
             process.check()
-            tokens = llm.tokenizer.encode_prompt(prompt)
+            tokens = llm.tokenizer.encode_prompt(prompt.text)
             answers.append(llm.stream(tokens, max_tokens=MAX_TOKENS).finish().figures)
         figures, head = merge_stats(answers), llm.draft.model.head
         found = {

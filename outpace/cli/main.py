@@ -18,19 +18,8 @@ from outpace.core.errors import UserError
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "demo")  # commands that take the options of methods and drafters
 INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge", "forecast")  # Ctrl-C may end them at any point
 COMMANDS = (
-    "generate",
-    "chat",
-    "serve",
-    "demo",
-    "bench",
-    "distill",
-    "tune",
-    "simulate",
-    "edge",
-    "forecast",
-    "methods",
-    "theory",
-    "doctor",
+    *("generate", "chat", "serve", "demo", "bench", "distill", "tune"),
+    *("simulate", "edge", "forecast", "methods", "theory", "doctor"),
 )
 
 

@@ -46,7 +46,6 @@ class CostModel:
         self._rounds = LatencyCurve()
         self._pause, self._planned_from = 0, 0  # see `is_paused`
         self.exploration = ExplorationBudget()
-        self.last_round_seconds = 0.0  # duration of the last round with waits and drafting
         self.last_pass_seconds = 0.0  # without them
         self._steps: dict[str, LatencyCurve] = {}  # by source: a draft step by nodes expanded; a lookup by request
         self._catching_up: set[str] = set()  # see `note_catch_up`
@@ -69,7 +68,7 @@ class CostModel:
         """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the
         pass."""
         was_planned = not self.is_paused(requests)
-        self.last_round_seconds, self.last_pass_seconds = seconds, seconds - drafting
+        self.last_pass_seconds = seconds - drafting
         self.exploration.advance(seconds - drafting)
         known = self._prices.get(requests)
         if self._rounds.learn(rows, seconds - drafting) or known is None or not known.is_known:

@@ -24,15 +24,8 @@ from outpace.models.options import Progress, silent
 
 TARGET_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "added_tokens.json"),
 )
 USED = (".safetensors", ".json")  # suffixes of files that define a model
 FORMAT_VERSION = 2  # part of an unpacked draft's name in the cache

@@ -1,7 +1,7 @@
 """Captures of a pass over static buffers, replayed as a CUDA graph, or by a stand-in on any device.
 
-The stand-in runs the same callable each time and enforces the rules of a graph: the host reads no device values, makes
-no tensors from its own, and no buffer moves between two replays. So a CPU tests what a GPU will do.
+The stand-in runs the same callable each time; no buffer may move between two replays. In the tests it also refuses what
+no graph can replay (`tests/graph_rules.py`), so a CPU tests what a GPU will do.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Work = Callable[[], None]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -26,74 +23,23 @@ MOST_PENDING = 64 * WORDS
 
 _CAPTURING = threading.Lock()  # the allocator's capture state is global to the process: one capture at a time
 
-# Operations that wait for the device or take values from the host.
-HOST_OPERATIONS = {
-    "_local_scalar_dense", "equal", "is_nonzero", "item", "lift_fresh", "lift_fresh_copy", "masked_select", "nonzero",
-    "pin_memory", "_pin_memory", "resize_", "set_", "unique_consecutive", "_unique2",
-}  # fmt: skip
-HOST_METHODS = {"__bool__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist"}
-
 
 class HostRead(RuntimeError):
     """Raised when a captured callable does something that no graph can replay."""
 
 
-class _Operations(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and excluding each operation from compilation costs time."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_masked = name in ("index", "index_put", "index_put_") and any(
-            tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:]
-        )
-        target = kwargs.get("device")
-        crosses = len({tensor.device.type for tensor in tensors if tensor.dim() or name == "copy_"}) > 1 or (
-            name == "_to_copy" and target is not None and torch.device(target).type != tensors[0].device.type
-        )
-        if crosses and name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,)):
-            crosses = not tensors[1].is_pinned()  # a graph fetches pinned memory anew at each replay
-        if name in HOST_OPERATIONS or is_masked or crosses:
-            raise HostRead(f"{func} within a captured pass: a graph cannot wait for the host")
-        return func(*args, **kwargs)
-
-
-class _Methods(TorchFunctionMode):
-    """Detects reads of a CPU tensor, which no dispatched operation shows."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in HOST_METHODS:
-            raise HostRead(f"Tensor.{func.__name__} within a captured pass: a graph cannot wait for the host")
-        return func(*args, **(kwargs or {}))
-
-
-def guarded(work: Work) -> None:
-    """Run `work`; raise HostRead if it does something that no graph can replay."""
-    with _Methods(), _Operations():
-        work()
-
-
 class EagerCapture:
-    """The stand-in for a graph: runs the same callable again. `buffers` must not move.
-
-    Operations are checked when it is captured; a replay could have others only after a read by the host, and for these
-    every replay is checked too.
-    """
+    """The stand-in for a graph: runs the same callable again. `buffers` must not move."""
 
     def __init__(self, work: Work, buffers: Sequence[Tensor]) -> None:
         self._work, self._buffers = work, buffers
         self._addresses = [buffer.data_ptr() for buffer in buffers]
-        guarded(work)
+        work()
 
     def replay(self) -> None:
         if self._addresses != [buffer.data_ptr() for buffer in self._buffers]:
             raise HostRead("a static buffer moved after the capture: a graph would write to where it was")
-        with _Methods():
-            self._work()
+        self._work()
 
 
 class CudaCapture:
