@@ -191,10 +191,13 @@ class ModelFlags:
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""
-        from outpace.cli.display import loading_bar, say
-
-        self._check()
         from outpace.api.llm import load
+        from outpace.cli.display import loading_bar, say
+        from outpace.core.lazy import num_cores, set_num_threads
+
+        if self.threads is not None:
+            check_range("threads", self.threads, 1, num_cores())
+            set_num_threads(self.threads)
 
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         if self.draft and len(self.draft) == 1:
@@ -214,17 +217,3 @@ class ModelFlags:
         for notice, models in names.items():
             say(f"{' and '.join(models)}: {notice}")
         return llm
-
-    def _check(self) -> None:
-        """Raise UserError for mistakes that are known before a model is loaded."""
-        from outpace.core import registry
-        from outpace.core.lazy import num_cores, set_num_threads
-
-        registry.find("decoders", self.method)
-        if self.rule != "auto":
-            registry.find("rules", self.rule)
-        for part in self.drafter.replace(",", "+").split("+") if self.drafter is not None else ():
-            registry.find("drafters", part)
-        if self.threads is not None:
-            check_range("threads", self.threads, 1, num_cores())
-            set_num_threads(self.threads)

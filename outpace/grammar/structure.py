@@ -66,7 +66,7 @@ def choice_of(texts: Any) -> Structure:
 
 
 def quoted(text: str) -> str:
-    """Quote a text for a Lark grammar."""
+    """Quote a text as in JSON and in Lark grammars."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from outpace_kernels import PendingNodes
@@ -15,9 +15,6 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.logits import SparseLogits, TargetOutput
 from outpace.core.multi_step import SupportsMultiStep
 from outpace.core.tree import PREFIX
-
-if TYPE_CHECKING:
-    pass
 
 
 class Capability(Enum):

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from outpace.grammar.schema import ALL_TYPES, types_of
+from outpace.grammar.structure import quoted
 
 ARGUMENTS = ("arguments", "parameters")  # accepted names of the field with the arguments
 FIELDS = ("name", "type", "id", *ARGUMENTS)  # allowed in a call without marks
@@ -240,7 +241,7 @@ class TagScanner:
         fields = self._schema.get("properties")
         self._types = types_of(fields.get(field, {}) if isinstance(fields, Mapping) else {}, self._schema)
         begin = ", " if self._fields else "{"
-        self._arguments += f"{begin}{_quoted(field)}: " + ('"' if self._is_text else "")
+        self._arguments += f"{begin}{quoted(field)}: " + ('"' if self._is_text else "")
         self._fields.append(field)
         self._field, self._text = field, ""
 
@@ -255,9 +256,9 @@ class TagScanner:
         if free and not self._has_passed:
             free, self._has_passed = free.removeprefix("\n"), True
         if end is None:
-            self._arguments += _quoted(free)[1:-1]
+            self._arguments += quoted(free)[1:-1]
             return
-        self._arguments += _quoted(free)[1:] if self._is_text else _as_json(free, self._types)
+        self._arguments += quoted(free)[1:] if self._is_text else _as_json(free, self._types)
         self._field, self._text, self._has_passed = None, "", False
 
 
@@ -266,13 +267,9 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return text.lower() if text in ("True", "False") and "boolean" in types else _quoted(text)
+        return text.lower() if text in ("True", "False") and "boolean" in types else quoted(text)
     may_be_text = types != ALL_TYPES and "string" in types
-    return _quoted(text) if may_be_text and value is not None else text.strip()
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return quoted(text) if may_be_text and value is not None else text.strip()
 
 
 def held_back(text: str, mark: str) -> int:
