@@ -215,7 +215,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _prediction(name: str, value: Any) -> str | tuple[int, ...]:
-    """Like `_token_ids`, but the order matters, so sets are refused."""
+    """Read a text, or token ids in order: sets are refused."""
     if isinstance(value, str):
         return value
     if isinstance(value, (set, frozenset)):

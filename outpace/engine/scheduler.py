@@ -120,5 +120,5 @@ class Scheduler:
 
 
 def _age(sequence: TokenSequence) -> int:
-    """Sort key for the order of arrival."""
+    """Return the sort key for the order of arrival."""
     return sequence.key

@@ -100,7 +100,7 @@ class CostModel:
         return is_close and self._rounds.is_stale(requests)
 
     def trust(self, source: str, length: int = 0) -> DecayedMean:
-        """Accepted tokens divided by the sum of their predicted chances, of the source with this name.
+        """Return the ratio of accepted tokens to the sum of their predicted chances, for the source with this name.
 
         For texts of at least 2,048 tokens (`length`), there is one value for each power of two; a new one starts from
         that of texts of half the length.
@@ -113,11 +113,11 @@ class CostModel:
         return self._trust[name]
 
     def lookup_gain(self, source: str, requests: int) -> DecayedMean:
-        """Tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
+        """Return the tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
         return self._lookup_gains[source, requests]
 
     def initial_lookup_gain(self, source: str, requests: int) -> DecayedMean:
-        """`lookup_gain` for one request, which starts from the common value."""
+        """Return a mean of one request's own gain, which starts from the common value."""
         return DecayedMean(self.lookup_gain(source, requests).value, _LOOKUP_WEIGHT)
 
     def statistic(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
@@ -218,11 +218,11 @@ class CostModel:
         return self._rounds.extra_seconds(rows, count)
 
     def max_extra_rows(self, others: int) -> int:
-        """Most rows of a request that may be tried besides its root, while other requests have `others` rows."""
+        """Return how many rows a request may try besides its root, while other requests have `others` rows."""
         return self._rounds.max_extra_rows(others)
 
     def best_rows(self, chances: Sequence[float], others: int, price: float) -> tuple[int, float]:
-        """`best_rows` of nodes with these falling chances, while other requests have `others` rows."""
+        """Apply `best_rows` to nodes with these falling chances, while other requests have `others` rows."""
         extra = self.extra_seconds(others + 1, min(self.max_extra_rows(others), len(chances)))
         return best_rows(chances, extra, price)
 

@@ -49,7 +49,7 @@ class RollingMedian:
         self._samples.pop(key, None)
 
     def count(self, key: int) -> int:
-        """Number of samples kept for a key."""
+        """Return the number of samples kept for a key."""
         return len(self._samples.get(key, ()))
 
     @property

@@ -116,8 +116,8 @@ class LatencyCurve:
         return self._widest
 
     def max_extra_rows(self, others: int) -> int:
-        """Most rows of a request that may be tried besides its root, while other requests have `others` rows: a round
-        may have twice as many rows as the widest that was timed."""
+        """Return how many rows a request may try besides its root, while other requests have `others` rows: a round may
+        have twice as many rows as the widest that was timed."""
         return max(_FIRST, 2 * self.widest - others - 1)
 
     def state_dict(self) -> dict[str, float]:

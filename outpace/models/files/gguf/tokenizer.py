@@ -155,7 +155,7 @@ class _Vocabulary:
         return values
 
     def numbers(self, name: str, default: Any = None) -> list[Any]:
-        """One number a token."""
+        """Return a field that has one number for each token."""
         values = self.field(name, list, default)
         if len(values) != len(self.tokens) or not {*map(type, values)} <= {int, float, bool}:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} must hold one number for each token")
