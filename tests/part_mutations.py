@@ -11,9 +11,11 @@ import pytest
 import serving
 import test_parallel_decoders
 from mutation_checks import BROKEN, Mutation, Original
+from outpace_kernels import NodeDelta
 
 from outpace.bench import scoring
-from outpace.card.cache import CandidateCache
+from outpace.card.cache import CandidateCache, Correction
+from outpace.card.loop import DraftedRequest, DraftLoop
 from outpace.core.drafting import DraftDirectives
 from outpace.decoders import pearl, planned, ssd
 from outpace.drafters import _tree_expander
@@ -99,6 +101,30 @@ def before_it_is_said(choice_in: Original) -> Original:
     return lambda answer, choices: choice_in(answer.partition("answer")[0], choices)
 
 
+def without_aliases(insert: Original) -> Original:
+    def mutated(self: CandidateCache, nodes: NodeDelta) -> int:
+        added: int = insert(self, nodes)
+        self._aliases.clear()
+        return added
+
+    return mutated
+
+
+def one_token_off(remember: Original) -> Original:
+    return lambda self, path, tokens: remember(self, [path[0], *path[:-1]], tokens)
+
+
+def keeping_a_dead_branch(follow: Original) -> Original:
+    def mutated(self: DraftLoop, drafted: DraftedRequest, correction: Correction) -> None:
+        old = drafted.tree
+        follow(self, drafted, correction)
+        if len(drafted.tree) == 1:
+            for node in old.children(0):
+                drafted.tree.add(0, old.tokens[node], old.scores[node])
+
+    return mutated
+
+
 JUDGES: dict[str, None] = {}  # the tests that are named below, each once
 
 
@@ -130,6 +156,13 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
             "add_late_children",
             returning(0),
         )
+    ],
+    "test_parts.py::test_late_layers_find_their_parents_by_text": [
+        ("cache: a node that was made twice has no alias", CandidateCache, "_insert_by_text", without_aliases),
+        ("cache: a layer is matched one token off", CandidateCache, "_remember", one_token_off),
+    ],
+    "test_parallel_decoders.py::test_the_drafter_walks_corrections_in_its_own_tree": [
+        ("drafter: a walk keeps a dead branch", DraftLoop, "_follow", keeping_a_dead_branch)
     ],
     "test_parallel_decoders.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for": [
         ("ssd: only one outcome is drafted", _tree_expander, "outcome_frontier", one_outcome)

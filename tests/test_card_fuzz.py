@@ -34,6 +34,7 @@ from turns import in_turn
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
+from outpace.card.loop import Correct
 from outpace.card.polled import PolledWorker
 from outpace.card.process import ProcessWorker
 from outpace.card.thread import ThreadWorker
@@ -96,9 +97,9 @@ def random_drafter(chance: random.Random, target: QuickToy, met: Counter[str]) -
 class WatchedWorker(InlineWorker):
     """Counts what the target's waits meet, and the directives that it sends."""
 
-    def __init__(self, drafter: Any, clock: SimulatedClock, met: Counter[str]) -> None:
+    def __init__(self, drafter: Any, clock: SimulatedClock, met: Counter[str], chance: random.Random) -> None:
         super().__init__(drafter, clock)
-        self.met = met
+        self.met, self.chance = met, chance
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         alive = self.failure is None
@@ -115,7 +116,32 @@ class WatchedWorker(InlineWorker):
         super().set_directives(key, directives)
 
 
-def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
+class UnreliableLink(WatchedWorker):
+    """Delays everything by random times, loses layers and repeats corrections, some of them much later."""
+
+    corrections: tuple[Correct, ...] = ()
+
+    def _send(self, queue: Any, message: Any) -> None:
+        self.clock.delay = self.chance.choice((0.0, 0.3, self.chance.expovariate(0.2)))
+        if queue is self._arriving and self.chance.random() < 0.1:
+            self.met["lost"] += 1
+            return
+        super()._send(queue, message)
+        if isinstance(message, Correct):
+            self.corrections = *self.corrections, message
+            if self.chance.random() < 0.3:
+                again = self.chance.choice([each for each in self.corrections if each.key == message.key][-4:])
+                self.met["repeated"] += 1
+                super()._send(queue, again)
+
+    def _publish(self, layers: Any) -> None:
+        super()._publish(layers)
+        self.met["alias"] += sum(bool(cache._aliases) for cache in self._caches.values())
+
+
+def run_once(
+    seed: int, met: Counter[str], method: str = "card", link: Callable[..., WatchedWorker] = WatchedWorker
+) -> None:
     """Run one random interleaving, check its text against plain decoding and count the events in `met`."""
     chance = random.Random(seed)
     target = chance.choice(TARGETS)
@@ -124,7 +150,7 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
     engine = EngineOptions(
         nodes=chance.randint(1, 10), rows=chance.randint(4, 24), chunk=chance.randint(1, 6), batch=chance.randint(1, 3)
     )
-    worker = WatchedWorker(drafter, random_clock(chance), met)
+    worker = link(drafter, random_clock(chance), met, chance)
     worker.clock.shared = method == "planned" and chance.random() < 0.3
     options = OPTIONS[method](chance)
     run, messages = collect_warnings(
@@ -146,6 +172,16 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
     met.update({"dead worker": int(died), "texts": len(requests), "tokens": sum(map(len, run.texts))})
     met["full tree"] += watched.met["full tree"] if hasattr(watched, "met") else 0
     met["batched"] += len(requests) > 1
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_random_delays_lost_layers_and_repeated_corrections(rounds: int, method: str) -> None:
+    met: Counter[str] = Counter()
+    for seed in range(rounds):
+        run_once(seed, met, method, UnreliableLink)
+    kinds = ["orphan", "alias", "primary", "late", "miss", "full tree", "dead worker", "lost", "repeated", *KINDS]
+    assert not [kind for kind in kinds if not met[kind]], "never met"
 
 
 @pytest.mark.parametrize("method", OPTIONS)

@@ -269,7 +269,7 @@ def test_an_interrupted_target_leaves_a_worker_that_can_be_closed(drafter: str) 
             cache = CandidateCache(3)
             worker.open(0, REQUEST, cache)
             worker.wait(cache, 1)
-            worker.correct(0, Correction([0], [5], -1, False))
+            worker.correct(0, Correction([5], 1, -1))
             worker.forget(0)
             worker.stop()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from heapq import nlargest
 from math import log
@@ -14,9 +15,9 @@ import pytest
 import torch
 from doubles import QuickToy, decode, make_drafter, make_request, write
 
-from outpace.card.cache import CandidateCache
+from outpace.card.cache import CandidateCache, Correction
 from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.loop import DraftLoop, Open, SetDirectives, StepTimes
+from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives, StepTimes
 from outpace.core import theory
 from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import Role, TokenTree, depths
@@ -116,6 +117,34 @@ def grown(directives: DraftDirectives, forwards: int = 50) -> TokenTree:
         for _, layer in loop.grow():
             cache.insert(layer)
     return cache.query(1000)
+
+
+def test_the_drafter_walks_corrections_in_its_own_tree() -> None:
+    """Also if the target missed; what the target may lack is published again, once."""
+    loop, request = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), REQUESTS[0]
+    loop.post(Open(0, request))
+    for _ in range(4):
+        layers = loop.grow()
+    old = loop._requests[0].tree
+    below = max(old.children(0), key=lambda node: len(old.subtree(node)))
+    kept = old.below(below)
+    for _ in range(2):  # a correction that comes twice counts once
+        loop.post(Correct(0, Correction([old.tokens[below]], 1, -1)))
+    layers = loop.grow()
+    ((_, layer),) = layers
+    assert (layer.root_id, layer.alias) == (-1, kept.ids[0])
+    assert layer.nodes[0][: len(kept) - 1] == kept.ids[1:]
+    ((_, layer),) = loop.grow()
+    assert min(layer.nodes[0]) > max(kept.ids)
+    for root_id in (-2, -2):
+        absent = next(token for token in range(TARGET.vocab_size) if loop._requests[0].tree.child(0, token) is None)
+        loop.post(Correct(0, Correction([old.tokens[below], absent], 2, root_id)))  # partly known
+    ((_, layer),) = loop.grow()
+    fresh = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0))
+    fresh.post(Open(0, replace(request, prompt=(*request.prompt, old.tokens[below], absent))))
+    ((_, first),) = fresh.grow()
+    assert (layer.root_id, layer.alias, layer.nodes[2]) == (-2, None, first.nodes[2])
+    assert loop._requests[0].state.tokens == [*request.prompt, old.tokens[below], absent]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from light import grown
 from torch import Tensor
 from toy import Toy
 
-from outpace.card.cache import CandidateCache
+from outpace.card.cache import CandidateCache, CandidateLayer
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import DraftDirectives
 from outpace.core.sampling import Sampling, log_probs
@@ -126,6 +126,45 @@ def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
     assert cache.insert(layer_of(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
     assert cache.insert(layer_of(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
     assert cache.counts["orphan"] == 1
+
+
+def test_late_layers_find_their_parents_by_text() -> None:
+    def insert(*nodes: tuple[int, int, int]) -> int:
+        return cache.insert(layer_of(0, [Candidate(*node, -0.5, Role.PRIMARY) for node in nodes]))
+
+    cache = CandidateCache(5)
+    cache.correct(cache.query(9), Verdict([0], 7), 1)
+    assert insert((1, 0, 7), (2, 1, 8), (3, 0, 9), (4, 3, 8)) == 1, "7 is written, 9 is not"
+    assert cache.query(9).tokens == [7, 8]
+    assert cache.counts["orphan"] == 2
+    tree = cache.query(9)
+    assert cache.correct(tree, Verdict([0, 1], 3), 2)[1] == ([8, 3], 3, -2)
+    assert insert((5, 2, 3), (6, 5, 4)) == 1, "3 was written after 8"
+    assert insert((7, 5, 4), (8, 7, 2)) == 1, "4 was drafted twice"
+    assert insert((9, 6, 1), (10, 8, 6)) == 2
+    assert cache.query(9).tokens == [3, 4, 2, 1, 6]
+    tree = cache.query(1)
+    cache.add_late_children(tree)
+    assert cache.correct(tree, Verdict([0], 4), 1)[1] == ([4], 4, 6)
+    assert insert((11, 7, 0), (12, 1, 5)) == 1
+    assert cache.query(9).tokens == [4, 2, 1, 6, 0]
+    cache.correct(cache.query(9), Verdict([0], 9), 9)
+    cache.insert(CandidateLayer(-3, layer_of(-3, [Candidate(21, 20, 3, -0.5, Role.PRIMARY)]).nodes, alias=20))
+    assert cache.query(9).tokens == [9, 3], "the layer in which 20 was drafted is lost"
+    assert cache.next_id == 22
+
+
+def test_written_tokens_and_their_ids_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.card.cache._REMEMBERED", 8)
+    cache, aliases = CandidateCache(5), 0
+    for number in range(40):
+        if number < 30:
+            cache.insert(layer_of(-number, [Candidate(number + 1, -max(number - 3, 0), 1, -0.5, Role.PRIMARY)]))
+        aliases = max(aliases, len(cache._aliases))
+        cache.correct(cache.query(1), Verdict([0], 1 if number % 2 else 2), 1)
+    assert len(cache._next) == 8
+    assert aliases > 0
+    assert not cache._aliases
 
 
 def test_a_wait_ends_if_the_drafter_gave_up_before_its_layers_were_counted() -> None:

@@ -123,11 +123,10 @@ def test_each_part_of_card_has_an_effect() -> None:
     """On a trace with much to gain each switch changes the outcome."""
     trace = synthetic_trace(0.7, 1, 60)
     found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card") and name != "card-ngram"}
-    alike = ("card-no-correction",)  # equal to card-no-late
-    assert len({outcome.seconds for name, outcome in found.items() if name not in alike}) == len(found) - len(alike)
-    assert found["card-no-correction"].figures.hits == 0
+    assert len({outcome.seconds for outcome in found.values()}) == len(found)
     assert found["card-chain"].seconds > found["card"].seconds
-    assert found["card-no-late"].figures.hits == 0  # nodes drafted before a pass are below another root
+    assert found["card-no-late"].seconds > found["card"].seconds
+    assert found["card-no-late"].figures.hits < found["card"].figures.hits / 2  # after a pass only what is sent again
     assert found["card-no-wait"].target_idle == 0.0 < found["card"].target_idle
 
 

@@ -42,6 +42,19 @@ def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
     assert rows[-1]["ratio"] == 6.0
 
 
+def test_delays_have_a_column_and_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    given = ("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL, "--delay", "0,1,4")
+    code, out, err = run(*given, "--plot", tmp_path / "a.svg", "--markdown")
+    assert code == 0, err
+    assert out.startswith("| T_target / T_draft | delay | 4 |")
+    rows = last_line(out)["rows"]
+    assert [row["delay"] for row in rows] == [None, None, 0.0, 1.0, 4.0]
+    near, far, farther = (row["speedup"] for row in rows[2:])
+    assert near > far > farther >= 1.0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -55,6 +68,11 @@ def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
         (("--acceptance", "0.5", "--methods", "cart"), "did you mean 'card'"),
         (("--acceptance", "0.5", "--devices", "3"), "devices is 3"),
         (("--acceptance", "0.5", "--nodes", "0"), "nodes is 0"),
+        (("--acceptance", "0.5", "--delay", "0;1"), "delay is '0;1', it must be numbers such as 0,0.5,1,2"),
+        (("--acceptance", "0.5", "--delay", "-1"), "delay is -1"),
+        (("--acceptance", "0.5", "--delay", "nan"), "delay is nan"),
+        (("--acceptance", "0.5", "--delay", "1", "--devices", "1"), "a delay needs two devices"),
+        (("--acceptance", "0.5", "--plot", "a.svg"), "name several with --delay"),
         (("--acceptance", "0.5", "--width", "0"), "width is 0"),
         (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
         (("--acceptance", "0.5", "--methods", "lookahead"), "name the models with --target, --draft"),

@@ -70,6 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = CandidateCache(0)
         self.root = 0
         self.live = {0: Known(None, 0, 0.0, Role.PRIMARY, 0)}
+        self.texts: dict[int, tuple[int, ...]] = {0: (0,)}  # of all nodes there ever were
         self.dead: list[int] = []
         self.next_id, self.time, self.misses = 1, 0, 0
         self.queried: TokenTree | None = None
@@ -98,9 +99,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(proposed=st.lists(PROPOSED, min_size=1, max_size=6))
     def insert(self, proposed: Sequence[tuple[int, int, float, bool]]) -> None:
-        """New nodes below any that live, that are dead, or that came with them."""
+        """New nodes below any that live, that are dead or written, or that came with them."""
         self.time += 1
-        nodes, added, orphans = [], 0, 0
+        nodes: list[Candidate] = []
         for number, token, chance, is_primary in proposed:
             parents = [*self.live, *self.dead[-3:], *(node.node_id for node in nodes)]
             candidate = Candidate(
@@ -114,16 +115,24 @@ class CacheMachine(RuleBasedStateMachine):
                 continue  # a drafter's tree has no such twins
             self.next_id += 1
             nodes.append(candidate)
-            if candidate.parent_id not in self.live:
-                orphans += 1
-            elif self.child(candidate.parent_id, token) is None:
-                self.live[candidate.node_id] = Known(candidate.parent_id, token, chance, candidate.role, self.time)
-                added += 1
-            if candidate.node_id not in self.live:
-                self.dead.append(candidate.node_id)
+            self.texts[candidate.node_id] = *self.texts[candidate.parent_id], token
         before = self.cache.layers, self.cache.counts["orphan"]
-        assert self.cache.insert(layer_of(self.root, nodes)) == added
+        added = self.cache.insert(layer_of(self.root, nodes))
+        places = {node.node_id: self.grow(node) for node in nodes if node.parent_id in self.live}
+        places |= {node.node_id: self.grow(node) for node in nodes if node.node_id not in places}
+        assert added == [*places.values()].count("new")
+        orphans = [*places.values()].count("orphan")
         assert (self.cache.layers, self.cache.counts["orphan"]) == (before[0] + (added > 0), before[1] + orphans)
+
+    def grow(self, node: Candidate) -> str:
+        """Put a node where its text is, if that continues the written text and no other node has it."""
+        text, written = self.texts[node.node_id], self.texts[self.root]
+        place = next((other for other in self.live if self.texts[other] == text[:-1]), None)
+        if place is not None and self.child(place, node.token) is None:
+            self.live[node.node_id] = Known(place, node.token, node.log_prob, Role(node.role), self.time)
+            return "new"
+        self.dead.append(node.node_id)
+        return "orphan" if place is None and text != written[: len(text)] else "known"
 
     @rule(is_stale=st.booleans())
     def offer_nothing(self, is_stale: bool) -> None:
@@ -192,11 +201,13 @@ class CacheMachine(RuleBasedStateMachine):
             kind = self.live[found].role.label if found is not None and is_hit else "miss"
             self.misses += not is_hit
             root = found if found is not None and is_hit else -self.misses
-        else:
-            path = path[:-1]
         said, correction = self.cache.correct(tree, verdict, verified)
         assert said == kind
-        assert correction == (path, written, root, kind != "miss")
+        text = *self.texts[self.root], *written
+        if kind == "miss":  # what the target does not see is forgotten
+            self.texts.update({n: (-1, n) for n, other in self.texts.items() if other[: len(text)] == text})
+        self.texts[root] = text
+        assert correction == (written, len(self.texts[root]) - 1, root)
         self.move(root, written[-1])
         assert (self.cache.missed, self.cache.layers) == (kind == "miss", 0)
 

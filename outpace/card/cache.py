@@ -22,6 +22,7 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Verdict
 
 _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
+_REMEMBERED = 512  # written tokens below which late layers find their place
 
 
 class CandidateLayer(NamedTuple):
@@ -30,39 +31,39 @@ class CandidateLayer(NamedTuple):
 
     `nodes` has the columns ids, ids of the parents, tokens, roles, and the log of the estimated probability that the
     target continues from the parent to the node. It is relative to the parent, because path scores change whenever the
-    root moves."""
+    root moves. `alias` is the drafter's own id of the root, if it had drafted this token itself."""
 
     root_id: int
     nodes: NodeDelta = NodeDelta(((), (), (), (), ()))
+    alias: int | None = None
 
 
 class Correction(NamedTuple):
-    """A message to the drafter: the ids of the accepted nodes, the tokens committed after each, and the new root. After
-    a hit the root is a node that the drafter knows; after a miss it is new."""
+    """A message to the drafter: the tokens committed since the last one, their end in the answer, and the id of the new
+    root: that of a candidate after a hit, a new one after a miss."""
 
-    path: Sequence[int]
     tokens: Sequence[int]
+    length: int
     root_id: int
-    is_hit: bool
 
 
 class VisibilityOptions(NamedTuple):
     """Which candidates the target sees; the defaults show most. `secondary`: candidates of B that the drafter has not
-    expanded; `late`: candidates inserted during the target pass; `chain`: verify only the chain of the best children;
-    `keep_subtree`: candidates below the next root survive a correction."""
+    expanded; `late`: candidates inserted during the target pass; `chain`: verify only the chain of the best
+    children."""
 
     secondary: bool = True
     late: bool = True
     chain: bool = False
-    keep_subtree: bool = True
 
 
 class CandidateCache:
     """Candidates of one request below the last committed token, as a token tree. Drafter and target meet here under one
     lock: a plain one, because an interrupt may leave a `Condition` locked.
 
-    Ids are never reused: those of drafted nodes count up from 1, those of roots after a miss count down from -1. An
-    insertion drops nodes whose parents are gone, which includes all from before the last miss. `counts` counts where
+    Ids are never reused: those of drafted nodes count up from 1, those of roots after a miss count down from -1. A
+    layer may be older than the last corrections. Its nodes are matched by text: a token that was written meanwhile, or
+    drafted twice, has one place and several ids. Other nodes whose parents are gone are dropped. `counts` counts where
     the next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"), and how often the
     drafter stopped adding nodes below a root ("exhausted").
     """
@@ -75,6 +76,9 @@ class CandidateCache:
         self._news = threading.Lock()  # released when something was inserted
         self.layers = 0  # inserted since the last correction
         self._seen = 0  # number of nodes at the last query
+        self._length = 0  # written tokens
+        self._next: dict[int, tuple[int, int]] = {}  # by ids of written tokens: the token after it, and its id
+        self._aliases: dict[int, int] = {}  # further ids of written tokens and candidates: the first id
         self.epoch = 0
         self.missed = True  # also before the first query, which may wait for a short draft too
         self.visibility = VisibilityOptions()
@@ -86,21 +90,43 @@ class CandidateCache:
 
     @property
     def next_id(self) -> int:
-        """The first id above all inserted nodes, where a restarted drafter continues."""
+        """The first id above all known ones, where a restarted drafter continues."""
         with self._lock:
-            return self._tree.next_id
+            return max(self._tree.next_id, *(alias + 1 for alias in self._aliases), 1)
 
     def insert(self, layer: CandidateLayer) -> int:
-        """Insert the nodes of a layer whose parents are still there; return how many. Called by the drafter's side.
-        Raise ValueError for a token outside the vocabulary."""
+        """Insert the nodes of a layer that continue the written text; return how many are new. Called by the drafter's
+        side. Raise ValueError for a token outside the vocabulary."""
         with self._lock:
+            if layer.alias is not None:
+                self._aliases[layer.alias] = layer.root_id
             if not layer.nodes and layer.root_id == self._tree.ids[0]:
                 self._give_up()
-            added, orphans = self._tree.insert(layer.nodes)
-            self.counts["orphan"] += orphans
+            added = self._tree.insert(layer.nodes)[0]
+            if added < len(layer.nodes):
+                added += self._insert_by_text(layer.nodes)
             self.layers += added > 0
             self._notify()
             return added
+
+    def _insert_by_text(self, nodes: NodeDelta) -> int:
+        """Insert the nodes of a layer that are not in the tree below the places of their parents in the text; return
+        how many are new."""
+        before = len(self._tree)
+        for node_id, parent_id, token, role, log_prob in zip(*nodes.columns(), strict=True):
+            if self._tree.find(node_id) is not None:
+                continue
+            parent_id = self._aliases.get(parent_id, parent_id)
+            written, next_id = self._next.get(parent_id, (None, 0))
+            if written == token:
+                self._aliases[node_id] = next_id
+            elif written is not None or (parent := self._tree.find(parent_id)) is None:
+                self.counts["orphan"] += 1
+            elif (twin := self._tree.child(parent, token)) is not None:
+                self._aliases[node_id] = self._tree.ids[twin]
+            else:
+                self._tree.add(parent, token, self._tree.scores[parent] + log_prob, role, node_id=node_id)
+        return len(self._tree) - before
 
     @property
     def is_given_up(self) -> bool:
@@ -149,16 +175,28 @@ class CandidateCache:
             if verdict.next_token is not None:
                 tokens.append(verdict.next_token)
                 root = self._tree.child(root, verdict.next_token)
-                root = None if root is None or not (self.visibility.keep_subtree and self._sees(root)) else root
+                root = None if root is None or not self._sees(root) else root
                 kind = "miss" if root is None else Role(self._tree.roles[root]).label
             elif verdict.path[-1] >= verified:
                 path.pop()  # the late child becomes the root
-                root, kind = (root, kind) if self.visibility.keep_subtree else (None, "miss")
             else:
                 raise ValueError("a verdict without a next token must end on a late child")
             self._move(root, tokens[-1])
+            self._remember([*path, self._tree.ids[0]], tokens)
             self.counts[kind] += 1
-            return kind, Correction(path, tokens, self._tree.ids[0], kind != "miss")
+            return kind, Correction(tokens, self._length, self._tree.ids[0])
+
+    def _remember(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Remember which ids lie on the written text, and forget what is older than `_REMEMBERED` tokens."""
+        self._length += len(tokens)
+        self._next.update(zip(path, zip(tokens, path[1:], strict=True), strict=False))
+        while len(self._next) > _REMEMBERED:
+            del self._next[next(iter(self._next))]
+        self._aliases = {
+            alias: node
+            for alias, node in self._aliases.items()
+            if node in self._next or self._tree.find(node) is not None
+        }
 
     def has_grown(self, layers: int, depth: int = 0) -> bool:
         """Whether `layers` layers came since the last correction and the tree reaches `depth` below the root; or the

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.card.cache import CandidateCache, CandidateLayer
+from outpace.card.loop import Message, Open
 from outpace.card.worker import ObservedModel, SameThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
+
+Layers = Sequence[tuple[int, CandidateLayer]]
 
 
 @dataclass
@@ -17,14 +22,15 @@ class SimulatedClock:
     """Durations of a forward of the drafter and of a target pass over n rows, in seconds.
 
     `draft_seconds` is called after each forward, so it may depend on the forward's width. `shared`: target and drafter
-    share one device and get half of it while both work. `target_busy`, `draft_busy`: seconds of work, as on a device
-    alone.
+    share one device and get half of it while both work. `delay`: seconds that a message takes between them.
+    `target_busy`, `draft_busy`: seconds of work, as on a device alone.
     """
 
     draft_seconds: Callable[[], float] = lambda: 1.0
     target_seconds: Callable[[int], float] = lambda rows: 4.0
     now: float = 0.0
     shared: bool = False
+    delay: float = 0.0
     target_busy: float = 0.0
     draft_busy: float = 0.0
 
@@ -36,68 +42,93 @@ class SimulatedClock:
 
 
 class InlineWorker(SameThreadWorker):
-    """Publishes the draft forwards that end before the clock reaches the end of the target pass during that pass.
+    """Runs the drafter on the simulated clock. Layers that reach the target before its pass ends are late candidates.
 
-    A forward that is running when a correction comes is still published at its end; its nodes are then dropped, because
-    their parents are gone.
+    A message or a layer is under way for `clock.delay`, except the start of a request, which the drafter reads while
+    the target reads the prompt. A forward that is running when a correction arrives is published at its end.
     """
 
     def __init__(self, drafter: Drafter, clock: SimulatedClock | None = None) -> None:
         super().__init__(drafter)
         self.clock = clock or SimulatedClock()
-        self._running: tuple[float, list[tuple[int, CandidateLayer]]] | None = None  # end time, layers
+        self._sent = deque[tuple[float, Message]]()  # to the drafter, by time of arrival
+        self._running: tuple[float, Layers] | None = None  # end of the forward, its layers
+        self._arriving = deque[tuple[float, Layers]]()  # at the target
+
+    @property
+    def round_trip_seconds(self) -> float:
+        return 2 * self.clock.delay
 
     def wrap_target(self, target: Any) -> Any:
         return ObservedModel(target, self._run_during)
 
     def _run_during(self, rows: int) -> None:
-        """Move the clock over a target pass, and publish the drafter's forwards that end during it."""
-        clock, begin = self.clock, self.clock.now
+        """Move the clock over a target pass, and publish the layers that arrive during it."""
+        clock, busy = self.clock, self.clock.draft_busy
         seconds = clock.target_seconds(rows)
-        end = begin + seconds
-        while self._is_running() and self._finish_time() <= end:
-            self._finish()
-        drafting = (end if self._running else clock.now) - begin
+        end = clock.now + seconds
+        while self._publish_next(end):
+            pass
+        self._move_to(end)
         clock.target_busy += seconds
-        clock.draft_busy += drafting
-        clock.now = end
         if clock.shared:
-            self._delay(drafting)
+            self._delay(clock.draft_busy - busy)
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        before = self.clock.now
-        for _ in range(2 * max(layers, depth)):  # forwards for an older tree or for other requests may come first
-            if cache.has_grown(layers, depth) or not self._is_running():
-                break
-            self._finish()
-        self.clock.draft_busy += self.clock.now - before
+        answer, left = self.clock.now + self.round_trip_seconds, 2 * max(layers, depth)
+        # Layers for an older root or for other requests may come first.
+        while left and not cache.has_grown(layers, depth) and self._publish_next():
+            left -= self.clock.now >= answer
 
     def stop(self) -> None:
         self._running = None
+        self._arriving.clear()
 
-    def _is_running(self) -> bool:
-        """Whether the drafter has a forward under way; start one if possible."""
-        if self._running is None:
+    def _post(self, message: Message) -> None:
+        if isinstance(message, Open) or not (self.clock.delay or self._sent):
+            super()._post(message)
+        else:
+            self._send(self._sent, message)
+
+    def _send(self, queue: deque[tuple[float, Any]], message: Any) -> None:
+        """Put what is sent now into a queue; nothing overtakes what was sent before."""
+        arrival = self.clock.now + self.clock.delay
+        queue.append((max(arrival, queue[-1][0]) if queue else arrival, message))
+
+    def _publish_next(self, end: float = math.inf) -> bool:
+        """Move the clock to the next arrival of layers and publish them, unless that is after `end`; return whether
+        there were any."""
+        while not (self._arriving and self._arriving[0][0] <= self.clock.now):
             self._start()
-        return self._running is not None
-
-    def _finish_time(self) -> float:
-        return self._running[0] if self._running else self.clock.now
-
-    def _finish(self) -> None:
-        """Publish the forward under way and move the clock to its end."""
-        if self._running:
-            finish, layers = self._running
-            self._publish(layers)
-            self._running = None
-            self.clock.now = max(self.clock.now, finish)
+            times = [queue[0][0] for queue in (self._arriving, () if self._running else self._sent) if queue]
+            if self._running:
+                times.append(self._running[0])
+            if not times or min(times) > end:
+                return False
+            self._move_to(max(min(times), self.clock.now))
+            if self._running and self._running[0] <= self.clock.now:
+                self._send(self._arriving, self._running[1])
+                self._running = None
+        self._publish(self._arriving.popleft()[1])
+        return True
 
     def _start(self) -> None:
+        """Start a forward if the drafter has none under way and something to draft."""
+        if self._running is not None:
+            return
+        while self._sent and self._sent[0][0] <= self.clock.now:
+            super()._post(self._sent.popleft()[1])
         if layers := self._grow():
             seconds = self.clock.draft_seconds()
             self._count_step(seconds)
             self._loop.learn_time(seconds)
             self._running = (self.clock.now + seconds, layers)
+
+    def _move_to(self, now: float) -> None:
+        """Move the clock."""
+        if self._running:
+            self.clock.draft_busy += now - self.clock.now
+        self.clock.now = now
 
     def _delay(self, seconds: float) -> None:
         """Delay everything: both had half of the device for this long."""

@@ -64,11 +64,14 @@ Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
 @dataclass
 class DraftedRequest:
-    """One request on the drafter's side. Its root may be older than the target's, never the reverse. `published`:
-    number of nodes that were returned in layers. `layers`: grown since the last directives."""
+    """One request on the drafter's side. Its root may be older than the target's, never the reverse. `root_id`: the
+    target's id of the root. `length`: known tokens of the answer. `published`: number of nodes that were returned in
+    layers. `layers`: grown since the last directives."""
 
     state: Any
     tree: TokenTree
+    root_id: int = 0
+    length: int = 0
     published: int = 1
     idle: bool = False  # nothing to add, or all directives done; a message wakes it
     layers: int = 0
@@ -76,9 +79,10 @@ class DraftedRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether the directives say to stop growing."""
+        """Whether all was published, and the directives say to stop growing."""
         layers, depth = self.state.directives[:2]
-        return (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
+        is_grown = (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
+        return is_grown and self.published == len(self.tree)
 
 
 class StepTimes:
@@ -146,12 +150,7 @@ class DraftLoop:
             sum(rows) if not reads_text and self._width > 1 else 0
         )  # 0: not recorded, because reading text takes part of the time
         self._grow(requests)
-        for drafted in requests:
-            has_grown = len(drafted.tree) > drafted.published
-            drafted.layers += has_grown
-            drafted.reads_text = False
-            drafted.idle = not has_grown or drafted.is_done
-        return [(key, self._delta(drafted)) for key, drafted in chosen]
+        return [(key, self._publish(drafted)) for key, drafted in chosen]
 
     def _grow(self, growing: Sequence[DraftedRequest]) -> None:
         """Grow trees once, and again those in which the draft only confirmed what another drafter had added."""
@@ -210,11 +209,14 @@ class DraftLoop:
             self._requests[key] = self._requests.pop(key)
         return chosen
 
-    def _delta(self, drafted: DraftedRequest) -> CandidateLayer:
+    def _publish(self, drafted: DraftedRequest) -> CandidateLayer:
         """Return the nodes of a tree that were not published yet."""
         tree, start = drafted.tree, drafted.published
-        drafted.published = len(tree)
-        return CandidateLayer(tree.ids[0], tree.delta(start))
+        drafted.published, drafted.reads_text = len(tree), False
+        drafted.layers += len(tree) > start
+        drafted.idle = len(tree) == start or drafted.is_done
+        own_id = tree.ids[0]
+        return CandidateLayer(drafted.root_id, tree.delta(start), own_id if own_id != drafted.root_id else None)
 
     def _read_inbox(self) -> None:
         while not self.inbox.empty():  # only this thread takes messages out
@@ -245,14 +247,23 @@ class DraftLoop:
             self._follow(self._requests[message.key], message.correction)
 
     def _follow(self, drafted: DraftedRequest, correction: Correction) -> None:
-        """Re-root a tree: after a hit the subtree lives on; after a miss only the new root exists."""
-        old = drafted.tree
-        if correction.is_hit:
-            root = old.find(correction.root_id)
-            assert root is not None  # the cache knows only nodes that came from this tree
-            drafted.tree = old.below(root)
+        """Walk the new tokens in the request's own tree and keep what lies below them; if they are not there, only the
+        new root exists. What the target does not have, though it was published, is published again: a layer may be
+        under way or lost."""
+        tokens = correction.tokens[max(len(correction.tokens) + drafted.length - correction.length, 0) :]
+        if not tokens:  # the same correction came twice
+            return
+        old, path = drafted.tree, [0]
+        for token in tokens:
+            node = old.child(path[-1], token)
+            if node is None:
+                drafted.tree = TokenTree(tokens[-1], correction.root_id, old.next_id)
+                break
+            path.append(node)
         else:
-            drafted.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
-        self.drafter.observe(drafted.state, Observation(correction.path, correction.tokens, drafted.tree))
-        drafted.published = len(drafted.tree)
+            drafted.tree = old.below(path.pop())
+        drafted.root_id, drafted.length = correction.root_id, correction.length
+        ids = [old.ids[node] for node in path]
+        self.drafter.observe(drafted.state, Observation(ids, tokens, drafted.tree))
+        drafted.published = len(drafted.tree) if drafted.tree.ids[0] == correction.root_id else 1
         drafted.idle = drafted.is_done

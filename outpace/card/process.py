@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from outpace.card.cache import CandidateCache, CandidateLayer, Correction
+from outpace.card.cache import CandidateCache, CandidateLayer
 from outpace.card.loop import Close, Correct, DraftLoop, Message, Open, SetDirectives
 from outpace.card.worker import DraftWorker
 from outpace.core import child_process
@@ -187,8 +187,8 @@ class ProcessWorker(DraftWorker):
     """Keeps a drafting process running. The target decodes plainly until the child is ready, and while a dead child is
     replaced.
 
-    A request is handed to a new child at its next miss, when the cache holds nothing of the old child's. `failure` is
-    set from a child's failure until the next one drafts; after the last restart it stays.
+    A request is handed to a new child at its next correction. `failure` is set from a child's failure until the next
+    one drafts; after the last restart it stays.
     """
 
     def __init__(
@@ -258,8 +258,8 @@ class ProcessWorker(DraftWorker):
             child.process.terminate()
 
     def _post(self, message: Message) -> None:
-        """Send to a child that knows the request; at a miss, hand the request with all committed tokens to one that
-        does not."""
+        """Send to a child that knows the request; at a correction, hand the request with all committed tokens to one
+        that does not."""
         ready = self._ready
         if isinstance(message, Open):
             self._requests[message.key] = _KnownRequest(message.request, self._caches[message.key], child=ready)
@@ -272,10 +272,10 @@ class ProcessWorker(DraftWorker):
             record.directives = message.directives
         if ready is not None and record.child is ready:
             ready.post(message)
-        elif ready is not None and isinstance(message, Correct) and not message.correction.is_hit:
+        elif ready is not None and isinstance(message, Correct):
             record.child = ready
             ready.post(Open(message.key, record.request, record.cache.next_id))
-            ready.post(Correct(message.key, Correction([0], list(record.tokens), message.correction.root_id, False)))
+            ready.post(Correct(message.key, message.correction._replace(tokens=list(record.tokens))))
             ready.post(SetDirectives(message.key, record.directives))
         if isinstance(message, Close):
             del self._requests[message.key]

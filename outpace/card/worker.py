@@ -74,6 +74,11 @@ class DraftWorker(ABC):
         return 0
 
     @property
+    def round_trip_seconds(self) -> float:
+        """Time that a correction and the drafter's answer travel, if that is not negligible."""
+        return 0.0
+
+    @property
     def num_captures(self) -> int:
         """Number of passes captured so far by the drafter's models in this process."""
         return 0

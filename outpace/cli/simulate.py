@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
-from outpace.cli.output_files import check_file, raise_last, write_all
+from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ class TimeFlags:
     )
     draft_times: str | None = flag(None, "With --target-times: those of a draft step.")
     devices: int = flag(2, "2: the drafter has a device of its own; 1: both share one.")
+    delay: str = flag(
+        "0",
+        "Time that drafts and corrections travel, one way, in target passes, or several, as in 0,0.5,1,2: for methods"
+        " that draft in parallel.",
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class OutputFlags:
     panel: ClassVar[str] = "Output"
     rows: Path | None = flag(None, "File for the rows of the table.", "--json")
     markdown: bool = flag(False, "Print the table as markdown.")
+    plot: Path | None = flag(None, "File for a plot of the speedup by delay: .png, .svg or .pdf.")
 
 
 @flags
@@ -79,7 +85,10 @@ def simulate(
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--json", output.rows)
-    costs = _costs(times)
+    costs, delays = _costs(times), _delays(times.delay)
+    if output.plot is not None and len(delays) < 2:
+        raise UserError("--plot draws the speedup by delay, name several with --delay 0,0.5,1,2")
+    check_plot("--plot", output.plot)
     from outpace.bench.report import write_json
     from outpace.simulate import report, run
     from outpace.simulate.setups import SetupSizes, select_setups
@@ -93,13 +102,14 @@ def simulate(
     outcomes: list[Any] = []
     failed: list[UserError] = []
     with display.loading_bar() as bar:
-        for outcome in run.simulate(
-            trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every), live
-        ):
-            outcomes.append(outcome)
+
+        def progress(what: str, done: int, every: int) -> None:
+            bar(what, done / every)
             if not display.stderr().is_terminal:  # a terminal shows a bar
-                line = f"{len(outcomes)} of {len(rows) * len(costs)}: {outcome.setup.title}"
-                display.stderr().print(line, markup=False)
+                display.stderr().print(f"{done + 1} of {every}: {what}", markup=False)
+
+        for outcome in run.simulate(trace, rows, costs, times.devices, progress, live, delays):
+            outcomes.append(outcome)
             if output.rows is not None:  # finished rows are kept if the rest is interrupted
                 failed = write_all([partial(write_json, output.rows, report.as_rows(outcomes))])
     summary = report.about(trace, sizes, times.devices)
@@ -108,6 +118,8 @@ def simulate(
         display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title))
+    if output.plot is not None:
+        failed += write_all([partial(report.plot, outcomes, title, output.plot)])
     display.print_for_machines({**summary, "rows": report.as_rows(outcomes)})
     raise_last(failed)
 
@@ -120,6 +132,15 @@ def _costs(times: TimeFlags) -> list[Any]:
     if times.target_times is None or times.draft_times is None:
         raise UserError("target-times and draft-times go together, name both or neither")
     return [costs.measured(times.target_times, times.draft_times)]
+
+
+def _delays(text: str) -> list[float]:
+    from outpace.core.errors import check_range
+
+    delays: list[float] = numbers(text, float, f"delay is {text!r}, it must be numbers such as 0,0.5,1,2")
+    for delay in delays:
+        check_range("delay", delay, 0.0, 1000.0)
+    return [*dict.fromkeys(delays)]
 
 
 def _trace(pair: PairFlags) -> Trace:

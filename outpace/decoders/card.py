@@ -38,9 +38,9 @@ class Card(Decoder):
         and keeps in step with the drafter, as with `lockstep` 7; only C is searched; there is no just-in-time draft.
 
         For ablations: `chain` true verifies one branch instead of the best tree; `secondary` false does not look in the
-        secondary cache B; `late` false drops nodes that arrived during the target's pass; `correction` false drops
-        everything that was drafted before the new root was known; `lockstep`: draft forwards in each target pass, after
-        which each side waits for the other, as in the authors' code; 0: the drafter never waits.
+        secondary cache B; `late` false drops nodes that arrived during the target's pass; `lockstep`: draft forwards in
+        each target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never
+        waits.
         """
 
         just_in_time: int = whole(1, 0, 16)
@@ -48,7 +48,6 @@ class Card(Decoder):
         chain: bool = False
         secondary: bool = True
         late: bool = True
-        correction: bool = True
         lockstep: int = whole(0, 0, 256)
 
     @classmethod
@@ -60,7 +59,7 @@ class Card(Decoder):
             steps = options.lockstep or PUBLISHED_STEPS
             options = replace(options, just_in_time=0, chain=True, secondary=False, lockstep=steps)
         candidates = context.candidates
-        candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
+        candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain)
         context.set_directives(directives(options))
         while True:
             if candidates.missed and options.just_in_time:

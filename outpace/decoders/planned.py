@@ -37,7 +37,10 @@ class Planned(Decoder):
                         break
                     if overlap.mode == SEQUENTIAL:
                         context.set_directives(overlap.next)
-                    yield Await(candidates.layers + 1)
+                    layers = candidates.layers
+                    yield Await(layers + 1)
+                    if candidates.layers == layers:  # too far away, or too slow
+                        break
                     tree = candidates.query(context.budget)
                     planner.grown(tree, worker)
                 tree = tree.copy(planner.chosen(tree))

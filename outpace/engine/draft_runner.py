@@ -153,16 +153,20 @@ class DraftRunner:
                 self._wait(waiting)
 
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
-        """Let the worker draft for these sequences, then resume their decoders."""
-        began = self._clock()
-        for sequence in waiting:
-            if self.worker and self.worker.failure is None and isinstance(sequence.action, Await):
-                self.worker.wait(sequence.context.candidates, *sequence.action)
+        """Let the worker draft for these sequences, then resume their decoders. After a miss the answer to the
+        correction is not awaited if its way takes longer than half a pass."""
+        began, worker = self._clock(), self.worker
+        is_far = worker is not None and worker.round_trip_seconds > self._costs.pass_seconds(len(waiting)) / 2
+        drafting = [each for each in waiting if not (is_far and each.context.candidates.missed)]
+        for sequence in drafting:
+            if worker and worker.failure is None and isinstance(sequence.action, Await):
+                worker.wait(sequence.context.candidates, *sequence.action)
         for sequence in waiting:
             sequence.advance(None)
         seconds = self._clock() - began
         self.spent += seconds
-        self._costs.record_draft(WORKER, seconds, 1, len(waiting))
+        if drafting:
+            self._costs.record_draft(WORKER, seconds, 1, len(drafting))
 
     def check_worker(self) -> None:
         """Warn if the worker has failed: once while it restarts, and once when it is given up."""

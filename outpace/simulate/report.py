@@ -1,10 +1,12 @@
-"""Reports a simulation: a table for a terminal or Markdown, and rows for JSON."""
+"""Reports a simulation: a table for a terminal or Markdown, rows for JSON, and a plot by delay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace.core.errors import UserError
 from outpace.simulate.run import Outcome
 from outpace.simulate.setups import PLAIN, SetupSizes
 from outpace.simulate.trace import Trace
@@ -14,11 +16,20 @@ if TYPE_CHECKING:
 
 
 def _by_setup(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Group outcomes by the setup's name."""
-    found: dict[str, list[Outcome]] = {}
+    """Group outcomes by the setup's name and the delay."""
+    found: dict[Any, list[Outcome]] = {}
     for outcome in outcomes:
-        found.setdefault(outcome.setup.name, []).append(outcome)
+        found.setdefault((outcome.setup.name, outcome.delay), []).append(outcome)
     return list(found.values())
+
+
+def _delays(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return the heading of the column of delays, if there are any."""
+    return ["delay"] if any(outcome.delay for outcome in outcomes) else []
+
+
+def _delay(rows: Sequence[Outcome]) -> str:
+    return "" if rows[0].delay is None else f"{rows[0].delay:g}"
 
 
 def _details(rows: Sequence[Outcome]) -> list[list[str]]:
@@ -47,6 +58,9 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
 
     made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("T_target /\nT_draft", min_width=12)
+    delays = _delays(outcomes)
+    for name in delays:
+        made.add_column(name, justify="right")
     for name in _costs(outcomes):
         made.add_column(name, justify="right", style="bold", no_wrap=True)
     for name in ("tokens\na pass", "rows a\ntoken", "hit\nrate", "target\nidle", "drafter\nidle"):
@@ -54,18 +68,20 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
     for rows in _by_setup(outcomes):
         is_plain = rows[0].setup.method == PLAIN
         details = ("1.00", "1.0", "", "", "") if is_plain else (" ".join(texts) for texts in _details(rows))
-        made.add_row(_title(rows), *(f"{row.speedup:.2f}" for row in rows), *details)
+        delay = [_delay(rows) for _ in delays]
+        made.add_row(_title(rows), *delay, *(f"{row.speedup:.2f}" for row in rows), *details)
     return made
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """Return the table as Markdown."""
-    costs = _costs(outcomes)
-    names = "tokens a pass | rows a token | hit rate | target idle | drafter idle"
-    lines = [f"| T_target / T_draft | {' | '.join(costs)} | {names} |", "|---" * (len(costs) + 6) + "|"]
+    delays = _delays(outcomes)
+    names = "tokens a pass", "rows a token", "hit rate", "target idle", "drafter idle"
+    heading = ["T_target / T_draft", *delays, *_costs(outcomes), *names]
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
     for rows in _by_setup(outcomes):
         details = ("" if "-" in texts else ", ".join(texts) for texts in _details(rows))
-        cells = [_title(rows), *(f"{row.speedup:.2f}" for row in rows), *details]
+        cells = [_title(rows), *(_delay(rows) for _ in delays), *(f"{row.speedup:.2f}" for row in rows), *details]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -91,6 +107,7 @@ def as_rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
             "method": outcome.setup.name,
             "costs": outcome.costs,
             "ratio": round(outcome.ratio, 4),
+            "delay": outcome.delay,
             "speedup": round(outcome.speedup, 4),
             "speedup_by_task": {task: round(speedup, 4) for task, speedup in outcome.speedups.items()},
             "mean_accepted_length": round(outcome.figures.mean_accepted_length, 4),
@@ -111,3 +128,31 @@ def as_rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 def _title(rows: Sequence[Outcome]) -> str:
     lengths = list(dict.fromkeys(str(row.draft_length) for row in rows if row.draft_length))
     return rows[0].setup.title + (f", {'/'.join(lengths)} long" if lengths else "")
+
+
+def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
+    """Write a plot of the speedup by delay, with a panel for each ratio of times; methods without a link are dashed."""
+    from matplotlib.figure import Figure
+
+    costs = _costs(outcomes)
+    figure = Figure(figsize=(4.2 * len(costs) + 2.2, 4.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(costs), squeeze=False, sharey=True)[0], costs, strict=True):
+        for number, setup in enumerate(dict.fromkeys(outcome.setup.name for outcome in outcomes)):
+            rows = [row for row in outcomes if row.costs == name and row.setup.name == setup]
+            style = {"color": f"C{number}", "label": rows[0].setup.title}
+            points = sorted((row.delay, row.speedup) for row in rows if row.delay is not None)
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
+            else:
+                axes.axhline(rows[0].speedup, linestyle="--", **style)
+        axes.set_title(f"T_target / T_draft {name}", fontsize=9, loc="left")
+        axes.set_xlabel("delay one way, in target passes")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    figure.axes[0].set_ylabel("speedup over plain decoding")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the plot cannot be written to {file} ({error})") from error

@@ -51,6 +51,7 @@ class Outcome:
     speedup: float = 1.0  # over plain decoding at the same costs
     by_task: Mapping[str, float] = field(default_factory=dict)  # seconds per token
     speedups: Mapping[str, float] = field(default_factory=dict)  # by task
+    delay: float | None = None  # of the link to the drafter, in target passes; None: the method has no link
 
     @property
     def seconds_per_token(self) -> float:
@@ -65,28 +66,39 @@ def simulate(
     devices: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, all: None,
     live: LiveModels | None = None,
+    delays: Sequence[float] = (0.0,),
 ) -> Iterator[Outcome]:
-    """Yield the outcome of every setup at all costs; the first setup must be plain decoding.
+    """Yield the outcome of every setup at all costs, and at all delays if its drafter runs in parallel; the first setup
+    must be plain decoding.
 
     RuntimeError if a text differs from the recorded one, which would be a bug. `live` has the models that some setups
     need.
     """
     if devices not in (1, 2):
         raise UserError(f"devices is {devices}, it must be 1 or 2")
+    if devices == 1 and any(delays):
+        raise UserError("a delay needs two devices, leave out --delay or --devices 1")
     plain: dict[str, Outcome] = {}
-    for number, (setup, cost) in enumerate((setup, cost) for setup in chosen for cost in costs):
-        progress(f"{setup.name} at {cost.name}", number, len(chosen) * len(costs))
+    runs = [
+        (setup, cost, delay)
+        for setup in chosen
+        for delay in (delays if setup.decoder.drafting == "parallel" else (None,))
+        for cost in costs
+    ]
+    for number, (setup, cost, delay) in enumerate(runs):
+        progress(f"{setup.name} at {cost.name}", number, len(runs))
         if setup.is_live:
             assert live is not None
             outcome = _best(live.indexed, setup, partial(_run_live, live, setup, cost))
         else:
             indexed = index_trace(trace, setup.ranks)
-            outcome = _best(indexed, setup, partial(run_setup, indexed, setup, cost, devices))
+            outcome = _best(indexed, setup, partial(run_setup, indexed, setup, cost, devices, delay=delay or 0.0))
         if setup.method == PLAIN:
             plain[cost.name] = outcome
         base = plain[cost.name]
         speedups = {task: base.by_task[task] / seconds for task, seconds in outcome.by_task.items()}
-        yield replace(outcome, speedup=base.seconds_per_token / outcome.seconds_per_token, speedups=speedups)
+        speedup = base.seconds_per_token / outcome.seconds_per_token
+        yield replace(outcome, speedup=speedup, speedups=speedups, delay=delay)
 
 
 def _best(
@@ -114,10 +126,12 @@ def run_setup(
     devices: int = 2,
     draft_length: int | None = None,
     some: Sequence[IndexedAnswer] | None = None,
+    delay: float = 0.0,
 ) -> Outcome:
-    """Replay a setup over all answers, or `some` of them, sequentially in one engine."""
+    """Replay a setup over all answers, or `some` of them, sequentially in one engine. `delay`: time that layers and
+    corrections travel between the devices, in target passes."""
     draft = ReplayDraft(indexed, costs.draft)
-    clock = _Clock(draft.seconds, costs.target, shared=devices == 1)
+    clock = _Clock(draft.seconds, costs.target, shared=devices == 1, delay=delay * costs.target(1))
     drafter, worker = _parts(setup, draft, clock)
     target: Any = ReplayTarget(indexed)
     if worker is None:  # else the worker advances the clock

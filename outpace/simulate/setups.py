@@ -23,7 +23,6 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, 
     "card-no-b": ("CARD, without B", {"secondary": False}),
     "card-no-wait": ("CARD, never waits", {"just_in_time": 0}),
     "card-no-late": ("CARD, without late nodes", {"late": False}),
-    "card-no-correction": ("CARD, without correction", {"correction": False}),
 }
 _PUBLISHED_WIDTH = 100  # the authors' K for a 1B that drafts for a 70B
 
