@@ -2,11 +2,12 @@
 
 A cell is a server and its devices. In a step each device observes its own features and their means over the cell, and
 acts by two scores, for band and compute; the softmax of the scores over the cell gives the shares. All devices get the
-same reward: ten times the logarithm of the ratio of the cell's cost with equal shares to its cost with these shares.
+same reward: the logarithm of the ratio of the cell's cost with equal shares to its cost with these shares.
 
-An episode is one step, because shares do not affect what follows. `infos` holds each device's difference reward: the
-common reward minus the one if this device had given scores of 0 (Wolpert and Tumer, 2001). Both rewards have the same
-gradient with respect to the device's scores.
+With `channel_age` 1, devices observe the channels of the previous slot. An episode is one step, because shares do not
+affect what follows. `infos` holds each device's difference reward: the common reward minus the one if this device had
+given scores of 0 (Wolpert and Tumer, 2001). Both rewards have the same gradient with respect to the device's scores,
+except for a penalty on the cell's mean scores, which do not change the shares.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from outpace.edge.world import make_world
 
 CELLS_PER_WORLD = 30  # cells drawn from one world before the next world is made
 MAX_DRAWS = 50 * CELLS_PER_WORLD
-REWARD_SCALE = 10.0
+OFFSET_PENALTY = 0.2
+SPEEDS = 0.7  # servers are up to e^0.7 times as fast or slow, which prepares for cells of other sizes
 
 
 class CellEnvironment(ParallelEnv):
@@ -60,49 +62,57 @@ class CellEnvironment(ParallelEnv):
         """Draw a cell."""
         if seed is not None:
             self._seed(seed)
-        self._cell = self._draw()
-        self._base = self._cell.evaluate(equal.divide(self._cell, self._here)).cost.mean()
+        self._known, self._cell = self._draw()
+        self._base = self._cell.evaluate(equal.divide(self._known, self._here)).cost.mean()
         self.agents = list(self.possible_agents)
-        return self._by_agent(observe(self._cell, self._here)), {agent: {} for agent in self.agents}
+        seen = dict(zip(self.agents, observe(self._known, self._here), strict=True))
+        return seen, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, np.ndarray]) -> tuple[dict[str, Any], ...]:
         """Compute shares from the scores, return the rewards, and end the episode."""
         scores = np.stack([np.clip(actions[agent], -1.0, 1.0) for agent in self.agents])
-        team = self._reward(scores)
-        without = [self._reward(scores * (np.arange(len(scores)) != number)[:, None]) for number in range(len(scores))]
+        team, value, devices = self._reward(scores), self._value(scores), range(len(scores))
+        without = [self._value(scores * (np.arange(len(scores)) != number)[:, None]) for number in devices]
         agents, self.agents = self.agents, []
-        seen = observe(self._cell, self._here)
+        seen = observe(self._known, self._here)
         return (
             dict(zip(agents, seen, strict=True)),
             dict.fromkeys(agents, team),
             dict.fromkeys(agents, True),
             dict.fromkeys(agents, False),
-            {agent: {"difference": team - other} for agent, other in zip(agents, without, strict=True)},
+            {agent: {"difference": value - other} for agent, other in zip(agents, without, strict=True)},
         )
 
     def _reward(self, scores: np.ndarray) -> float:
-        cost = self._cell.evaluate(from_scores(self._cell, self._here, scores)).cost.mean()
-        return REWARD_SCALE * float(np.log(self._base / cost))
+        cost = self._cell.evaluate(from_scores(self._known, self._here, scores)).cost.mean()
+        return float(np.log(self._base / cost))
 
-    def _by_agent(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return dict(zip(self.agents, rows, strict=True))
+    def _value(self, scores: np.ndarray) -> float:
+        """Return the reward minus a penalty on the mean scores, which do not change the shares but could saturate."""
+        return self._reward(scores) - OFFSET_PENALTY * float(np.square(scores.mean(0)).sum())
 
-    def _draw(self) -> SlotProblem:
-        """Return a random server with random devices: those with their best channel to it or, if these are too few,
-        those that reach it."""
+    def _draw(self) -> list[SlotProblem]:
+        """Return a random server with random devices, as policies know it and as it is.
+
+        The devices have their best channel to the server or, if these are too few, reach it.
+        """
         for _ in range(MAX_DRAWS):
             if self._drawn % CELLS_PER_WORLD == 0:
                 self._make_world()
             self._drawn += 1
             server = int(self._rng.integers(self._settings.servers))
-            for chosen in (self._nearest == server, self._slot.reach[:, server]):
+            for chosen in (self._nearest == server, self._slots[0].reach[:, server]):
                 near = np.flatnonzero(chosen)
                 if len(near) >= self._devices:
-                    return self._slot.cell(server, self._rng.choice(near, self._devices, replace=False))
+                    drawn = self._rng.choice(near, self._devices, replace=False)
+                    return [slot.cell(server, drawn) for slot in self._slots]
         raise UserError(f"no server has {self._devices} devices in reach, which training needs")
 
     def _make_world(self) -> None:
-        devices = max(self._settings.devices, self._devices)
-        world = make_world(replace(self._settings, slots=1, devices=devices), int(self._rng.integers(2**31)))
-        self._slot = world.problem(0, np.zeros(self._settings.servers), world.battery)
-        self._nearest = max_sinr.associate(self._slot, self._rng)
+        devices, age = max(self._settings.devices, self._devices), self._settings.channel_age
+        chosen = replace(self._settings, slots=1 + age, devices=devices)
+        world = make_world(chosen, int(self._rng.integers(2**31)))
+        speeds = np.exp(self._rng.uniform(-SPEEDS, SPEEDS, chosen.servers))
+        world = replace(world, pass_ms=world.pass_ms * speeds)
+        self._slots = [world.problem(slot, np.zeros(chosen.servers), world.battery) for slot in (0, age)]
+        self._nearest = max_sinr.associate(self._slots[0], self._rng)

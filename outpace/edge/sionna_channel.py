@@ -1,7 +1,8 @@
 """The stochastic channel of 3GPP TR 38.901 by sionna-no-rt, UMi or UMa, and its link adaptation.
 
-A link's SNR is computed from the power of all its paths together. Every slot uses the same seed, so that shadowing and
-lines of sight persist while a device hardly moves.
+A link's SNR is that of its path loss and its shadowing, which is correlated between devices close to each other; fast
+fading is averaged out by the many messages of a slot. Every slot uses the same seed, so that shadowing and lines of
+sight persist while a device hardly moves.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ class SionnaChannel:
         ut, bs = (torch.tensor(place, dtype=torch.float32)[None] for place in places)
         still, outdoors = torch.zeros_like(ut), torch.zeros(ut.shape[:2], dtype=torch.bool)
         model.set_topology(ut, bs, still, torch.zeros_like(bs), still, outdoors, los="random")
-        paths, _ = model(1, 1e6)  # [1, servers, 1, devices, 1, paths, 1]
-        power = paths.abs().double().square().sum(dim=(0, 2, 4, 5, 6)).T.numpy()
-        return 10.0 * np.log10(np.maximum(power, 1e-30))
+        drawn = model.sample_lsp()  # the large-scale parameters [1, servers, devices]
+        return (10.0 * drawn.sf.double().log10() - drawn.pathloss.double())[0].T.numpy()
 
     def _make_model(self) -> Any:
         """Create a model; each slot needs a new one, because a used one draws other numbers from the same seed."""
@@ -56,7 +56,8 @@ class SionnaChannel:
         carrier = self._settings.carrier_ghz * 1e9
         antenna = tr38901.PanelArray(1, 1, "single", "V", "omni", carrier)
         kind: Any = tr38901.UMi if self._settings.scenario == "umi" else tr38901.UMa
-        return kind(carrier, "low", ut_array=antenna, bs_array=antenna, direction="uplink")
+        direction, once = "uplink", True  # draw large-scale parameters in `sample_lsp` only
+        return kind(carrier, "low", antenna, antenna, direction, always_generate_lsp=once)
 
 
 def coded_efficiency(snr_db: np.ndarray) -> np.ndarray:

@@ -21,9 +21,9 @@ from outpace.edge.settings import EdgeSettings
 from .environment import CellEnvironment
 
 SIZES = range(3, 13)  # numbers of devices in the cells to train on
-GRADIENT_STEPS = 8  # after each step of all cells
-BATCH = 256
-LEARNING_RATE = 1e-3
+GRADIENT_STEPS = 3  # after each step of all cells
+BATCH = 512
+LEARNING_RATE = 1e-3  # falls to 0 over the training
 ENTROPY = "auto_0.02"  # initial weight of the entropy: from the library's 1, its decay takes longer than a training
 
 
@@ -32,29 +32,34 @@ def train(
 ) -> None:
     """Train for `minutes` of CPU time and write the policy to `file`. `progress` receives the fraction that is done."""
     cells = [CellEnvironment(settings, size, seed + number) for number, size in enumerate(SIZES)]
+    deadline = Deadline(60.0 * minutes, progress)
     model = SAC(
         "MlpPolicy",
         SharedActorCells(cells),
-        learning_rate=LEARNING_RATE,
+        learning_rate=lambda _: LEARNING_RATE * deadline.left(),
         buffer_size=100_000,
-        learning_starts=2_000,
+        learning_starts=1_000,
         batch_size=BATCH,
         ent_coef=ENTROPY,
-        gamma=0.0,  # an episode is one step
+        gamma=0.0,  # an episode is one step, so target networks are never used
+        target_update_interval=10**9,
         gradient_steps=GRADIENT_STEPS,
         policy_kwargs={"net_arch": [64, 64]},
         seed=seed,
         device="cpu",
     )
-    model.learn(total_timesteps=10**12, callback=Deadline(60.0 * minutes, progress))
+    model.learn(total_timesteps=10**12, callback=deadline)
     try:
-        model.save(file)
+        model.save(file, exclude=["learning_rate", "lr_schedule"])  # functions of this training's clock
     except OSError as error:
         raise UserError(f"the policy cannot be written to {file} ({error.strerror})") from error
 
 
 class SharedActorCells(VecEnv):
-    """Several cells as a vector of environments, one for each device, that share an actor; with difference rewards."""
+    """Several cells as a vector of environments, one for each device, that share an actor.
+
+    Rewards are difference rewards, times the number of devices: a device's effect on its cell's mean falls with it.
+    """
 
     def __init__(self, cells: Sequence[CellEnvironment]) -> None:
         self._cells = cells
@@ -75,7 +80,7 @@ class SharedActorCells(VecEnv):
         last: list[np.ndarray] = []
         for cell in self._cells:
             seen, *_, infos = cell.step({agent: next(left) for agent in cell.agents})
-            rewards += (info["difference"] for info in infos.values())
+            rewards += (len(seen) * info["difference"] for info in infos.values())
             last += seen.values()
         ends = [{"terminal_observation": seen, "TimeLimit.truncated": False} for seen in last]
         return self.reset(), np.array(rewards, dtype=np.float32), np.ones(self.num_envs, dtype=bool), ends
@@ -103,7 +108,10 @@ class Deadline(BaseCallback):
         super().__init__()
         self._seconds, self._progress, self._start = seconds, progress, time.process_time()
 
+    def left(self) -> float:
+        """Return the fraction of the time that is left."""
+        return max(1.0 - (time.process_time() - self._start) / self._seconds, 0.0)
+
     def _on_step(self) -> bool:
-        passed = time.process_time() - self._start
-        self._progress(min(passed / self._seconds, 1.0))
-        return passed < self._seconds
+        self._progress(1.0 - self.left())
+        return self.left() > 0.0

@@ -1,7 +1,7 @@
 """Divide each server by scores of a trained actor: shares are the softmax of the scores within the cell.
 
 The actor observes the features of one device, their means over its cell, and the number of devices. The features are
-logarithms of ratios of times, so that it also works in cells of other sizes and speeds than it was trained on.
+ratios of times, so that it also works in cells of other sizes and speeds than it was trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from outpace.core.errors import UserError, require
 from outpace.edge.problem import ALONE, Assignment, SlotProblem
 
-OWN = 3  # features of a device: the times of drafting and of the link, relative to a pass, and its weight
+OWN = 4  # features of a device
 OBSERVATIONS = 2 * OWN + 1  # also their means over the cell, and the number of devices
 SCORES = 2  # for band and compute
 SPREAD = 2.0  # a score of 1 gives e^2 times the share of a score of 0
@@ -23,17 +23,22 @@ LIMIT = 8.0  # features are clipped to [-8, 8]
 
 
 def observe(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
-    """Return the observations of the devices, [devices, OBSERVATIONS]; zeros for those without a server."""
+    """Return the observations of the devices, [devices, OBSERVATIONS]; zeros for those without a server.
+
+    A device's features are logarithms (of the time of its drafting over that of its server with equal shares, of its
+    link over a pass, of its weight over the cell's), and the part of an equal share with which it would not wait.
+    """
     seen = np.zeros((len(server), OBSERVATIONS), dtype=np.float32)
     served = np.flatnonzero(server != ALONE)
     cell = server[served]
     counts = problem.counts(server)[cell]
-    equal_pass = counts * problem.verify[cell]
+    link, verify = problem.link[served, cell], problem.verify[cell]
     floor = np.maximum(problem.draft[served] - problem.queue[cell], 1e-3)
-    ratios = floor / equal_pass, counts * problem.link[served, cell] / equal_pass, problem.weight[served]
-    own = np.log(np.stack(ratios, axis=1))
-    own[:, 2] -= _means(own[:, 2:], cell, counts)[:, 0]
-    seen[served] = np.hstack([own, _means(own, cell, counts), np.log(counts)[:, None]])
+    waits = counts * (link + verify)  # with equal shares
+    weight = np.log(problem.weight[served])
+    weight -= _means(weight[:, None], cell, counts)[:, 0]
+    own = np.stack([np.log(floor / waits), np.log(link / verify), weight, np.minimum(1.0, waits / floor)], axis=1)
+    seen[served] = np.hstack([own, _means(own, cell, counts), 3.0 / counts[:, None]])
     return np.clip(seen, -LIMIT, LIMIT)
 
 
