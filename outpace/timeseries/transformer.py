@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from outpace.core.errors import UserError
 from outpace.models.hf.load import without_bars
+from outpace.models.llama.torch.linear import pack
 from outpace.timeseries.base import PatchModel
 
 _MIN_SCALE = 1e-3  # of a scaled value: a flat stretch of history must not give an infinite density
@@ -112,13 +113,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
-        self.bias = layer.bias
+        self.product = pack(layer.weight.detach(), layer.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the product, plus the bias if there is one."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
-        return found
+        return self.product(inputs)
 
 
 class TransformerForecaster(PatchModel):
@@ -126,11 +125,10 @@ class TransformerForecaster(PatchModel):
 
     def __init__(self, model: PatchTransformer) -> None:
         self.model = model.eval()
-        if torch.backends.mkldnn.is_available():
-            for module in list(model.model.modules()):
-                for name, child in list(module.named_children()):
-                    if isinstance(child, nn.Linear):
-                        setattr(module, name, PackedLinear(child))
+        for module in list(model.model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, PackedLinear(child))
         config = model.config
         self.patch_length, self.max_patches = config.patch_length, config.max_position_embeddings
         self.frequencies = tuple(config.frequencies)
