@@ -1,12 +1,13 @@
-"""Fit an EAGLE-3 head to the shipped model by least squares, without training, and measure what is accepted of it.
+"""Fit an EAGLE-3 head to the shipped model by least squares, without training, and measure its acceptance.
 
     python bench/fitted_head.py --head fitted-head [--lengths 512 2048 8000] [--prompts 8] [--tokens 64]
 
-If the folder exists, the head in it is measured, whatever made it.
+If the folder exists, the head in it is measured instead, whatever made it.
+
 The head's layer is the target's last block. Its MLP and norms are copied. Its input, the hidden state of the next
 position before that block, is not known when the head runs: a linear map of the next token's embedding and the last
-position's final hidden state estimates it. Some of the attention heads are the block's own on the estimated inputs; the
-others attend to their own slot only and hold a second linear map, so that the output projection can correct the sum.
+position's final hidden state estimates it. Some of its attention heads are the block's, applied to the estimates; the
+others attend only to their own slot and compute a second linear map, by which the output projection corrects the sum.
 Both maps are fitted on greedy answers of the target to built-in prompts.
 
 Prints a line of JSON for each text length: accepted length (tokens per pass of the target) of chains and trees, on
@@ -37,8 +38,8 @@ from outpace.models.base import chain
 from outpace.models.files.find import open_source
 from outpace.models.load import Loaded, load_draft, load_model
 
-TEXTS, ANSWER, EVERY, AT_ONCE = 160, 192, 29, 16  # of the built-in prompts, every EVERY-th is answered
-RIDGE = 1e-3  # of the mean diagonal of the inputs' products
+TEXTS, ANSWER, EVERY, AT_ONCE = 160, 192, 29, 16  # at most TEXTS prompts, every EVERY-th, with answers of ANSWER tokens
+RIDGE = 1e-3  # ridge penalty, as a fraction of the inputs' mean sum of squares
 GAP = 20.0  # by which the score of a slot's own key exceeds all others
 CHAIN = {"draft_length": 4, "width": 1, "nodes": 5}
 TREE = {"draft_length": 4, "width": 4, "nodes": 24}

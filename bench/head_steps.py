@@ -3,10 +3,10 @@
     python bench/head_steps.py [--kinds eagle peagle dflash dspark] [--shapes Qwen3-4B ...] [--dtype int4]
 
 Prints a line of JSON per kind and shape: gigabytes of weights that a step reads, and its median milliseconds after 512
-tokens. A step of EAGLE-3 expands one of --nodes nodes. One of the other kinds drafts a whole block, after the head has
-read the hidden states of four new tokens: P-EAGLE 8 tokens by 4 layers, DFlash 15 and DSpark 7 by 5 layers. EAGLE-3 and
-P-EAGLE have an output layer of 32,000 rows; DFlash and DSpark use the target's, here in int8. Random weights cost as
-much as trained ones.
+tokens. A step of EAGLE-3 expands a number of nodes (--nodes). A step of another kind drafts a whole block, after the
+head has read the hidden states of four new tokens: P-EAGLE 8 tokens by 4 layers, DFlash 15 and DSpark 7 by 5 layers.
+EAGLE-3 and P-EAGLE have an output layer of 32,000 rows; DFlash and DSpark use the target's, here in int8. Random
+weights cost as much as trained ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from outpace.models.heads.native import NativeBlock, NativeEagle
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import NativeOptions
 
-ROWS, CONTEXT, NEW, STEPS, RANK = 32000, 512, 4, 15, 256
+ROWS, RANK = 32000, 256  # of EAGLE's output layer; rank of DSpark's bias
+CONTEXT, NEW, STEPS = 512, 4, 15  # tokens before a step; new tokens in it; steps timed
 
 
 class Shape(NamedTuple):
@@ -47,7 +48,7 @@ SHAPES = {
     "Qwen3-8B": Shape(4096, 12288, 151936),
     "Llama-3.1-8B": Shape(4096, 14336, 128256),
 }
-KINDS = {"eagle": (EAGLE3, 1), "peagle": (P_EAGLE, 4), "dflash": (DFLASH, 5), "dspark": (DSPARK, 5)}  # and layers
+KINDS = {"eagle": (EAGLE3, 1), "peagle": (P_EAGLE, 4), "dflash": (DFLASH, 5), "dspark": (DSPARK, 5)}  # number of layers
 BLOCKS = {"peagle": 8, "dflash": 16, "dspark": 7}
 
 

@@ -426,7 +426,7 @@ OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 
 
 def layers_of(part: Part) -> list[Part]:
-    """The same nodes in passes, children after their parents; nodes keep their numbers."""
+    """Split a part into passes, children after their parents. Nodes keep their numbers."""
     depths = [0]
     for parent in part.parents[1:]:
         depths.append(depths[parent] + 1)

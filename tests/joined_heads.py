@@ -162,8 +162,8 @@ JOINED_MISTAKES = (
 
 
 def exact_joined(folder: Path) -> tuple[Path, Path, Path]:
-    """A target, an EAGLE-1 head that drafts exactly what it writes, and the same target with such an MTP layer, in
-    `folder`/exact, `folder`/joined and `folder`/mtp.
+    """Write a target, an EAGLE-1 head that drafts exactly what it writes, and the same target with such an MTP layer,
+    to `folder`/exact, `folder`/joined and `folder`/mtp.
 
     The target is that of `exact_pair`: its state holds the last token in WORD and SHARE of the one before in BEFORE.
     `fc` takes WORD from the embedding and BEFORE from the feature's WORD; the layer adds nothing.

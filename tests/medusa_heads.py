@@ -27,7 +27,7 @@ def medusa_tensors(seed: int = 0, vocab: int = VOCAB, width: int = WIDTH) -> dic
 
 
 def _named(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
-    """As FasterDecoding's repositories: in a file of its own name."""
+    """Write a file with the name that FasterDecoding's repositories use."""
     path = write_folder(folder, config, tensors)
     (path / "model.safetensors").rename(path / "medusa_lm_head.safetensors")
     return path
@@ -41,7 +41,7 @@ def _pickled(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.n
 
 
 def _merged(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
-    """In the files of a finetuned target."""
+    """Write the heads into the files of a fine-tuned target."""
     others = {"model.norm.weight": np.ones(WIDTH, np.float32), "lm_head.weight": np.zeros((VOCAB, WIDTH), np.float32)}
     return write_folder(folder, config, others | {f"medusa_head.{name}": one for name, one in tensors.items()})
 
@@ -81,7 +81,7 @@ MEDUSA_MISTAKES = ("no norm of the target", "no residual", "heads in another ord
 
 
 def exact_medusa(folder: Path) -> tuple[Path, Path]:
-    """A target whose next token follows from the last one, and heads that draft what it writes for HEADS tokens, in
+    """Write a target whose next token follows from the last one, and heads that draft its next HEADS tokens, to
     `folder`/chained and `folder`/medusa."""
     random = np.random.default_rng(3)
     target = model_folder(

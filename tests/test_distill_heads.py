@@ -56,13 +56,13 @@ def target(run: DistillOptions) -> Loaded:
 
 
 def student_of(run: DistillOptions) -> Eagle3Student:
-    """The head as its file says."""
+    """Return the trained head, read from its folder."""
     draft = run.out / "draft"
     return new_student(Path(str(run.target)), DraftShape(vocab=120, draft=draft), vocab_ids(draft), taps=TAPS)
 
 
 def sample_of(run: DistillOptions) -> tuple[list[int], np.ndarray, int]:
-    """An answer of the shards: its tokens, hidden states [taps, tokens, width] and number of prompt tokens."""
+    """Return an answer of the shards: its tokens, hidden states [taps, tokens, width] and number of prompt tokens."""
     samples, _ = read_samples(run.out / "text", 64, TAPS)
     sample = max(samples, key=lambda one: len(one.tokens))
     assert sample.taps is not None
@@ -74,7 +74,7 @@ def sample_of(run: DistillOptions) -> tuple[list[int], np.ndarray, int]:
 def trained_scores(
     student: Eagle3Student, text: Sequence[int], hidden: np.ndarray, slot: int, steps: int
 ) -> np.ndarray:
-    """The trainer's scores of a chain that begins at a slot and reads the rest of `text`: [steps, ids]."""
+    """Return the trainer's scores of a chain that begins at a slot and reads the rest of `text`: [steps, ids]."""
     count = len(text)
     taps = torch.from_numpy(hidden.swapaxes(0, 1).reshape(1, hidden.shape[1], -1))[:, :count]
     taps = torch.cat([taps, taps.new_zeros(1, count - taps.shape[1], taps.shape[2])], 1)
@@ -86,7 +86,7 @@ def trained_scores(
 def served_scores(
     model: Any, tokens: Sequence[int], hidden: np.ndarray, slot: int, part: Sequence[int], parents: Any
 ) -> np.ndarray:
-    """The runtime's scores of a tree of the tokens `part`, whose root is a slot's token: [nodes, vocab]."""
+    """Return the runtime's scores of a tree of the tokens `part`, whose root is a slot's token: [nodes, vocab]."""
     session = model.open(len(tokens) + len(part), len(tokens) + len(part))
     session.add_features(model.fuse(torch.from_numpy(hidden[:, : slot + 1])))
     model.score_held([chain(session, tokens[1 : slot + 1])])
@@ -96,7 +96,10 @@ def served_scores(
 
 
 def largest_difference(run: DistillOptions, target: Loaded, student: Eagle3Student) -> float:
-    """Over every step of a chain, and every node of a tree, at several slots of an answer of the shards."""
+    """Return the largest difference between the scores of trainer and runtime.
+
+    It is taken over every step of a chain at several slots of an answer, and over every node of a tree.
+    """
     model = load_draft(run.out / "draft", target, dtype="float32").model
     tokens, hidden, prompt = sample_of(run)
     ids, worst = student.ids, 0.0
@@ -202,7 +205,7 @@ def test_the_estimate_is_that_of_real_decoding(run: DistillOptions) -> None:
 
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:
-    """With its weights, taps and vocabulary; a text of fewer layers, or without hidden states, is refused."""
+    """It keeps the head's taps and vocabulary. A text of fewer layers, or without hidden states, is refused."""
     shape = shape_from_options("3", str(run.out / "draft"), 0, None)
     assert shape.vocab == 120
     (tmp_path / "out").mkdir()

@@ -113,12 +113,6 @@ def test_a_wrong_policy_file_gets_a_sentence(tmp_path: Path) -> None:
     model.save(other)
     with pytest.raises(UserError, match="has weights that are not finite"):
         load(other)
-    cell = environment().CellEnvironment(SMALL)
-    model = SAC("MlpPolicy", import_module("outpace.edge.training").SharedActorCells([cell]), device="cpu")
-    model.actor.mu.bias.data[0] = float("nan")
-    model.save(other)
-    with pytest.raises(UserError, match="has weights that are not finite"):
-        load(other)
     assert "is no file" in run_command("edge", "--policy", tmp_path / "none.zip")[2]
     assert (
         "no server has 3 devices in reach"

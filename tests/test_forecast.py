@@ -301,7 +301,7 @@ BAD = {
     "numbers as times": (lambda: table().assign(time=range(40)), "line 2: time is '0', it must be a time"),
     "day and month": (
         lambda: table().assign(time=pd.date_range("2024-03-01", periods=40, freq="15min").strftime("%d/%m/%Y %H:%M")),
-        "line 2: time is '01/03/2024 00:00', it must be a time as 2024-05-01 13:15",
+        "line 2: time is '01/03/2024 00:00', it must be a time such as 2024-05-01 13:15",
     ),
     "today": (lambda: changed(7, time="today"), "line 9: time is 'today'"),
     "one offset": (lambda: changed(7, time="2024-03-01 01:45+00:00"), "line 9: time is '2024-03-01 01:45+00:00'"),

@@ -47,7 +47,7 @@ def targets(folder: Path) -> dict[tuple[str, str], Loaded]:
 
 
 def logits_of(target: Loaded, path: Path, hidden: np.ndarray) -> np.ndarray:
-    """Logits [texts, heads, vocab] after texts with these last hidden states [texts, width], read in pieces."""
+    """Return logits [texts, heads, vocab] after texts with these last hidden states [texts, width], read in pieces."""
     model, sessions = load_draft(path, target).model, []
     for state in hidden:
         session = model.open(100, 10)

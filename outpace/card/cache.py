@@ -22,7 +22,7 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Verdict
 
 _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
-_REMEMBERED = 512  # written tokens below which late layers find their place
+_REMEMBERED = 512  # latest written tokens whose ids are kept, to match late layers
 
 
 class CandidateLayer(NamedTuple):
@@ -31,7 +31,7 @@ class CandidateLayer(NamedTuple):
 
     `nodes` has the columns ids, ids of the parents, tokens, roles, and the log of the estimated probability that the
     target continues from the parent to the node. It is relative to the parent, because path scores change whenever the
-    root moves. `alias` is the drafter's own id of the root, if it had drafted this token itself."""
+    root moves. `alias` is the drafter's own id of the root's token, if it had drafted this token itself."""
 
     root_id: int
     nodes: NodeDelta = NodeDelta(((), (), (), (), ()))
@@ -62,10 +62,10 @@ class CandidateCache:
     lock: a plain one, because an interrupt may leave a `Condition` locked.
 
     Ids are never reused: those of drafted nodes count up from 1, those of roots after a miss count down from -1. A
-    layer may be older than the last corrections. Its nodes are matched by text: a token that was written meanwhile, or
-    drafted twice, has one place and several ids. Other nodes whose parents are gone are dropped. `counts` counts where
-    the next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"), and how often the
-    drafter stopped adding nodes below a root ("exhausted").
+    layer may be older than the last corrections, so its nodes are matched by text: a token that was written in the
+    meantime, or drafted twice, is one node with several ids. Nodes that do not continue the written text are dropped.
+    `counts` counts where the next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"),
+    and how often the drafter stopped adding nodes below a root ("exhausted").
     """
 
     def __init__(self, root_token: int, vocab_size: int = 2**31 - 1) -> None:
@@ -76,9 +76,9 @@ class CandidateCache:
         self._news = threading.Lock()  # released when something was inserted
         self.layers = 0  # inserted since the last correction
         self._seen = 0  # number of nodes at the last query
-        self._length = 0  # written tokens
-        self._next: dict[int, tuple[int, int]] = {}  # by ids of written tokens: the token after it, and its id
-        self._aliases: dict[int, int] = {}  # further ids of written tokens and candidates: the first id
+        self._length = 0  # number of written tokens
+        self._next: dict[int, tuple[int, int]] = {}  # by id of a written token: the next token, and its id
+        self._aliases: dict[int, int] = {}  # by further id of a written token or candidate: its first id
         self.epoch = 0
         self.missed = True  # also before the first query, which may wait for a short draft too
         self.visibility = VisibilityOptions()
@@ -90,7 +90,7 @@ class CandidateCache:
 
     @property
     def next_id(self) -> int:
-        """The first id above all known ones, where a restarted drafter continues."""
+        """The first id above all known ones, from which a restarted drafter continues."""
         with self._lock:
             return max(self._tree.next_id, *(alias + 1 for alias in self._aliases), 1)
 
@@ -110,8 +110,8 @@ class CandidateCache:
             return added
 
     def _insert_by_text(self, nodes: NodeDelta) -> int:
-        """Insert the nodes of a layer that are not in the tree below the places of their parents in the text; return
-        how many are new."""
+        """Insert those nodes of a layer that are not in the tree yet. Their parents are found by the text that leads to
+        them. Return how many are new."""
         before = len(self._tree)
         for node_id, parent_id, token, role, log_prob in zip(*nodes.columns(), strict=True):
             if self._tree.find(node_id) is not None:
@@ -187,7 +187,7 @@ class CandidateCache:
             return kind, Correction(tokens, self._length, self._tree.ids[0])
 
     def _remember(self, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Remember which ids lie on the written text, and forget what is older than `_REMEMBERED` tokens."""
+        """Record the ids of the tokens just written, and drop all but the latest `_REMEMBERED`."""
         self._length += len(tokens)
         self._next.update(zip(path, zip(tokens, path[1:], strict=True), strict=False))
         while len(self._next) > _REMEMBERED:

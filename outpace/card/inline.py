@@ -22,7 +22,7 @@ class SimulatedClock:
     """Durations of a forward of the drafter and of a target pass over n rows, in seconds.
 
     `draft_seconds` is called after each forward, so it may depend on the forward's width. `shared`: target and drafter
-    share one device and get half of it while both work. `delay`: seconds that a message takes between them.
+    share one device and get half of it while both work. `delay`: seconds that a message between them takes.
     `target_busy`, `draft_busy`: seconds of work, as on a device alone.
     """
 
@@ -76,7 +76,7 @@ class InlineWorker(SameThreadWorker):
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         answer, left = self.clock.now + self.round_trip_seconds, 2 * max(layers, depth)
-        # Layers for an older root or for other requests may come first.
+        # Layers for an older root or for other requests may come first; those before `answer` do not count.
         while left and not cache.has_grown(layers, depth) and self._publish_next():
             left -= self.clock.now >= answer
 
@@ -91,7 +91,7 @@ class InlineWorker(SameThreadWorker):
             self._send(self._sent, message)
 
     def _send(self, queue: deque[tuple[float, Any]], message: Any) -> None:
-        """Put what is sent now into a queue; nothing overtakes what was sent before."""
+        """Queue a message with the time of its arrival. Messages arrive in the order in which they are sent."""
         arrival = self.clock.now + self.clock.delay
         queue.append((max(arrival, queue[-1][0]) if queue else arrival, message))
 
@@ -125,7 +125,7 @@ class InlineWorker(SameThreadWorker):
             self._running = (self.clock.now + seconds, layers)
 
     def _move_to(self, now: float) -> None:
-        """Move the clock."""
+        """Move the clock, and count the time of a forward under way."""
         if self._running:
             self.clock.draft_busy += now - self.clock.now
         self.clock.now = now

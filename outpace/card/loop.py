@@ -65,8 +65,8 @@ Message = Open | Correct | SetDirectives | Pause | Resume | Close
 @dataclass
 class DraftedRequest:
     """One request on the drafter's side. Its root may be older than the target's, never the reverse. `root_id`: the
-    target's id of the root. `length`: known tokens of the answer. `published`: number of nodes that were returned in
-    layers. `layers`: grown since the last directives."""
+    target's id of the root. `length`: number of the answer's tokens that the drafter knows. `published`: number of
+    nodes that were returned in layers. `layers`: number of layers grown since the last directives."""
 
     state: Any
     tree: TokenTree
@@ -79,7 +79,7 @@ class DraftedRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether all was published, and the directives say to stop growing."""
+        """Whether all nodes were published, and the directives say to stop growing."""
         layers, depth = self.state.directives[:2]
         is_grown = (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
         return is_grown and self.published == len(self.tree)
@@ -248,8 +248,8 @@ class DraftLoop:
 
     def _follow(self, drafted: DraftedRequest, correction: Correction) -> None:
         """Walk the new tokens in the request's own tree and keep what lies below them; if they are not there, only the
-        new root exists. What the target does not have, though it was published, is published again: a layer may be
-        under way or lost."""
+        new root exists. If the target gave the root a new id, it lacks the nodes below, although they may have been
+        published: their layer is under way or lost, so they are published again."""
         tokens = correction.tokens[max(len(correction.tokens) + drafted.length - correction.length, 0) :]
         if not tokens:  # the same correction came twice
             return

@@ -75,7 +75,7 @@ class DraftWorker(ABC):
 
     @property
     def round_trip_seconds(self) -> float:
-        """Time that a correction and the drafter's answer travel, if that is not negligible."""
+        """Seconds that a correction and the layers in answer to it travel; 0 if that is negligible."""
         return 0.0
 
     @property

@@ -44,7 +44,7 @@ class TextFlags:
     epochs: float = flag(3.0, "How often training goes through the text.")
     answer_tokens: int = flag(256, "The longest answer, in tokens.")
     taps: str | None = flag(
-        None, "Keep the target's hidden states after these layers, as in 2,15,27; the default is the kind's."
+        None, "Layers after which the target's hidden states are kept, as in 2,15,27; the default depends on --kind."
     )
     rows: int | None = flag(None, "Answers written at once; the default is 128 on a CPU and at most 1,024 on a GPU.")
     temperatures: str = flag(
@@ -61,7 +61,9 @@ class ShapeFlags:
     """The shape of the draft."""
 
     panel: ClassVar[str] = "Draft"
-    kind: str = flag("standalone", "Kind of draft: standalone, a small model; eagle3, a layer on hidden states.")
+    kind: str = flag(
+        "standalone", "Kind of draft: standalone, a small model; eagle3, a head that reads the target's hidden states."
+    )
     layers: str = flag("3", "Layers of the draft: a number, or the target's layers, as in 0,14,29 or 0-24,26-29.")
     init: str = flag("layers", "Start from the target's layers (layers) or a draft (folder, or shipped).")
     vocab: int = flag(0, "Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.")
@@ -223,6 +225,7 @@ def _options(
     if shape.kind not in KINDS:
         raise unknown("kind", shape.kind, KINDS)
     says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
+    taps_says = f"taps is {text.taps!r}, it must be numbers of layers as in 2,15,27"
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
         seed=seed,
@@ -243,7 +246,7 @@ def _options(
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
         tasks=tuple(evaluation.tasks or ()),
         kind=shape.kind,
-        taps=None if text.taps is None else tuple(numbers(text.taps, int, f"taps is {text.taps!r}, as in 2,15,27")),
+        taps=None if text.taps is None else tuple(numbers(text.taps, int, taps_says)),
         shape=KINDS[shape.kind].shape_from_options(shape.layers, shape.init, shape.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
         train=train,

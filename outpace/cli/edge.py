@@ -97,7 +97,10 @@ def edge(
     compared = study.sweep or study.plot or study.policy
     if link != LinkFlags():
         if compared or study.train:
-            raise UserError("one link has no sweep, plot, policy or training; leave out device-step and server-pass")
+            raise UserError(
+                "one link has no sweep, plot, policy or training: leave those out, or the options of the link (rtt,"
+                " device-step, device-pass, server-pass)"
+            )
         _show_link(link, rates, as_json)
     elif study.train is None:
         _show_network(_settings(network, rates), study, as_json)

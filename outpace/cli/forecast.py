@@ -89,7 +89,7 @@ def forecast(
         display.print_json({**_summary(forecaster, found, seed), "series": rows})
     else:
         table = to_frame(series, quantiles, means, QUANTILES, columns.series, columns.time)
-        table[columns.time] = table[columns.time].map(str)  # a day's first value too gets its time of day
+        table[columns.time] = table[columns.time].map(str)  # else pandas may leave out the time of day
         table.to_csv(sys.stdout, index=False, float_format="%.10g")
         sys.stdout.flush()
         display.say(_sentence(forecaster, found))

@@ -55,8 +55,8 @@ class TimeFlags:
     devices: int = flag(2, "2: the drafter has a device of its own; 1: both share one.")
     delay: str = flag(
         "0",
-        "Time that drafts and corrections travel, one way, in target passes, or several, as in 0,0.5,1,2: for methods"
-        " that draft in parallel.",
+        "One-way delay between drafter and target, in target passes, for methods that draft in parallel. Several are"
+        " compared, as in 0,0.5,1,2.",
     )
 
 
@@ -87,7 +87,7 @@ def simulate(
     check_file("--json", output.rows)
     costs, delays = _costs(times), _delays(times.delay)
     if output.plot is not None and len(delays) < 2:
-        raise UserError("--plot draws the speedup by delay, name several with --delay 0,0.5,1,2")
+        raise UserError("--plot draws the speedup by delay: name several with --delay, as in 0,0.5,1,2")
     check_plot("--plot", output.plot)
     from outpace.bench.report import write_json
     from outpace.simulate import report, run
@@ -103,10 +103,10 @@ def simulate(
     failed: list[UserError] = []
     with display.loading_bar() as bar:
 
-        def progress(what: str, done: int, every: int) -> None:
-            bar(what, done / every)
+        def progress(what: str, done: int, total: int) -> None:
+            bar(what, done / total)
             if not display.stderr().is_terminal:  # a terminal shows a bar
-                display.stderr().print(f"{done + 1} of {every}: {what}", markup=False)
+                display.stderr().print(f"{done + 1} of {total}: {what}", markup=False)
 
         for outcome in run.simulate(trace, rows, costs, times.devices, progress, live, delays):
             outcomes.append(outcome)

@@ -32,7 +32,7 @@ def speedup(tokens: float, gamma: int, c: float, v: float = 1.0, overhead: float
 
 
 def count_rounds(chains: Sequence[Sequence[bool]]) -> int:
-    """Count the rounds of an answer; `chains`: whether each token of the chain drafted at each place is right.
+    """Count the rounds of an answer. `chains`: for each position, which tokens of a chain drafted there are right.
 
     Each round emits the correctly drafted tokens and one token of the target.
     """

@@ -39,7 +39,7 @@ class Planned(Decoder):
                         context.set_directives(overlap.next)
                     layers = candidates.layers
                     yield Await(layers + 1)
-                    if candidates.layers == layers:  # too far away, or too slow
+                    if candidates.layers == layers:  # the drafter is too far away, or too slow
                         break
                     tree = candidates.query(context.budget)
                     planner.grown(tree, worker)

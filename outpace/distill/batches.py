@@ -34,7 +34,7 @@ class Labels:
     tokens: Tensor  # int64 [scored]: the tokens that it wrote
     top: Tensor  # int64 [scored, k]: its most likely tokens, in descending order
     top_p: Tensor  # float32 [scored, k], at temperature 1
-    answers: Tensor  # int64 [scored]: the answer that a position belongs to
+    answers: Tensor  # int64 [scored]: number of the answer that a position belongs to
 
     def __getitem__(self, rows: Tensor) -> Labels:
         return Labels(self.tokens[rows], self.top[rows], self.top_p[rows], self.answers[rows])
@@ -61,8 +61,8 @@ class TrainingBatch:
 
 
 def read_samples(folder: Path, length: int, taps: Sequence[int] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Return the samples to train on and the held-out ones; UserError without any to train on, and for text that lacks
-    the hidden states after the layers `taps`."""
+    """Return the samples to train on and the held-out ones; UserError if there are none to train on, or if the text
+    lacks the hidden states after the layers `taps`."""
     origin = {TAPS: tap_list(taps)} if taps else {}
     train: list[Sample] = []
     held_out: list[Sample] = []

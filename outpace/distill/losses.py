@@ -27,7 +27,7 @@ class LossOptions(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.token_weight + self.distribution_weight:
-            raise UserError("token_weight and distribution_weight are both 0, one of them must be above it")
+            raise UserError("token_weight and distribution_weight are both 0, one of them must be above 0")
 
 
 def loss(logits: Tensor, labels: Labels, options: LossOptions) -> Tensor:

@@ -56,7 +56,10 @@ class DistillOptions(CheckedOptions):
         if self.kind not in KINDS:
             raise unknown("kind", self.kind, KINDS)
         if self.taps and self.kind == "standalone" and self.stage != "text":
-            raise UserError("taps are for --stage text, and for the kind eagle3: the kind standalone reads none")
+            raise UserError(
+                f"taps is {tap_list(self.taps)}, and the kind standalone reads none: leave it out, or name --stage text"
+                " or --kind eagle3"
+            )
         if self.stage == START and self.kind != "standalone":
             raise UserError(f"--stage start writes a draft of the kind standalone, not {self.kind}")
         if self.runtime not in RUNTIMES:
@@ -75,7 +78,7 @@ class DistillOptions(CheckedOptions):
         return self.stage in (stage, "all")
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers whose hidden states the text holds, of a target with this many; UserError for others."""
+        """Return the layers after which hidden states are kept; UserError for those that the target does not have."""
         taps = KINDS[self.kind].default_taps(num_layers) if self.taps is None else self.taps
         for layer in taps:
             check_whole("a layer of taps", layer, 0, num_layers)

@@ -33,8 +33,8 @@ class Shard:
     temperatures: np.ndarray  # float32 [answers]
     jobs: np.ndarray  # int64 [answers]: the jobs' numbers
     held_out: np.ndarray  # bool [answers]: not for training
-    file: Path | None = None
-    origin: Mapping[str, str] = field(default_factory=dict)  # what wrote it: `text_origin`, and the layers of its taps
+    file: Path | None = None  # from which it was read
+    origin: Mapping[str, str] = field(default_factory=dict)  # what wrote it, by name: weights, tokenizer, ..., taps
 
     @classmethod
     def of(cls, answers: Sequence[WrittenAnswer]) -> Shard:
@@ -161,7 +161,7 @@ def read_shard(file: Path) -> Shard:
 
 
 def check_origin(shard: Shard, origin: Mapping[str, str]) -> None:
-    """Raise UserError if a shard's text is not of this origin; without hidden states, any origin is right."""
+    """Raise UserError if a shard's text is not of this origin; any is accepted if no hidden states are needed."""
     if TAPS not in origin:
         return
     for name, value in origin.items():

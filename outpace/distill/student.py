@@ -22,8 +22,8 @@ FROZEN = (EMBEDDING, HEAD)  # tensors that are not trained
 
 
 class Student:
-    """The weights of a draft in training; `ids` is its reduced vocabulary, None: all tokens. `taps`: it reads the
-    target's hidden states after these numbers of layers."""
+    """The weights of a draft in training. `ids`: its reduced vocabulary; None: all tokens. `taps`: numbers of layers
+    after which it reads the target's hidden states."""
 
     taps: tuple[int, ...] = ()
 
@@ -48,8 +48,8 @@ class Student:
         return loss(self.logits(batch.packed), batch.labels, options)
 
     def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
-        """Return whether each token of a chain that is drafted from each scored position on is the target's likeliest
-        one, with the target's text before it: bool [scored, length]. Past an answer's end the values mean nothing."""
+        """For a chain drafted at each scored position, return whether its tokens are the target's likeliest ones, given
+        the target's text before them: bool [scored, length]. Values past an answer's end mean nothing."""
         right = self.logits(batch.packed).argmax(1) == batch.labels.top[:, 0]
         return torch.stack([right.roll(-place) for place in range(length)], 1)
 

@@ -1,4 +1,4 @@
-"""Keeps the target's hidden states of the text that it writes, from the passes that write it, as int8 rows."""
+"""Records the target's hidden states in the passes that write the text, and stores them as int8 rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TapState(DraftState):
 
 
 class TapRecorder(Drafter):
-    """Drafts nothing, and records hidden states of the target after these numbers of layers."""
+    """Drafts nothing, and records the target's hidden states after the numbers of layers in `layers`."""
 
     capabilities = Capabilities((Source("taps"),))
 

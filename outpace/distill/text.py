@@ -89,7 +89,7 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
 
 
 def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int]) -> dict[str, str]:
-    """Describe what writes the text: hidden states of another model, or in another precision, are other features."""
+    """Describe what writes the text: hidden states differ by weights, tokenizer, chat template and precision."""
     template = (tokenizer.chat_template or "").encode("utf-8", "surrogatepass")
     origin = {
         "weights": weights_digest(locate(str(spec))),
@@ -101,8 +101,8 @@ def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int])
 
 
 def _check_room(options: DistillOptions, written: int, tap_bytes: int, progress: Progress) -> None:
-    """Report the bytes of an answer token, and raise UserError if those of the missing ones do not fit on the disk."""
-    each = 4 + 6 * options.writer.top + tap_bytes
+    """Report the bytes of an answer token; UserError if the tokens still to be written do not fit on the disk."""
+    each = 4 + 6 * options.writer.top + tap_bytes  # int32 id; int32 id and float16 value of each top token
     progress({"tokens": written, "bytes_per_token": each})
     free = shutil.disk_usage(options.out).free
     if options.tokens is not None and (needed := (options.tokens - written) * each) > free:

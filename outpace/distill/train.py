@@ -1,7 +1,7 @@
 """Trains a draft on the target's text (stage train); each step depends on the seed and the step's number alone.
 
-Checkpoints hold the trained weights and the optimizer's two moments. What is trained, with which forward and loss, is
-the student's.
+Checkpoints hold the trained weights and the optimizer's two moments. The student defines which tensors
+are trained, the forward and the loss.
 """
 
 from __future__ import annotations

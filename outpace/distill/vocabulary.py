@@ -1,4 +1,4 @@
-"""The reduced vocabulary of a draft: token ids in ascending order, chosen once for a training."""
+"""The reduced vocabulary of a draft: token ids in ascending order, chosen when its training begins."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def chosen_vocab_ids(folder: Path, size: int) -> Tensor | None:
         return None
     ids = read_vocab_ids(folder / VOCAB_FILE)
     if len(ids) != size:
-        raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
+        raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another folder or --vocab")
     return ids

@@ -29,7 +29,7 @@ from outpace.edge.world import make_world
 
 CELLS_PER_WORLD = 30  # cells drawn from one world before the next world is made
 MAX_DRAWS = 50 * CELLS_PER_WORLD
-OFFSET_PENALTY = 0.2
+OFFSET_PENALTY = 0.2  # factor of the squared mean scores that is subtracted from a reward
 SPEEDS = 0.7  # servers are up to e^0.7 times as fast or slow, which prepares for cells of other sizes
 
 
@@ -92,9 +92,9 @@ class CellEnvironment(ParallelEnv):
         return self._reward(scores) - OFFSET_PENALTY * float(np.square(scores.mean(0)).sum())
 
     def _draw(self) -> list[SlotProblem]:
-        """Return a random server with random devices, as policies know it and as it is.
+        """Return a random cell twice: with the channels that policies observe, and with the present ones.
 
-        The devices have their best channel to the server or, if these are too few, reach it.
+        Its devices have their best channel to its server; if these are too few, they have it in reach.
         """
         for _ in range(MAX_DRAWS):
             if self._drawn % CELLS_PER_WORLD == 0:

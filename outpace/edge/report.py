@@ -35,7 +35,7 @@ def _cut(one: PolicySummary) -> str:
 
 
 def best_policy(summaries: Sequence[PolicySummary]) -> PolicySummary | None:
-    """Return the policy with the lowest objective, the first of equal ones; bounds are left out, None if all are."""
+    """Return the policy with the lowest objective, the first of equal ones; None if there are only bounds."""
     return min((one for one in summaries if one.policy not in BOUNDS), key=lambda one: round(one.cost, 6), default=None)
 
 

@@ -178,7 +178,10 @@ def parse_sweep(text: str) -> list[dict[str, float]]:
         except ValueError:
             raise UserError(f"sweep has {part!r}, it must be a name and a range as in devices=30:180:30") from None
         if not 0.0 < stride < math.inf or not -math.inf < first <= last < math.inf:
-            raise UserError(f"sweep has {part!r}: the last value must not be below the first, and the step above 0")
+            raise UserError(
+                f"sweep has {part!r}: the last value must not be below the first, the step must be above 0, and all"
+                " must be finite"
+            )
         count = int((last - first) / stride + 1e-9) + 1
         if count > 1000:
             raise UserError(f"sweep has {part!r}, which are {count} values; at most 1000 are allowed")

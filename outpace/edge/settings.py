@@ -98,7 +98,9 @@ class EdgeSettings:
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), allowed)
         if self.channel == "3gpp" and (self.scenario, self.rate) != ("umi", "shannon"):
-            raise UserError("--scenario uma and --rate mcs need --channel sionna; 3gpp has umi and shannon alone")
+            raise UserError(
+                "--scenario uma and --rate mcs need --channel sionna; --channel 3gpp has umi and shannon only"
+            )
 
 
 SWEPT = {  # settings that a sweep may change, and their types

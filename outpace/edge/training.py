@@ -50,7 +50,7 @@ def train(
     )
     model.learn(total_timesteps=10**12, callback=deadline)
     try:
-        model.save(file, exclude=["learning_rate", "lr_schedule"])  # functions of this training's clock
+        model.save(file, exclude=["learning_rate", "lr_schedule"])  # these functions read this training's clock
     except OSError as error:
         raise UserError(f"the policy cannot be written to {file} ({error.strerror})") from error
 
@@ -58,7 +58,8 @@ def train(
 class SharedActorCells(VecEnv):
     """Several cells as a vector of environments, one for each device, that share an actor.
 
-    Rewards are difference rewards, times the number of devices: a device's effect on its cell's mean falls with it.
+    Rewards are difference rewards, times the number of devices, because a device's effect on its cell's mean falls
+    with that number.
     """
 
     def __init__(self, cells: Sequence[CellEnvironment]) -> None:

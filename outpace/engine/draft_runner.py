@@ -153,8 +153,8 @@ class DraftRunner:
                 self._wait(waiting)
 
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
-        """Let the worker draft for these sequences, then resume their decoders. After a miss the answer to the
-        correction is not awaited if its way takes longer than half a pass."""
+        """Let the worker draft for these sequences, then resume their decoders. After a miss the drafter's answer is
+        not awaited if the round trip takes longer than half a pass."""
         began, worker = self._clock(), self.worker
         is_far = worker is not None and worker.round_trip_seconds > self._costs.pass_seconds(len(waiting)) / 2
         drafting = [each for each in waiting if not (is_far and each.context.candidates.missed)]

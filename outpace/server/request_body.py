@@ -23,7 +23,7 @@ from outpace.server.options import ServerLimits
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
-# Fields of clients that have no effect here: they are neither refused nor reported as ignored.
+# Fields that clients send and that have no effect here: they are neither refused nor reported as ignored.
 NO_EFFECT = frozenset(
     (
         *("cache_control", "annotations", "citations", "verbosity", "include_obfuscation", "service_tier"),

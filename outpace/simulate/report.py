@@ -29,6 +29,7 @@ def _delays(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def _delay(rows: Sequence[Outcome]) -> str:
+    """Return the text in the column of delays."""
     return "" if rows[0].delay is None else f"{rows[0].delay:g}"
 
 

@@ -68,8 +68,8 @@ def simulate(
     live: LiveModels | None = None,
     delays: Sequence[float] = (0.0,),
 ) -> Iterator[Outcome]:
-    """Yield the outcome of every setup at all costs, and at all delays if its drafter runs in parallel; the first setup
-    must be plain decoding.
+    """Yield the outcome of every setup at all costs, and at all `delays` (in target passes) if its drafter runs in
+    parallel; the first setup must be plain decoding.
 
     RuntimeError if a text differs from the recorded one, which would be a bug. `live` has the models that some setups
     need.

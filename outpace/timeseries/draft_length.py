@@ -25,10 +25,10 @@ class DraftLength(ABC):
 
     @abstractmethod
     def choose(self, rows: int, patches: int) -> int:
-        """Return the patches to draft for each of these rows; the slowest one lacks `patches` patches."""
+        """Return how many patches to draft in each of `rows` rows; the slowest row still needs `patches` patches."""
 
     def learn(self, length: int, accepted: Tensor, seconds: float) -> None:
-        """Record a round: its length, the accepted drafts [rows], and how long it took."""
+        """Record a round: the patches drafted in each row, how many were accepted [rows], and its seconds."""
         return
 
 
@@ -67,10 +67,10 @@ class AcceptanceLength(DraftLength):
 class MeasuredLength(DraftLength):
     """Minimises the expected time until the slowest row is done; 0 is the target alone.
 
-    A row gets E(K) patches per round in the mean, with variance V(K). N patches take it about N / E rounds with
-    variance N V / E^3, and the slowest of R rows about sqrt(2 ln R) deviations more. The time of a round is the median
-    of earlier rounds of this process, by length and number of rows (in powers of two). With two it is the lower one,
-    as caches are cold in the first. For other lengths it is interpolated.
+    A row gets E(K) patches per round on average, with variance V(K). N patches take it about N / E rounds with
+    variance N V / E^3, and the slowest of R rows about sqrt(2 ln R) standard deviations more. The time of a round is
+    the median of earlier rounds of this process, by length and number of rows (in powers of two). Of two rounds it is
+    the faster one, because caches are cold in the first. Times of other lengths are interpolated.
     """
 
     tried: list[int] = field(default_factory=lambda: [0] * MAX_LENGTH)  # drafts judged, by position
@@ -90,8 +90,8 @@ class MeasuredLength(DraftLength):
         return best if seconds[best] * _GAIN < seconds[0] else 0
 
     def _timed(self, rows: int) -> Mapping[int, float]:
-        """Return the seconds of rounds by length, of the nearest number of rows for which drafting was timed too, or
-        else the target alone; at most four times as many rows or as few."""
+        """Return the median seconds of a round by length, measured with a similar number of rows: at most about four
+        times as many or as few. Numbers of rows for which drafting was timed come first, then the nearest one."""
         power = rows.bit_length()
         near = [(abs(known - power), own.medians) for known, own in self._seconds.items() if abs(known - power) <= 2]
         usable = [(len(own) == 1, distance, own) for distance, own in near if 0 in own]
@@ -105,8 +105,8 @@ class MeasuredLength(DraftLength):
         return patches / mean + math.sqrt(2.0 * math.log(rows) * patches * (square - mean**2) / mean**3)
 
     def acceptances(self) -> list[float]:
-        """Return the acceptance rate at each position, given that all drafts before it are accepted; where few drafts
-        were judged it is high rather than low by two standard errors, as nothing is learnt once nothing is drafted."""
+        """Return the acceptance rate at each position, given that all drafts before it are accepted. Where few drafts
+        were judged it is two standard errors above the estimate: nothing more is learnt once nothing is drafted."""
         weight = sum(self.tried) + 2.0
         mean = (sum(self.accepted) + 1.0) / weight
         overall = min(1.0, mean + 2.0 * math.sqrt(mean * (1.0 - mean) / weight))

@@ -199,7 +199,7 @@ class _Scaled:
             needed = f"at least {2 * patch_length} (two patches)"
             raise UserError(f"series {number} has {len(whole)} values, a forecast needs {needed}")
         known = whole[len(whole) - patches * patch_length :]
-        unit = known.abs().max().clamp(min=1e-300)  # squares of very large or small values are not numbers
+        unit = known.abs().max().clamp(min=1e-300)  # squares of very large or small values overflow or become 0
         mean, deviation = (known / unit).mean(), (known / unit).std(correction=0)
         self.mean, self.deviation = unit * mean, unit * deviation
         self.is_constant = bool(deviation <= _FLAT)

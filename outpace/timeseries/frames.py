@@ -32,7 +32,9 @@ class TimeSeries:
         try:
             return pd.date_range(self.times[-1], periods=count + 1, freq=self.frequency)[1:]
         except pd.errors.OutOfBoundsDatetime:
-            raise UserError(f"the forecast ends after {pd.Timestamp.max:%Y-%m-%d}, the last day of pandas") from None
+            raise UserError(
+                f"the forecast ends after {pd.Timestamp.max:%Y-%m-%d}, the last day that pandas knows"
+            ) from None
 
     def before(self, count: int) -> TimeSeries:
         """Return the series without its last `count` values."""
@@ -79,7 +81,7 @@ def split_series(
     numbers = pd.to_numeric(table[value], errors="coerce").astype(np.float64)
     _refuse(~np.isfinite(numbers), table[value], rows, row, value, "a finite number; missing values are not filled in")
     times = _parse_times(table[time])
-    allowed = "a time as 2024-05-01 13:15, with an offset from UTC in all rows or in none"
+    allowed = "a time such as 2024-05-01 13:15, with an offset from UTC in all rows or in none"
     _refuse(times.isna(), table[time], rows, row, time, allowed)
     names = table[series].astype(str) if series is not None else pd.Series("", index=table.index)
     found = []
@@ -118,8 +120,8 @@ def _refuse(is_bad: pd.Series, values: pd.Series, rows: pd.Series, row: str, col
 
 
 def _parse_times(given: pd.Series) -> pd.Series:
-    """Return times; NaT for texts that are not times of ISO 8601 (others are ambiguous, as 01/02/2024), and for those
-    with an offset from UTC where others have none. Times with offsets are converted to UTC."""
+    """Return times; NaT for texts that are not times of ISO 8601 (01/02/2024 is ambiguous), and for times with an
+    offset from UTC if the first has none, or without if it has one. Times with offsets are converted to UTC."""
     if pd.api.types.is_datetime64_any_dtype(given):
         return given
     texts = given.astype(str).str.strip()

@@ -24,7 +24,7 @@ class TrainedKind(Protocol):
         """Return the shape for these options; UserError for those that the kind does not use."""
 
     def vocab_ids(self, folder: Path) -> Tensor | None:
-        """Return the reduced vocabulary of an earlier draft in `folder`."""
+        """Return the reduced vocabulary of an earlier draft in `folder`, int64 [ids]; None if it has all tokens."""
 
     def trained_shapes(self, target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the trained tensors; UserError for a shape that does not fit the target."""

@@ -2,7 +2,7 @@
 
 EAGLE-3, Li et al., arXiv:2503.01840. Slot t reads a feature of position t and token t + 1, and predicts token t + 2.
 Training also runs STEPS - 1 draft steps, whose slots read the outputs of the step before. `models/heads/eagle3.py` runs
-what is written here.
+the heads that this module writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outpace.models.heads.reader import IGNORED_IN_LAYER, TAPS, draft_ids, layer
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
 STEPS = 3  # draft steps in training, and the recommended draft length
-DECAY = 0.8  # weight of a step's loss over that of the step before
+DECAY = 0.8  # weight of a step's loss relative to that of the step before
 PREFIX, FC = "model.layers.0.", "model.fc.weight"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 COPIED = (  # fields of the target's config.json that describe the layer
@@ -59,8 +59,8 @@ class Eagle3Student(Student):
         output: Tensor,
         ids: Tensor | None,
     ) -> None:
-        """`layer`: its transformer_layer_config. `tensors`: those to train, and EMBEDDING. `output`: the rows of the
-        output layer, which are those of `ids`."""
+        """`layer`: the head's transformer_layer_config. `tensors`: those to train, and EMBEDDING. `output` [ids,
+        hidden]: the rows of the output layer for the tokens `ids`; None: all tokens."""
         super().__init__(replace(head.layers, tie_embeddings=True), tensors, None)
         self.head, self.layer, self.taps, self.ids, self._head = head, layer, head.taps, ids, output
 
@@ -75,7 +75,7 @@ class Eagle3Student(Student):
         return total / max(weights, 1.0)
 
     def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
-        """See Student. An answer's first token is not drafted, so its chain is wrong."""
+        """As in `Student`. An answer's first token is not drafted, so a chain that starts with it counts as wrong."""
         best, slots = batch.labels.top[:, 0], (batch.packed.scored - 1).clamp_min(0)
         return torch.stack(
             [
@@ -122,7 +122,7 @@ class Eagle3Student(Student):
 
 
 def _follows(batch: TrainingBatch, places: int) -> Tensor:
-    """Return whether the label so many places before (after, if negative) is of the same answer: bool [scored]."""
+    """Return whether the label `places` before (after, if negative) each one is of the same answer: bool [scored]."""
     answers = batch.labels.answers
     found = answers.roll(places) == answers
     found[: max(places, 0)] = False
@@ -133,7 +133,10 @@ def _follows(batch: TrainingBatch, places: int) -> Tensor:
 def _step_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor, scale: float
 ) -> Tensor:
-    """Attend to the text's slots by `mask`, and to the slots of the later steps at the same place."""
+    """Attend to the text's slots by `mask`, and to the slots of later steps at the same position.
+
+    Query, and keys and values of each step: [rows, heads, length, d]. Keys and values begin with those of the text.
+    """
     length = query.shape[2]
     scores = [(query * scale) @ keys[0].transpose(2, 3) + mask]
     scores += [(query * scale * key).sum(-1, keepdim=True) for key in keys[1:]]
@@ -150,7 +153,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
-    """Return the shape for these options: a new head, or one in the folder `init`; UserError for what fits none."""
+    """Return the shape for these options: a new head, or the one in the folder `init`; UserError for others."""
     if layers != DraftShape.layers:
         raise UserError(f"--layers is {layers}, and a head of the kind eagle3 has one layer: leave it out")
     if init == LAYERS:
@@ -180,7 +183,7 @@ def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -
 def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> Eagle3Student:
-    """Return a new head, which starts from the target's last layer, or one to train on."""
+    """Return a new head, which starts from the target's last layer, or the head to continue training."""
     with open_folder(target) as checkpoint:
         head, layer, files = _describe(checkpoint, shape, taps)
         shapes = _shapes(head, files)
@@ -241,7 +244,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
 def _describe(
     target: Checkpoint, shape: DraftShape, taps: Sequence[int]
 ) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]:
-    """Return the head's configuration, that of its layer, and the files to start from."""
+    """Return the head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
     sizes = target_config(target)
     if shape.draft is not None:
         files = open_head(shape.draft)
@@ -251,7 +254,8 @@ def _describe(
             raise UserError(f"the head {shape.draft} reads the layers {head.taps}, not {tuple(taps)}: leave out --taps")
         if head.layers.num_layers > 1 or head.layers.window(0) is not None:
             raise UserError(
-                f"the head {shape.draft} has several layers or a window, heads with one full layer are trained"
+                f"the head {shape.draft} has several layers or a sliding window: only one layer without a window is"
+                " trained"
             )
         return head, {name: value for name, value in layer.items() if name not in IGNORED_IN_LAYER}, files
     layer = {name: target.config[name] for name in COPIED if target.config.get(name) is not None}
@@ -275,8 +279,8 @@ def _shapes(head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, .
 
 
 def _initial(target: Checkpoint, sizes: LlamaConfig, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a new head: the target's last layer, which reads nothing of the embeddings at first."""
-    if name == FC:  # the last hidden state
+    """Return the initial value of a tensor: that of the target's last layer, with zeros where it reads embeddings."""
+    if name == FC:  # passes the last hidden state on
         return torch.eye(shape[0], shape[0]).repeat(1, shape[1] // shape[0]) * (
             torch.arange(shape[1]) >= shape[1] - shape[0]
         )

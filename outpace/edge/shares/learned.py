@@ -25,8 +25,9 @@ LIMIT = 8.0  # features are clipped to [-8, 8]
 def observe(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
     """Return the observations of the devices, [devices, OBSERVATIONS]; zeros for those without a server.
 
-    A device's features are logarithms (of the time of its drafting over that of its server with equal shares, of its
-    link over a pass, of its weight over the cell's), and the part of an equal share with which it would not wait.
+    A device's features are three logarithms of ratios and a fraction: its drafting time beyond the server's queue over
+    the time of link and pass with equal shares; link over pass; its weight over the cell's geometric mean; and the
+    fraction of an equal share, at most 1, with which it would not wait for the server.
     """
     seen = np.zeros((len(server), OBSERVATIONS), dtype=np.float32)
     served = np.flatnonzero(server != ALONE)

@@ -202,7 +202,7 @@ def identity(files: Iterable[Path]) -> str:
 
 
 def sampled_digest(file: Path) -> str:
-    """Hash a file's size and three samples: enough to distinguish weights without reading all."""
+    """Hash a file's size, beginning, middle and end: enough to distinguish weights without reading all of them."""
     size, digest = file.stat().st_size, lazy_sha256()
     digest.update(str(size).encode())
     with file.open("rb") as stream:

@@ -74,7 +74,7 @@ class HeadConfig:
         verifier: the target that it was trained for; None if the file does not say.
         draft_length: draft length that the file recommends; None if it does not say.
         mask_token: token of the slots that a head drafts in parallel; None if it drafts one token at a time.
-        block: number of slots of a block, and of the heads of Medusa; 0 for heads that do not draft in blocks.
+        block: number of slots of a block, or of Medusa's heads; 0 for heads that do not draft in blocks.
         from_anchor: whether each slot predicts the token after it, from the slot of the last written token on;
             otherwise each mask slot predicts the token at its own position, and the first slot nothing.
         causal: for each layer, whether a slot of a block does not attend to later ones.

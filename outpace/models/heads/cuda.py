@@ -1,4 +1,4 @@
-"""Trained heads by captured passes, for a target with captured passes."""
+"""Runs trained heads by captured passes, for a target with captured passes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from outpace.models.llama.cuda.runtime import BatchPart, GraphLlama, pass_rows
 
 
 class GraphFeatureSession(FeatureSession, GraphSession):
-    """A row of a pool with features."""
+    """A session that is a row of the pool and has a queue of features."""
 
 
 class GraphBlockSession(BlockSession, GraphSession):
-    """A row of a pool for a head that drafts blocks."""
+    """A session that is a row of the pool, for a head that drafts blocks."""
 
 
 class FeaturePasses(GraphLlama):
@@ -31,7 +31,7 @@ class FeaturePasses(GraphLlama):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._features = torch.zeros_like(self._hidden)  # those of a captured pass's rows
+        self._features = torch.zeros_like(self._hidden)  # of a captured pass: [rows, hidden]
 
     def _has_bucket(self, part: Part) -> bool:
         return super()._has_bucket(part._replace(inputs=None))

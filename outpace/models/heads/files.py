@@ -53,7 +53,7 @@ NORMS = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # the meaning of enc.
 INTERLEAVED = ("attn_q", "attn_k")  # in eagle3, the two rows of a rotary pair are neighbours
 MTP_LAYER = "model.mtp_layers."  # beginning of the names of MiMo's MTP layer, in the target's own files
 MEDUSA_HEADS = "medusa_head."
-BLOCK_OF_MEDUSA = re.compile(r"^(\d+)\.(\d+)\.linear\.")  # of head and block
+BLOCK_OF_MEDUSA = re.compile(r"^(\d+)\.(\d+)\.linear\.")  # numbers of head and block
 OUTPUT_OF_MEDUSA = re.compile(r"^(\d+)\.\d+\.(?=weight$)")
 RENAMED = {  # the first that a name begins with counts
     "encoder.fc.": "fc.",
@@ -142,7 +142,7 @@ def open_head(path: Path) -> HeadFiles:
     if holds_mtp(config):
         names = [name for name in names if name.startswith(MTP_LAYER)]
         config = {**config, "architectures": [MTP], "num_hidden_layers": 1}
-    if any(name.startswith(MEDUSA_HEADS) for name in names):  # next to the whole target
+    if any(name.startswith(MEDUSA_HEADS) for name in names):  # the file also holds the whole target
         names = [name for name in names if name.startswith(MEDUSA_HEADS)]
     return HeadFiles(path, config, {name: _folder_tensor(checkpoint, name) for name in names})
 

@@ -82,7 +82,7 @@ def load_head(
             f"{path} reads the hidden states after layer {max(head.taps)}, and {type(target).__name__} gives those"
             f" after layer {target.max_hidden_layer} at most: use runtime llama or native"
         )
-    place = 0 if head.kind in BLOCKS else 1 if head.kind in JOINED else 2  # of its class among those of a runtime
+    place = 0 if head.kind in BLOCKS else 1 if head.kind in JOINED else 2  # index of its class in the tuples below
     if isinstance(target, NativeLlama):
         weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)

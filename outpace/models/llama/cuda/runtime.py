@@ -169,8 +169,8 @@ class GraphLlama(Llama):
         self.captures.forget_if_moved(self.pool.kv, *self._rope.tables)
 
     def _run(self, start: int, block: Sequence[BatchPart], saved: Mapping[int, Tensor]) -> None:
-        """Run the rows from `start` on through the layers; write hidden states [batch * nodes, hidden] to `_hidden`,
-        and those after the numbers of layers in `saved` to its buffers."""
+        """Run the rows from `start` on through the layers; write the last hidden states [batch * nodes, hidden] to
+        `_hidden`, and those after each number of layers in `saved` to its buffer."""
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
         slots = min(next_power_of_two(max(session.used for session, *_ in block), LEAST), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
@@ -299,7 +299,7 @@ def save_states(saved: Mapping[int, Tensor], layer: int, x: Tensor) -> None:
 
 
 def _joined(outputs: Sequence[TargetOutput]) -> TargetOutput:
-    """Return the outputs of parts as one."""
+    """Concatenate the outputs of parts."""
     if len(outputs) == 1:
         return outputs[0]
     hidden = [tensor_of(output.hidden) for output in outputs if output.hidden is not None]
@@ -309,7 +309,7 @@ def _joined(outputs: Sequence[TargetOutput]) -> TargetOutput:
 
 
 def pass_rows(start: int, block: Sequence[BatchPart], rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the pass's rows that are these rows of its parts, part after part."""
+    """Return the places in the pass of these rows of its parts, part after part."""
     nodes = _bucket_nodes(block)
     firsts = [(session.place - start) * nodes for session, *_ in block]
     return [first + node for first, own in zip(firsts, rows, strict=True) for node in own]
