@@ -32,7 +32,7 @@ class Taps(NamedTuple):
 
     @classmethod
     def quantise(cls, hidden: np.ndarray) -> Taps:
-        """Round float32 [layers, tokens, width] to int8, with the largest value of each row as its scale."""
+        """Round float32 [layers, tokens, width] to int8; the largest magnitude of each row becomes LEVELS."""
         rows = hidden.swapaxes(0, 1)
         scales = np.abs(rows).max(-1) / np.float32(LEVELS)
         return cls(np.rint(rows / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8), scales)

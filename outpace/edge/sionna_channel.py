@@ -56,8 +56,8 @@ class SionnaChannel:
         carrier = self._settings.carrier_ghz * 1e9
         antenna = tr38901.PanelArray(1, 1, "single", "V", "omni", carrier)
         kind: Any = tr38901.UMi if self._settings.scenario == "umi" else tr38901.UMa
-        direction, once = "uplink", True  # draw large-scale parameters in `sample_lsp` only
-        return kind(carrier, "low", antenna, antenna, direction, always_generate_lsp=once)
+        # True: large-scale parameters are drawn by `sample_lsp` only.
+        return kind(carrier, "low", antenna, antenna, "uplink", always_generate_lsp=True)
 
 
 def coded_efficiency(snr_db: np.ndarray) -> np.ndarray:

@@ -90,8 +90,8 @@ class MeasuredLength(DraftLength):
         return best if seconds[best] * _GAIN < seconds[0] else 0
 
     def _timed(self, rows: int) -> Mapping[int, float]:
-        """Return the median seconds of a round by length, measured with a similar number of rows: at most about four
-        times as many or as few. Numbers of rows for which drafting was timed come first, then the nearest one."""
+        """Return the median seconds of a round by length, measured with a similar number of rows: at most two powers of
+        two away. Numbers of rows for which drafting was timed come first, then the nearest one."""
         power = rows.bit_length()
         near = [(abs(known - power), own.medians) for known, own in self._seconds.items() if abs(known - power) <= 2]
         usable = [(len(own) == 1, distance, own) for distance, own in near if 0 in own]
