@@ -82,6 +82,7 @@ class InlineWorker(SameThreadWorker):
 
     def stop(self) -> None:
         self._running = None
+        self._sent.clear()
         self._arriving.clear()
 
     def _post(self, message: Message) -> None:
