@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -163,8 +164,21 @@ def test_written_tokens_and_their_ids_are_forgotten(monkeypatch: pytest.MonkeyPa
         aliases = max(aliases, len(cache._aliases))
         cache.correct(cache.query(1), Verdict([0], 1 if number % 2 else 2), 1)
     assert len(cache._next) == 8
-    assert aliases > 0
+    assert 0 < aliases <= 17
+    cache._aliases |= dict.fromkeys(range(100, 120), 99)  # an id that is gone
+    cache.correct(cache.query(1), Verdict([0], 1), 1)
     assert not cache._aliases
+
+
+def test_a_stale_layer_is_dropped_without_a_search_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, searches, find = CandidateCache(5), Counter[str](), TokenTree.find
+    cache._aliases = {-number: 0 for number in range(2, 300)}
+    monkeypatch.setattr(TokenTree, "find", lambda tree, node_id: searches.update(["all"]) or find(tree, node_id))
+    cache.correct(cache.query(1), Verdict([0], 7), 1)
+    chain = [Candidate(number, number - 1, 8, -0.5, Role.PRIMARY) for number in range(1, 300)]
+    assert cache.insert(layer_of(0, chain)) == 0
+    assert cache.counts["orphan"] == 299
+    assert searches["all"] < 5
 
 
 def test_a_wait_ends_if_the_drafter_gave_up_before_its_layers_were_counted() -> None:

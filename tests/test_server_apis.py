@@ -210,6 +210,7 @@ def response(site: Served, **fields: Any) -> Answered:
             "tools.0.more",
         ),
         ({"return_rounds": True}, "return_rounds"),
+        ({"t_max_predict_ms": 5}, "t_max_predict_ms"),
     ],
 )
 def test_unknown_fields_of_the_responses_api_are_named(site: Served, fields: dict[str, Any], ignored: str) -> None:

@@ -112,21 +112,29 @@ class CandidateCache:
     def _insert_by_text(self, nodes: NodeDelta) -> int:
         """Insert those nodes of a layer that are not in the tree yet. Their parents are found by the text that leads to
         them. Return how many are new."""
-        before = len(self._tree)
+        tree, before, gone, orphans = self._tree, len(self._tree), set[int](), 0
         for node_id, parent_id, token, role, log_prob in zip(*nodes.columns(), strict=True):
-            if self._tree.find(node_id) is not None:
-                continue
-            parent_id = self._aliases.get(parent_id, parent_id)
-            written, next_id = self._next.get(parent_id, (None, 0))
-            if written == token:
-                self._aliases[node_id] = next_id
-            elif written is not None or (parent := self._tree.find(parent_id)) is None:
-                self.counts["orphan"] += 1
-            elif (twin := self._tree.child(parent, token)) is not None:
-                self._aliases[node_id] = self._tree.ids[twin]
-            else:
-                self._tree.add(parent, token, self._tree.scores[parent] + log_prob, role, node_id=node_id)
-        return len(self._tree) - before
+            if parent_id not in gone:  # else there is nothing to find, as in most of a stale layer
+                if tree.find(node_id) is not None:
+                    continue
+                place = self._aliases.get(parent_id, parent_id)
+                written, next_id = self._next.get(place, (None, 0))
+                if written == token:
+                    self._aliases[node_id] = next_id
+                    continue
+                parent = tree.find(place) if written is None else None
+                if parent is not None:
+                    if (twin := tree.child(parent, token)) is not None:
+                        self._aliases[node_id] = tree.ids[twin]
+                    else:
+                        tree.add(parent, token, tree.scores[parent] + log_prob, role, node_id=node_id)
+                    continue
+                if written is None:
+                    gone.add(parent_id)
+            gone.add(node_id)
+            orphans += 1
+        self.counts["orphan"] += orphans
+        return len(tree) - before
 
     @property
     def is_given_up(self) -> bool:
@@ -187,16 +195,18 @@ class CandidateCache:
             return kind, Correction(tokens, self._length, self._tree.ids[0])
 
     def _remember(self, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Record the ids of the tokens just written, and drop all but the latest `_REMEMBERED`."""
+        """Record the ids of the tokens just written, and drop all but the latest `_REMEMBERED`. Aliases of dropped ones
+        go now and then."""
         self._length += len(tokens)
         self._next.update(zip(path, zip(tokens, path[1:], strict=True), strict=False))
         while len(self._next) > _REMEMBERED:
             del self._next[next(iter(self._next))]
-        self._aliases = {
-            alias: node
-            for alias, node in self._aliases.items()
-            if node in self._next or self._tree.find(node) is not None
-        }
+        if len(self._aliases) > 2 * _REMEMBERED:
+            self._aliases = {
+                alias: node
+                for alias, node in self._aliases.items()
+                if node in self._next or self._tree.find(node) is not None
+            }
 
     def has_grown(self, layers: int, depth: int = 0) -> bool:
         """Whether `layers` layers came since the last correction and the tree reaches `depth` below the root; or the

@@ -234,6 +234,8 @@ class InfillBody(SamplingBody):
     repeat_penalty: float | None = Field(default=None, ge=0.01, le=100)
     samplers: list[str] | None = None  # samplers of INFILL_DEFAULTS that are not listed are turned off
     response_fields: list[str] | None = None
+    t_max_prompt_ms: int | None = None  # sent by editors, and accepted without effect
+    t_max_predict_ms: int | None = None  # as above
 
 
 def infill_request(body: InfillBody, service: Service) -> GenerationRequest:

@@ -29,7 +29,7 @@ NO_EFFECT = frozenset(
         *("cache_control", "annotations", "citations", "verbosity", "include_obfuscation", "service_tier"),
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "signature", "data", "is_error"),
         *("encrypted_content", "phase", "status", "generate_summary", "summary"),
-        *("cache_prompt", "id_slot", "t_max_prompt_ms", "t_max_predict_ms", "timings_per_token"),
+        *("cache_prompt", "id_slot", "timings_per_token"),
     )
 )
 SURROGATE = re.compile("[\ud800-\udfff]")
