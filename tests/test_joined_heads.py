@@ -175,6 +175,12 @@ def test_a_head_that_does_not_fit_is_refused(
     assert str(path) in str(error.value)
 
 
+def test_more_layers_than_tensors_are_refused_at_once(targets: Any, tmp_path: Path) -> None:
+    path = write_eagle1(tmp_path / "head", layout="speculators", num_hidden_layers=10**9)
+    with pytest.raises(UserError, match="num_hidden_layers is 1000000000, but the weight files hold 10 tensors"):
+        load(targets["llama", "target"], path)
+
+
 def test_targets_without_what_is_needed_are_refused(targets: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="target has no MTP layer that outpace runs: MiMo-7B's checkpoints have one"):
         load(targets["llama", "target"], "mtp")

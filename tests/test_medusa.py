@@ -127,6 +127,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"medusa_num_heads": 4}, {}, "holds no tensor 'lm_heads.3.weight'"),
     ({"medusa_num_heads": "x"}, {}, "medusa_num_heads is 'x'"),
     ({"medusa_num_layers": 3}, {}, r"holds no tensor 'blocks.0.layers.2.weight'"),
+    ({"medusa_num_layers": 10**9}, {}, "medusa_num_layers is 1000000000, but the weight files hold 15 tensors"),
+    ({}, {"0.2.weight": np.zeros(9, np.float32)}, r"'lm_heads.0.weight' has shape \[9\], it must be a matrix"),
     ({}, {"0.0.linear.bias": None}, r"holds no tensor 'blocks.0.layers.0.bias'"),
     ({}, {"0.2.weight": None}, r"holds no tensor 'lm_heads.0.weight'"),
     ({}, {"1.2.weight": np.zeros((9, WIDTH), np.float32)}, r"has shape \[9, 64\], expected \[272, 64\]"),

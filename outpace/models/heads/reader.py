@@ -88,6 +88,7 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     is_speculators = "speculators_model_type" in config
     own = fields_of(config, "transformer_layer_config") if is_speculators else config
     layers = _layer_config(files, own, max_positions)
+    _check_count("num_hidden_layers", layers.num_layers, files)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layers.hidden_size))
     read = _read_block if kind in BLOCKS else _read_joined if kind in JOINED else _read_eagle
     head = read(
@@ -114,15 +115,25 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
 
 def _read_medusa(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
     """Read Medusa's heads. Their sizes are those of the tensors; config.json may say fewer heads than there are."""
-    config, rows, hidden = files.config, *files.shape("lm_heads.0.weight")
+    config, shape = files.config, files.shape("lm_heads.0.weight")
+    if len(shape) != 2:
+        raise UserError(f"tensor 'lm_heads.0.weight' has shape {list(shape)}, it must be a matrix")
+    rows, hidden = shape
     places = [tuple(map(int, found.groups())) for name in files.tensors if (found := MEDUSA_BLOCK.match(name))]
     blocks = size(config, "medusa_num_layers", 1 + max((block for _, block in places), default=0))
+    _check_count("medusa_num_layers", blocks, files)
     eps = number(target, "rms_norm_eps", 1e-6, 1.0)
     layers = LlamaConfig(rows, hidden, hidden, blocks, 1, 1, 2, eps, 1e4, max_positions, False, False, False)
     block = max(size(config, "medusa_num_heads", 1), *(1 + head for head, _ in places), 1)
     if block > MOST_DRAFTED:
         raise UserError(f"medusa_num_heads is {block}, it must be at most {MOST_DRAFTED}")
     return HeadConfig(MEDUSA, layers, (num_layers,), rows, hidden, eps, block=block, from_anchor=True)
+
+
+def _check_count(name: str, count: int, files: HeadFiles) -> None:
+    """Raise UserError for more layers than tensors, before a shape is made for each."""
+    if count > len(files.tensors):
+        raise UserError(f"{name} is {count}, but the weight files hold {len(files.tensors)} tensors")
 
 
 def _medusa_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
