@@ -106,6 +106,14 @@ def hang_dead_on_root(insert: Original) -> Original:
     return mutated
 
 
+def orphans() -> str | None:
+    """Return what is wrong if a candidate whose parent is gone is offered to the target."""
+    candidates = cache.CandidateCache(0)
+    candidates.insert(cache.CandidateLayer(0, NodeDelta(((1,), (9,), (5,), (0,), (-0.1,)))))
+    found = candidates.query(8).tokens
+    return None if [*found] == [0] else f"the target is offered {found}"
+
+
 def keep_wrong_node(keep: Original) -> Original:
     def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
         others = [node for node in range(self.pending) if node not in path]
@@ -239,7 +247,7 @@ MUTATIONS = [
     Mutation("match: reuse noise across choices", [match], "uniform", key_without(1)),
     Mutation("match: reuse noise across positions", [match], "uniform", key_without(2)),
     Mutation("match: noise keyed by call order", [match], "uniform", key_by_call_order),
-    Mutation("accept a dead child (hung on the root)", [cache.CandidateCache], "insert", hang_dead_on_root),
+    Mutation("accept a dead child (hung on the root)", [cache.CandidateCache], "insert", hang_dead_on_root, orphans),
     Mutation("keep a wrong path", [models.Session], "keep", keep_wrong_node),
     Mutation("forget to keep the accepted path", [models.Session], "keep", keep_root_only),
     Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
