@@ -14,7 +14,7 @@ import pytest
 import torch
 from distill_files import OTHERS, settings, silent, target_folder
 from heads import PARENTS, layers_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
@@ -217,11 +217,23 @@ def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> No
     assert torch.equal(before["d2t"], after["d2t"])
     assert not torch.equal(before["fc.weight"], after["fc.weight"])
     assert (before["fc.weight"] - after["fc.weight"]).abs().max() < 0.1
-    with pytest.raises(UserError, match=r"reads the layers \(1, 3, 4\), not \(1, 3\)"):
+    with pytest.raises(UserError, match="reads the layers 1,3,4, not 1,3: name --taps 1,3,4"):
         distill(replace(again, taps=(1, 3)), silent)
     shutil.rmtree(again.out / "training")
     with pytest.raises(UserError, match="text of taps 1,3,4, and taps 1,3 is needed"):
         distill(replace(again, taps=(1, 3), shape=DraftShape()), silent)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), [(lambda d2t: d2t[0], "'d2t' has shape"), (lambda d2t: d2t - 1000, "d2t maps row 0 to token")]
+)
+def test_a_damaged_vocabulary_is_refused_by_name(damage: Any, says: str, run: DistillOptions, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(run.out / "draft", head)
+    tensors = load_file(head / "model.safetensors")
+    save_file(tensors | {"d2t": damage(tensors["d2t"]).clone()}, head / "model.safetensors")
+    with pytest.raises(UserError, match=says):
+        distill(replace(run, stage="train", shape=shape_from_options("3", str(head), 0, None)), silent)
 
 
 def test_what_does_not_fit_is_refused_by_name(run: DistillOptions, tmp_path: Path) -> None:

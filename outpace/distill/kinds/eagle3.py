@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from outpace.distill.batches import PackedRows, TrainingBatch
 from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import EMBEDDING, HEAD, NORM, Student, causal_mask, rope_tables
+from outpace.distill.taps import tap_list
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder
@@ -164,7 +166,7 @@ def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -
     if vocab:
         raise UserError(f"the head {init} has a vocabulary of its own: leave out --vocab")
     files = open_head(path)
-    return DraftShape(vocab=files.shape("d2t")[0] if "d2t" in files else 0, draft=path)
+    return DraftShape(vocab=prod(files.shape("d2t")) if "d2t" in files else 0, draft=path)
 
 
 def vocab_ids(folder: Path) -> Tensor | None:
@@ -249,9 +251,11 @@ def _describe(
     if shape.draft is not None:
         files = open_head(shape.draft)
         head = read_head(files, target.config, sizes.max_positions, sizes.num_layers)
+        draft_ids(files, head)  # UserError for tokens that the target does not have
         layer = fields_of(files.config, "transformer_layer_config") or files.config
         if head.taps != tuple(taps):
-            raise UserError(f"the head {shape.draft} reads the layers {head.taps}, not {tuple(taps)}: leave out --taps")
+            own = tap_list(head.taps)
+            raise UserError(f"the head {shape.draft} reads the layers {own}, not {tap_list(taps)}: name --taps {own}")
         if head.layers.num_layers > 1 or head.layers.window(0) is not None:
             raise UserError(
                 f"the head {shape.draft} has several layers or a sliding window: only one layer without a window is"
