@@ -80,5 +80,5 @@ def test_exact_mode_must_be_bitwise_equal(monkeypatch: pytest.MonkeyPatch, mista
     if mistake:
         monkeypatch.setattr(multi_step_runtime, "attend_batch_exactly", in_float32)
     rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert all(row["passed"] for row in rows) is (mistake is None)

@@ -190,7 +190,7 @@ def test_targets_without_what_is_needed_are_refused(targets: Any, folder: Path, 
     torn = write_mimo(tmp_path)
     kept = {name: one for name, one in load_file(torn / "model.safetensors").items() if "mtp" not in name}
     save_file(kept, torn / "model.safetensors")
-    with pytest.raises(UserError, match=r"holds no tensor 'fc.weight'"):
+    with pytest.raises(UserError, match="the weight files hold 0 tensors"):
         load(load_model(torn, dtype="float32"), "mtp")
     config = json.loads((torn / "config.json").read_text())
     (torn / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))

@@ -12,7 +12,6 @@ from typing import Any
 from outpace.api.llm import LLM, Result
 from outpace.bench.contenders import PLAIN
 from outpace.bench.run import rotated
-from outpace.bench.tasks import BUILT_IN, collect
 from outpace.core.errors import UserError, check_whole
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.types import Drafter
@@ -21,6 +20,14 @@ from outpace.models.load import Loaded, Progress
 from outpace.planning.cost_model import CostModel
 from outpace.planning.profile import Profile, subject
 
+PROMPTS = (
+    "Explain to a child of ten why the sea is salty.",
+    "Write a Python function that checks whether a text reads the same backwards, and three tests for it.",
+    "A baker sells 3 trays of 24 rolls in the morning and half as many in the afternoon. How many rolls is that? Show"
+    " the steps.",
+    "List eight things to pack for a weekend in the mountains, one a line, each with a reason.",
+    "Rewrite this politely: I will not come to your party, I do not like crowds.",
+)
 SINGLE = "draft "  # prefix of the label of one of several drafts
 PARALLEL_GAIN = 1.03  # speedup that drafting in parallel must reach over sequential drafting to be chosen
 
@@ -29,7 +36,7 @@ PARALLEL_GAIN = 1.03  # speedup that drafting in parallel must reach over sequen
 class TuneOptions(CheckedOptions):
     """Each method answers every prompt `rounds` times with `max_tokens`; `rows` are the sizes of the timed passes."""
 
-    prompts: Sequence[str] = field(default_factory=lambda: [prompt.text for prompt in collect([BUILT_IN], 1)])
+    prompts: Sequence[str] = PROMPTS
     max_tokens: int = whole(96, 8)
     rounds: int = whole(2, 1)
     rows: Sequence[int] = (1, 2, 4, 8, 16, 32)
