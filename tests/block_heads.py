@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from files import model_folder
 from gguf import GGUFWriter
-from heads import DEPTH, GGUF_FIELDS, GGUF_PARTS, LAYERS, VOCAB, WIDTH, finish_gguf, write_folder
-from safetensors.numpy import load_file, save_file
+from heads import DEPTH, GGUF_FIELDS, GGUF_PARTS, VOCAB, WIDTH, finish_gguf, silent_target, write_folder
+from safetensors.numpy import save_file
 
 BLOCK, MASK, RANK, ROWS = 5, 271, 8, 128
 TAPS = (2, 5, 7)
@@ -284,13 +283,7 @@ def bigram_pair(folder: Path) -> tuple[Path, Path]:
     """A target whose next token follows from the last one, and a DSpark head that drafts exactly what it writes by its
     Markov bias, in `folder`/bigram and `folder`/good."""
     random = np.random.default_rng(3)
-    target = model_folder(
-        folder, "bigram", num_hidden_layers=LAYERS, tie_word_embeddings=False, max_position_embeddings=512
-    )
-    weights = {
-        name: np.zeros_like(value) if "proj" in name else np.ones_like(value)
-        for name, value in load_file(target / "model.safetensors").items()
-    }
+    target, weights = silent_target(folder, "bigram")
     written = np.sort(random.permutation(VOCAB)[:64])  # a token that is never written counts as one of these
     codes = random.standard_normal((64, WIDTH)).astype(np.float32)
     codes /= np.linalg.norm(codes, axis=1, keepdims=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +28,20 @@ LENGTH, TOKENS = 3, 24
 
 
 @cache
-def pair() -> tuple[Any, Loaded, Loaded]:
-    """Return the temporary folder, the target, and a head that drafts exactly what the target writes."""
+def pairs(write: Callable[[Path], tuple[Path, ...]]) -> tuple[Any, list[tuple[Loaded, Loaded]]]:
+    """Return the temporary folder, and the targets that `write` makes there with drafts that are always right.
+
+    `write` returns the folders of a target and its head; a third one is a target with an MTP layer.
+    """
     folder = tempfile.TemporaryDirectory()
-    target, head = exact_pair(Path(folder.name))
-    loaded = load_model(target, dtype="int8")
-    return folder, loaded, load_draft(head, loaded)
+    target, head, *mtp = write(Path(folder.name))
+    loaded = [(load_model(one, dtype="int8"), draft) for one, draft in [(target, head), *((one, "mtp") for one in mtp)]]
+    return folder, [(one, load_draft(draft, one)) for one, draft in loaded]
 
 
-def find_in_heads() -> str | None:
+def find_in(write: Callable[[Path], tuple[Path, ...]]) -> str | None:
     """Return a fault if drafts are rejected, in an answer or in one whose prompt begins like the first."""
-    return _rejected(*pair()[1:])
-
-
-@cache
-def joined_pairs() -> tuple[Any, list[tuple[Loaded, Loaded]]]:
-    """Return the temporary folder, and a target with an EAGLE-1 head and one with an MTP layer, which are exact."""
-    folder = tempfile.TemporaryDirectory()
-    target, head, mtp = exact_joined(Path(folder.name))
-    loaded = [load_model(path, dtype="int8") for path in (target, mtp)]
-    drafts = [load_draft(draft, one) for draft, one in zip((head, "mtp"), loaded, strict=True)]
-    return folder, [*zip(loaded, drafts, strict=True)]
-
-
-def find_in_joined() -> str | None:
-    """Return a fault if drafts of an EAGLE-1 head or an MTP layer are rejected."""
-    return next((found for both in joined_pairs()[1] if (found := _rejected(*both))), None)
-
-
-@cache
-def medusa_pair() -> tuple[Any, Loaded, Loaded]:
-    """Return the temporary folder, a target, and Medusa's heads that draft exactly what it writes."""
-    folder = tempfile.TemporaryDirectory()
-    target, heads = exact_medusa(Path(folder.name))
-    loaded = load_model(target, dtype="int8")
-    return folder, loaded, load_draft(heads, loaded)
-
-
-def find_in_medusa() -> str | None:
-    """Return a fault if drafts of Medusa's heads are rejected."""
-    return _rejected(*medusa_pair()[1:])
+    return next((found for both in pairs(write)[1] if (found := _rejected(*both))), None)
 
 
 def _rejected(target: Loaded, head: Loaded) -> str | None:
@@ -127,16 +101,16 @@ def forget_outputs(keep: Original) -> Original:
     return mutated
 
 
-def _mutation(name: str, owner: Any, attribute: str, make: Any, find: Any = find_in_heads) -> Mutation:
-    return Mutation(f"heads: {name}", [owner], attribute, make, find)
+def _mutation(name: str, owner: Any, attribute: str, make: Any, write: Any = exact_pair) -> Mutation:
+    return Mutation(f"heads: {name}", [owner], attribute, make, partial(find_in, write))
 
 
 HEAD_MUTATIONS = [
     _mutation("features are those of the position before", NativeHead, "fuse", shift_features),
     _mutation("the head's state of a shared prefix is not copied", FeatureDrafter, "copy_prefix", copy_nothing),
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
-    _mutation("features of EAGLE-1 are not normed", JoinedModel, "fuse", without_norm, find_in_joined),
-    _mutation("fc reads embedding and feature in the wrong order", eagle3, "join_rows", swap_sides, find_in_joined),
-    _mutation("Medusa reads an older feature", MedusaModel, "read_features", keep_first_feature, find_in_medusa),
-    _mutation("Medusa's heads are taken in another order", BlockDraft, "layer", one_layer_deeper, find_in_medusa),
+    _mutation("features of EAGLE-1 are not normed", JoinedModel, "fuse", without_norm, exact_joined),
+    _mutation("fc reads embedding and feature in the wrong order", eagle3, "join_rows", swap_sides, exact_joined),
+    _mutation("Medusa reads an older feature", MedusaModel, "read_features", keep_first_feature, exact_medusa),
+    _mutation("Medusa's heads are taken in another order", BlockDraft, "layer", one_layer_deeper, exact_medusa),
 ]

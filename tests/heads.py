@@ -364,6 +364,16 @@ MISTAKES = (
 WORD, BEFORE, CONSTANT, FILLER, SHARE = slice(0, 16), slice(16, 32), 48, 49, 0.5
 
 
+def silent_target(folder: Path, name: str) -> tuple[Path, dict[str, np.ndarray]]:
+    """Write a target to `folder`/`name`; return its path, and weights for it whose layers add nothing to their input.
+    The embedding and the output layer are for the caller to set."""
+    target = model_folder(
+        folder, name, num_hidden_layers=LAYERS, tie_word_embeddings=False, max_position_embeddings=512
+    )
+    stored = load_file(target / "model.safetensors")
+    return target, {one: (np.zeros_like if "proj" in one else np.ones_like)(value) for one, value in stored.items()}
+
+
 def exact_pair(folder: Path) -> tuple[Path, Path]:
     """A target and a head that drafts exactly what it writes, in `folder`/exact and `folder`/good.
 
@@ -373,14 +383,7 @@ def exact_pair(folder: Path) -> tuple[Path, Path]:
     features of passed positions the length that the head's own outputs have, because the layer norms both.
     """
     random = np.random.default_rng(7)
-    target = model_folder(
-        folder, "exact", num_hidden_layers=LAYERS, tie_word_embeddings=False, max_position_embeddings=512
-    )
-    weights = {
-        name: np.zeros_like(value) if "proj" in name else value
-        for name, value in load_file(target / "model.safetensors").items()
-    }
-    weights = {name: np.ones_like(value) if "norm" in name else value for name, value in weights.items()}
+    target, weights = silent_target(folder, "exact")
     words = random.standard_normal((VOCAB, 16))
     embedding = np.zeros((VOCAB, WIDTH), np.float32)
     embedding[:, WORD] = words / np.linalg.norm(words, axis=1, keepdims=True)

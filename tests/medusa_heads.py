@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from files import model_folder
-from heads import LAYERS, VOCAB, WIDTH, write_folder
+from heads import VOCAB, WIDTH, silent_target, write_folder
 from safetensors.numpy import load_file, save_file
 
 HEADS, BLOCKS = 3, 2
@@ -84,13 +83,7 @@ def exact_medusa(folder: Path) -> tuple[Path, Path]:
     """Write a target whose next token follows from the last one, and heads that draft its next HEADS tokens, to
     `folder`/chained and `folder`/medusa."""
     random = np.random.default_rng(3)
-    target = model_folder(
-        folder, "chained", num_hidden_layers=LAYERS, tie_word_embeddings=False, max_position_embeddings=512
-    )
-    weights = {
-        name: np.zeros_like(one) if "proj" in name else np.ones_like(one)
-        for name, one in load_file(target / "model.safetensors").items()
-    }
+    target, weights = silent_target(folder, "chained")
     codes = random.standard_normal((VOCAB, WIDTH)).astype(np.float32)
     codes /= np.linalg.norm(codes, axis=1, keepdims=True)
     following = random.permutation(VOCAB)

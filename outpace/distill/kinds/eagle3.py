@@ -35,7 +35,7 @@ from outpace.models.heads.reader import IGNORED_IN_LAYER, TAPS, draft_ids, layer
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
 STEPS = 3  # draft steps in training, and the recommended draft length
-DECAY = 0.8  # weight of a step's loss relative to that of the step before
+DECAY = 0.8  # factor on the loss from one draft step to the next
 PREFIX, FC = "model.layers.0.", "model.fc.weight"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 COPIED = (  # fields of the target's config.json that describe the layer
@@ -283,7 +283,8 @@ def _shapes(head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, .
 
 
 def _initial(target: Checkpoint, sizes: LlamaConfig, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the initial value of a tensor: that of the target's last layer, with zeros where it reads embeddings."""
+    """Return a tensor's initial value: copied from the target's last layer, and zero in columns that multiply
+    embeddings."""
     if name == FC:  # passes the last hidden state on
         return torch.eye(shape[0], shape[0]).repeat(1, shape[1] // shape[0]) * (
             torch.arange(shape[1]) >= shape[1] - shape[0]

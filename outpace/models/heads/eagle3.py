@@ -86,7 +86,7 @@ class HeadModel(Model):
     score_sparse_hidden: Callable[[Sequence[Part], Sequence[int]], tuple[SparseLogits, Any]]
 
     def normed(self, name: str, rows: Any, eps: float = 0.0) -> Any:
-        """Apply a norm outside of the layers, if the head has it; `eps` 0: that of the head's config."""
+        """Apply the norm of this name, if the head has one. With `eps` 0 the head's own epsilon is used."""
         weight = self.own.get(f"{name}.weight")
         return rows if weight is None else rms_norm(rows, weight, eps or self.head.layers.rms_norm_eps)
 

@@ -20,6 +20,11 @@ def no_layer(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
     return [False] * len(rotates)
 
 
+def all_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return which layers have a sliding window: all."""
+    return [True] * len(rotates)
+
+
 def late_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
     """Return which layers have a sliding window: those from max_window_layers on."""
     first = size(fields, "max_window_layers", 28, smallest=0)
@@ -69,7 +74,7 @@ FAMILIES = {
         "MistralForCausalLM",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         **NO_BIASES,
-        slides=lambda fields, rotates: [True] * len(rotates),
+        slides=all_layers,
         always_slides=True,
     ),
     "qwen2": QWEN2,
@@ -109,7 +114,7 @@ FAMILIES = {
         phi.DEFAULTS,
         **NO_BIASES,
         fused=True,
-        slides=lambda fields, rotates: [True] * len(rotates),
+        slides=all_layers,
         always_slides=True,
         prepare=phi.with_rotated_share,
     ),
