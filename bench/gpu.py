@@ -1,9 +1,9 @@
 """Checks, passes, answers and speedups on one GPU, each with its lower bound.
 
-Run: python bench/gpu.py [--minutes 8] [--data prompts.jsonl] [--out gpu.jsonl]. It needs only the repository and the
-shipped model. `--device cpu --quick` runs all parts in eager mode with small sizes; the tests do so. Checks run first.
-Each row is appended to `--out` at once, so a time limit loses nothing. The last line is JSON. The exit status is 1 if a
-check fails.
+Run: python bench/gpu.py [--minutes 8] [--parts "answers, 8B" ...] [--data prompts.jsonl] [--out gpu.jsonl]. It needs
+only the repository and the shipped model. `--device cpu --quick` runs the parts in eager mode with small sizes; the
+tests do so. Each row is appended to `--out` at once, so a time limit loses nothing. The last line is JSON. The exit
+status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from outpace.models.load import load_draft, load_model
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
+SHIPPED = "shipped"
 SHAPES = {  # layers, hidden and intermediate size, heads, key heads and head size of Llama 3 and Qwen 2.5
     "1B": (16, 2048, 8192, 32, 8, 64),
     "8B": (32, 4096, 14336, 32, 8, 128),
@@ -191,18 +192,36 @@ def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
             }
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "plain": {"method": "autoregressive"},
-    "sequential": {"method": "speculative", "drafter": "model"},
-    "concurrent": {"method": "card", "drafter": "model", "worker": "thread"},
-    "planner": {"method": "auto", "profile": False},
-    "sequential, draft on the CPU": {"method": "speculative", "drafter": "model"},
-    "polled": {"method": "card", "drafter": "model", "worker": "polled"},
-    "planned, polled": {"method": "planned", "drafter": "model", "worker": "polled"},
+class Method(NamedTuple):
+    """A method's options, and the device of its draft: "gpu", "cpu" or "" (none)."""
+
+    draft: str
+    options: dict[str, Any]
+
+
+SHORT, LONG = {"draft_length": 4, "nodes": 8}, {"draft_length": 6, "nodes": 32}
+SEQUENTIAL = {"method": "speculative", "drafter": "model"}
+CARD = {"method": "card", "drafter": "model"}
+METHODS = {
+    "plain": Method("", {"method": "autoregressive"}),
+    "sequential, 4 steps": Method("gpu", SEQUENTIAL | SHORT),
+    "sequential, 6 steps": Method("gpu", SEQUENTIAL | LONG),
+    "sequential, 4 steps, draft on the CPU": Method("cpu", SEQUENTIAL | SHORT),
+    "sequential, 6 steps, draft on the CPU": Method("cpu", SEQUENTIAL | LONG),
+    "CARD in a thread": Method("gpu", CARD | {"worker": "thread"}),
+    "CARD, polled, draft on the CPU": Method("cpu", CARD | {"worker": "polled"}),
+    "CARD in a process, draft on the CPU": Method("cpu", CARD | {"worker": "process"}),
+    "planned, polled, draft on the CPU": Method("cpu", CARD | {"method": "planned", "worker": "polled"}),
+    "auto": Method("gpu", {"method": "auto", "profile": False}),
+    "auto, draft on the CPU": Method("cpu", {"method": "auto", "profile": False}),
 }
-CPU_DRAFTS = ("sequential, draft on the CPU", "polled", "planned, polled")  # methods with the draft on the CPU
-EXPENSIVE = "32B"  # writes few tokens in the available time
-FEW_TOKENS, FEW_PROMPTS = 48, 2
+IN_BATCHES = (
+    "plain",
+    "sequential, 4 steps",
+    "auto",
+    "auto, draft on the CPU",
+)  # methods measured with several requests
+PROMPTS_OF, TOKENS_OF = {"8B": 6, "32B": 3}, {"8B": 96, "32B": 64}  # at most, since large targets write slowly
 
 
 class Models(NamedTuple):
@@ -212,36 +231,36 @@ class Models(NamedTuple):
     draft: Any
     cpu_draft: Any
 
-    def llm(self, name: str, options: dict[str, Any], **more: Any) -> LLM:
+    def llm(self, method: Method, **more: Any) -> LLM:
         """Return an LLM with a method's options. On a CPU no pass can be polled, so a thread replaces that worker."""
+        options, draft = method.options | more, {"gpu": self.draft, "cpu": self.cpu_draft}.get(method.draft)
         if options.get("worker") == "polled" and str(self.target.model.device) == "cpu":
             options = options | {"worker": "thread"}
-        return LLM(self.target, self.cpu_draft if name in CPU_DRAFTS else self.draft, **options, **more)
+        return LLM(self.target, draft, **options)
 
 
 def method_speeds(
-    bench: Bench, models: Models, parts: dict[str, float], inflate: str | None, batch: int
+    bench: Bench, models: Models, parts: dict[str, float], about: dict[str, Any], batch: int
 ) -> Iterator[Row]:
-    """Measure tokens/s of all methods, interleaved, after a warm-up repetition that captures graphs.
+    """Measure tokens/s of the methods, interleaved, after a repetition that captures passes of all sizes.
 
     `parts` holds milliseconds of a pass of one row (plain), of a verifying pass (verify) and of a draft step (step).
     """
-    is_expensive = inflate == EXPENSIVE
-    count = min(bench.args.tokens, FEW_TOKENS) if is_expensive else bench.args.tokens
-    prompts = bench.args.prompts[: FEW_PROMPTS if is_expensive else None]
+    size = about["inflate"] or ""
+    count = min(bench.args.tokens, TOKENS_OF.get(size, bench.args.tokens))
+    prompts = bench.args.prompts[: PROMPTS_OF.get(size)]
     asked = asked_of(models.target, [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))])
-    repeats = 1 if is_expensive else bench.args.repeats
-    about = {"inflate": inflate, "batch": batch}
-    rates: dict[str, list[float]] = {name: [] for name in METHODS}
+    about = about | {"batch": batch}
+    rates: dict[str, list[float]] = {}
     last: dict[str, list[Any]] = {}
     with ExitStack() as stack:
+        chosen = {name: method for name, method in METHODS.items() if batch == 1 or name in IN_BATCHES}
         llms = {
-            name: stack.enter_context(models.llm(name, options, batch=batch, reuse=False))
-            for name, options in METHODS.items()
+            name: stack.enter_context(models.llm(method, batch=batch, reuse=False)) for name, method in chosen.items()
         }
-        for turn in range(repeats + 1):
+        for turn in range(bench.args.repeats + 1):
             for name, llm in llms.items():
-                if turn == 0 and is_expensive and name == "plain":
+                if turn == 0 and name == "plain" and batch == 1:
                     continue  # the other methods capture its passes
                 bench.energy.spent()
                 start = time.perf_counter()
@@ -252,23 +271,24 @@ def method_speeds(
                 energy = None if used is None else used / written
                 yield about | {"method": name, "turn": turn, "tokens_per_second": written / seconds, "joules": energy}
                 if turn:
-                    rates[name].append(written / seconds)
+                    rates.setdefault(name, []).append(written / seconds)
     plain = statistics.median(rates["plain"])
     for name, found in rates.items():
         row = about | {"method": name, "times_plain": statistics.median(found) / plain}
-        yield row | (_formula(name, last[name], parts) if batch == 1 else {})
+        row["differing"] = sum(a.tokens != b.tokens for a, b in zip(last[name], last["plain"], strict=True))
+        yield row | (_formula(chosen[name], last[name], parts) if batch == 1 else {})
 
 
-def _formula(name: str, results: Sequence[Any], parts: dict[str, float]) -> Row:
+def _formula(method: Method, results: Sequence[Any], parts: dict[str, float]) -> Row:
     """Predict the speedup from the measured parts by the formulas of the planner."""
     figures = [result.figures for result in results]
     passes = sum(one.passes for one in figures)
     length = sum(one.emitted for one in figures) / passes
     drafting = 1e3 * sum(one.draft_seconds for one in figures) / passes  # milliseconds a pass
-    row: Row = {"tokens_a_pass": length}
-    if name == "sequential":
+    row: Row = {"tokens_a_pass": length, "draft_ms": drafting}
+    if method.options["method"] == "speculative":
         row["formula"] = length * parts["plain"] / (parts["verify"] + drafting)
-    if name == "concurrent":
+    if method.options["method"] == "card" and method.draft == "gpu":
         row["formula"] = card_limit(length, parts["verify"] / parts["plain"], parts["step"] / parts["plain"])
     return row
 
@@ -335,14 +355,17 @@ def shapes(bench: Bench) -> Iterator[Row]:
             gc.collect()
 
 
-def loaded(bench: Bench, inflate: str | None = None, exact: bool = False, graphs: str | None = None) -> Models:
-    """Load target and drafts. The drafts need no exact mode."""
+def loaded(
+    bench: Bench, inflate: str | None = None, exact: bool = False, graphs: str | None = None, draft: str | None = None
+) -> Models:
+    """Load target and drafts (`draft`, or the first of `--drafts`). The drafts need no exact mode."""
     dtype, graphs = str(bench.dtype).removeprefix("torch."), graphs or ("cuda" if bench.is_cuda else "eager")
     given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": graphs}
     target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
-    spec = bench.args.draft or shipped_draft(load_name(target.name))
+    spec = draft or bench.args.drafts[0]
+    spec = shipped_draft(load_name(target.name)) or "layers:0" if spec == SHIPPED else spec
     on_cpu = {"device": "cpu", "dtype": "auto", "graphs": "auto", "exact": None}
-    return Models(target, *(load_draft(spec or "layers:0", target, **where) for where in (given, on_cpu)))
+    return Models(target, *(load_draft(spec, target, **where) for where in (given, on_cpu)))
 
 
 def load_name(name: str) -> str:
@@ -350,43 +373,54 @@ def load_name(name: str) -> str:
     return name.split(" (cost")[0]
 
 
-def answers(bench: Bench, inflate: str | None = None, batches: Sequence[int] = (1,)) -> Iterator[Row]:
-    """Measure tokens/s of each method, with predictions from separately timed passes."""
-    models = loaded(bench, inflate)
-    context = min(256, models.target.model.max_positions // 2)
-    parts = list(passes(bench, models.target.model, "target", [(1, 1, context), (1, 16, context)]))
-    parts += passes(bench, models.draft.model, "draft", [(1, 1, context)])
-    yield from parts
-    measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=True))
-    for batch in batches:
-        yield from method_speeds(bench, models, measured, inflate, batch)
-    if bench.is_cuda:
-        yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}
+def answers(bench: Bench, inflate: str | None = None) -> Iterator[Row]:
+    """Measure tokens/s of each method with each draft, with predictions from separately timed passes."""
+    for number, draft in enumerate(bench.args.drafts):
+        models, about = loaded(bench, inflate, draft=draft), {"inflate": inflate, "draft": Path(draft).name}
+        context = min(256, models.target.model.max_positions // 2)
+        parts = list(passes(bench, models.target.model, "target", [(1, 1, context), (1, 16, context)]))
+        parts += passes(bench, models.draft.model, "draft", [(1, 1, context)])
+        seconds = seconds_of(bench, models.cpu_draft.model, 1, 1, context)
+        parts.append({"model": "draft on the CPU", "context": context, "ms": 1e3 * seconds})
+        yield from (about | row for row in parts)
+        measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=False))
+        batches = [1] if number or inflate == "32B" else bench.args.batches
+        for batch in batches:
+            yield from method_speeds(bench, models, measured, about, batch)
+        if bench.is_cuda:
+            free = torch.cuda.max_memory_allocated(bench.device)
+            yield about | {"peak_gib": free / (1 << 30), "captures": models.target.model.captures.count}
+        del models
+        gc.collect()
 
 
-def checks(bench: Bench, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
+def checks(bench: Bench) -> Iterator[Row]:
     """Compare the fast path with the slow ones, then again in exact mode."""
+    dtypes = [torch.float32, torch.bfloat16] if bench.args.quick else [torch.float32, torch.bfloat16, torch.float16]
     for check in (of_forwards, of_exact):
         for dtype in dtypes:
             yield from check(bench.device, dtype, not bench.is_cuda)
 
 
 def texts(bench: Bench) -> Iterator[Row]:
-    """Compare answers with those of plain decoding and time passes, without and with exact mode."""
-    context, asked = 64 if bench.args.quick else 512, (bench.args.prompts, bench.args.tokens)
+    """Compare answers with those of plain decoding, without and with exact mode."""
+    asked = bench.args.prompts, bench.args.tokens
     for exact in (False, True):
         models = loaded(bench, exact=exact)
         if not exact:
             yield from of_plain(models.target, loaded(bench, graphs="off").target, *asked)
-        several = {"sequential, 4 steps a graph": METHODS["sequential"] | {"steps": 4}}
-        for method, options in (METHODS | several).items():
-            if method != "plain":
-                with models.llm(method, options) as llm:
-                    yield from of_texts(llm, *asked, method)
-        if bench.args.checks_only:
-            continue
-        name = "target, exact" if exact else "target"
-        yield from passes(bench, models.target.model, name, [(1, 1, context), (1, 16, context), (4, 8, context)])
+        several = {"4 steps a graph": Method("gpu", SEQUENTIAL | {"steps": 4})}
+        for name, method in (METHODS | several).items():
+            if name != "plain":
+                with models.llm(method) as llm:
+                    yield from of_texts(llm, *asked, name)
+
+
+def own_passes(bench: Bench) -> Iterator[Row]:
+    """Time passes of the target itself, without and with exact mode."""
+    for exact, sizes in ((False, grid(bench.args.quick)), (True, grid(quick=True))):
+        model = loaded(bench, exact=exact).target.model
+        yield from passes(bench, model, "target, exact" if exact else "target", sizes)
 
 
 def peers(bench: Bench) -> Iterator[Row]:
@@ -419,14 +453,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", help="target (default: the shipped model)")
-    parser.add_argument("--draft", help="draft model (default: the shipped one)")
+    parser.add_argument("--drafts", nargs="+", default=[SHIPPED], help="draft models (default: the shipped one)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run, in this order (default: all)")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="numbers of concurrent requests")
     parser.add_argument("--data", type=Path, nargs="+", help="JSON lines with `turns` (default: built-in prompts)")
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20, help="passes per median")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each method")
     parser.add_argument("--quick", action="store_true", help="use small sizes")
-    parser.add_argument("--checks-only", action="store_true", help="check forwards and texts without timing")
     args = parser.parse_args(given)
     check_device(args.device)
     args.prompts = list(PROMPTS)
@@ -444,29 +479,28 @@ def main(given: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
-    bench, quick = Bench(args), args.quick
-    dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.bfloat16, torch.float16]
+    bench = Bench(args)
     about = {**machine.describe(args.device), "bandwidth": bandwidth(bench)}
     bench.part("machine", lambda: [about])
-    bench.part("checks", lambda: checks(bench, dtypes))
-    bench.part("texts", lambda: texts(bench))
-    if not args.checks_only:
-        measure(bench)
+    for name in args.parts or [name for name in PARTS if not (args.quick and name in WIDE)]:
+        bench.part(name, lambda name=name: PARTS[name](bench))
     failed = [row for rows in bench.rows.values() for row in rows if row.get("passed") is False]
     print(json.dumps({"failed": len(failed), **bench.rows}))
     return 1 if failed else 0
 
 
-def measure(bench: Bench) -> None:
-    """Run the parts that time something."""
-    quick = bench.args.quick
-    bench.part("passes", lambda: passes(bench, loaded(bench).target.model, "target", grid(quick)))
-    bench.part("draft steps", lambda: draft_steps(bench, loaded(bench).draft.model))
-    bench.part("shapes", lambda: shapes(bench))
-    bench.part("answers", lambda: answers(bench, None, (1, 2) if quick else (1, 8, 32)))
-    for size in () if quick else ("1B", "8B", "32B"):
-        bench.part(f"inflated {size}", lambda size=size: answers(bench, size))
-    bench.part("peers", lambda: peers(bench))
+WIDE = ("answers, 8B", "answers, 32B")
+PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "checks": checks,
+    "texts": texts,
+    "answers, 8B": lambda bench: answers(bench, "8B"),
+    "answers, 32B": lambda bench: answers(bench, "32B"),
+    "answers": answers,
+    "passes": own_passes,
+    "draft steps": lambda bench: draft_steps(bench, loaded(bench).draft.model),
+    "shapes": shapes,
+    "peers": peers,
+}
 
 
 if __name__ == "__main__":

@@ -25,15 +25,14 @@ def test_all_parts_run_and_their_rows_are_written_one_by_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = str(model_folder(tmp_path)), tmp_path / "gpu.jsonl"
-    given = ["--device", "cpu", "--quick", "--model", folder, "--draft", folder, "--out", str(out)]
+    given = ["--device", "cpu", "--quick", "--model", folder, "--drafts", folder, "--out", str(out)]
     status = gpu.main([*given, "--tokens", "6", "--rounds", "1", "--repeats", "1", "--minutes", "5"])
     written = [json.loads(line) for line in out.read_text().splitlines()]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     wrong = [row for row in written if "error" in row and "check" not in row]
     assert (status, last["failed"], wrong) == (0, 0, [])
     parts = [*dict.fromkeys(row["part"] for row in written)]
-    measured = ["passes", "draft steps", "shapes", "answers", "peers"]
-    assert parts == ["machine", "checks", "texts", *measured]
+    assert parts == ["machine", *(part for part in gpu.PARTS if part not in gpu.WIDE)]
     assert all(row["same_tree"] for row in last["draft steps"])
     assert written == [{"part": part} | row for part in parts for row in last[part]]
     assert {row["method"] for row in last["answers"] if "times_plain" in row} == set(gpu.METHODS)
@@ -45,11 +44,24 @@ def test_checks_alone_measure_nothing(
     monkeypatch.setattr(gpu, "checks", lambda *_: [])
     folder, data, out = str(model_folder(tmp_path)), tmp_path / "data.jsonl", tmp_path / "gpu.jsonl"
     data.write_text(json.dumps({"turns": ["the cat sat"]}) + "\n")
-    given = ["--device", "cpu", "--quick", "--checks-only", "--model", folder, "--draft", folder, "--out", str(out)]
+    given = [
+        "--device",
+        "cpu",
+        "--quick",
+        "--parts",
+        "checks",
+        "texts",
+        "--model",
+        folder,
+        "--drafts",
+        folder,
+        "--out",
+        str(out),
+    ]
     assert gpu.main([*given, "--tokens", "4", "--data", str(data), str(data)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last) == ["checks", "failed", "machine", "texts"]
-    assert len(last["texts"]) == 30
+    assert len(last["texts"]) == 46
     assert all("error" not in row and row["passed"] for row in last["texts"])
 
 
