@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -467,7 +468,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     args.prompts = list(PROMPTS)
     if args.data:
         each = max(1, 8 // len(args.data))
-        lines = [line for path in args.data for line in path.read_text(encoding="utf-8").splitlines()[:each]]
+        files = [path.read_text(encoding="utf-8").splitlines()[:each] for path in args.data]
+        lines = [line for row in zip_longest(*files) for line in row if line]  # the files take turns
         args.prompts = [json.loads(line)["turns"][0] for line in lines]
     return args
 
