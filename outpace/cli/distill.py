@@ -44,7 +44,8 @@ class TextFlags:
     epochs: float = flag(3.0, "How often training goes through the text.")
     answer_tokens: int = flag(256, "The longest answer, in tokens.")
     taps: str | None = flag(
-        None, "Layers after which the target's hidden states are kept, as in 2,15,27; the default depends on --kind."
+        None,
+        "Layers after which the draft reads the target's hidden states, as in 2,15,27; default: by --kind or --init.",
     )
     rows: int | None = flag(None, "Answers written at once; the default is 128 on a CPU and at most 1,024 on a GPU.")
     temperatures: str = flag(

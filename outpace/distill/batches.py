@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.shards import check_origin, read_shards
+from outpace.distill.shards import read_shards
 from outpace.distill.taps import TAPS, StoredTaps, tap_list
 
 
@@ -61,13 +61,15 @@ class TrainingBatch:
 
 
 def read_samples(folder: Path, length: int, taps: Sequence[int] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Return the samples to train on and the held-out ones; UserError if there are none to train on, or if the text
-    lacks the hidden states after the layers `taps`."""
-    origin = {TAPS: tap_list(taps)} if taps else {}
+    """Return the samples to train on and the held-out ones; UserError if there are none to train on.
+
+    Samples refer to stored hidden states if all shards hold those after the layers `taps`.
+    """
+    shards = [*read_shards(folder)]
+    is_stored = bool(taps) and all(shard.origin.get(TAPS) == tap_list(taps) for shard in shards)
     train: list[Sample] = []
     held_out: list[Sample] = []
-    for shard in read_shards(folder):
-        check_origin(shard, origin)
+    for shard in shards:
         row = 0
         for number, prompt in enumerate(shard.prompts.tolist()):
             tokens = shard.tokens[shard.starts[number] : shard.starts[number + 1]]
@@ -75,9 +77,8 @@ def read_samples(folder: Path, length: int, taps: Sequence[int] = ()) -> tuple[l
             row += len(tokens) - prompt
             if rows.stop > rows.start:
                 temperature = float(shard.temperatures[number])
-                stored = (
-                    shard.taps(number)._replace(stop=int(shard.starts[number]) + len(tokens[:length])) if taps else None
-                )
+                stop = int(shard.starts[number]) + len(tokens[:length])
+                stored = shard.taps(number)._replace(stop=stop) if is_stored else None
                 top = shard.top_ids[rows], shard.top_log_p[rows]
                 sample = Sample(tokens[:length], prompt, *top, temperature, stored)
                 (held_out if shard.held_out[number] else train).append(sample)
@@ -101,10 +102,21 @@ def frequent_tokens(samples: Sequence[Sample], vocab: int, size: int, always: Se
 
 
 class Packer:
-    """Packs samples into batches of `rows` rows of `length` tokens; `ids` is the draft's vocabulary (None: all)."""
+    """Packs samples into batches of `rows` rows of `length` tokens; `ids` is the draft's vocabulary (None: all).
 
-    def __init__(self, rows: int, length: int, vocab: int, ids: Tensor | None, device: torch.device) -> None:
-        self.rows, self.length, self.device = rows, length, device
+    `compute_taps` returns the target's hidden states for samples that have none stored; None: nothing reads them.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        length: int,
+        vocab: int,
+        ids: Tensor | None,
+        device: torch.device,
+        compute_taps: Callable[[PackedRows], Tensor] | None = None,
+    ) -> None:
+        self.rows, self.length, self.device, self._compute_taps = rows, length, device, compute_taps
         self._index = np.arange(vocab) if ids is None else np.full(vocab, -1)
         if ids is not None:
             self._index[ids.cpu().numpy()] = np.arange(len(ids))
@@ -165,6 +177,8 @@ class Packer:
         )
         answers = np.repeat(np.arange(len(chosen)), [len(rows) for rows in scored])
         labels = Labels(*map(self._to_device, (self._index[written], self._index[top], top_p, answers)))
+        if features is None and self._compute_taps is not None:  # last, since copies wait for the device
+            packed = replace(packed, taps=self._compute_taps(packed))
         return TrainingBatch(packed, labels, len(packed.scored))
 
     def _to_device(self, values: np.ndarray) -> Tensor:

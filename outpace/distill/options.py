@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.core.options import CheckedOptions, number, whole
@@ -18,6 +19,10 @@ from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
 from outpace.models.files.cache import exclusive_lock
 from outpace.models.files.find import shipped_model
+from outpace.models.heads.files import open_head
+from outpace.models.heads.load import kind_of_head
+from outpace.models.heads.reader import read_head
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.runtimes import RUNTIMES
 
 START = "start"  # writes the draft as training begins with it; not among "all"
@@ -43,7 +48,7 @@ class DistillOptions(CheckedOptions):
     evaluate: str | None = None  # the draft to evaluate; None: the run's own
     tasks: Sequence[str] = ()  # files of prompts to evaluate on; none: the held-out prompts
     kind: str = "standalone"
-    taps: tuple[int, ...] | None = None  # layers whose hidden states the text holds; None: those of the kind
+    taps: tuple[int, ...] | None = None  # layers whose hidden states the draft reads; None: those of draft or kind
     shape: DraftShape = field(default_factory=DraftShape)
     writer: WriterOptions = field(default_factory=WriterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
@@ -60,6 +65,8 @@ class DistillOptions(CheckedOptions):
                 f"taps is {tap_list(self.taps)}, and the kind standalone reads none: leave it out, or name --stage text"
                 " or --kind eagle3"
             )
+        if self.taps and self.kind == "standalone" and not self.stores_taps:
+            raise UserError(f"taps is {tap_list(self.taps)}, and on {self.device} the text holds none: leave it out")
         if self.stage == START and self.kind != "standalone":
             raise UserError(f"--stage start writes a draft of the kind standalone, not {self.kind}")
         if self.runtime not in RUNTIMES:
@@ -77,9 +84,18 @@ class DistillOptions(CheckedOptions):
     def runs(self, stage: str) -> bool:
         return self.stage in (stage, "all")
 
-    def taps_of(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers after which hidden states are kept; UserError for those that the target does not have."""
-        taps = KINDS[self.kind].default_taps(num_layers) if self.taps is None else self.taps
+    @property
+    def stores_taps(self) -> bool:
+        """Whether the text holds hidden states. On a GPU the training computes them faster than a disk returns them."""
+        return self.device.startswith("cpu")
+
+    def taps_of(self, config: Mapping[str, Any], sizes: LlamaConfig) -> tuple[int, ...]:
+        """Return the layers whose hidden states the draft reads: the named ones, those of the head whose training
+        continues, or those of the kind. UserError for layers that the target, with this config.json, does not have."""
+        num_layers, taps, draft = sizes.num_layers, self.taps, self.shape.draft
+        if taps is None and draft is not None and kind_of_head(draft) is not None:
+            taps = read_head(open_head(draft), config, sizes.max_positions, num_layers).taps
+        taps = KINDS[self.kind].default_taps(num_layers) if taps is None else taps
         for layer in taps:
             check_whole("a layer of taps", layer, 0, num_layers)
         if list(taps) != sorted(set(taps)):

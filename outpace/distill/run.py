@@ -15,6 +15,7 @@ from outpace.distill.evaluate import Evaluation, evaluate
 from outpace.distill.kinds import KINDS
 from outpace.distill.kinds.standalone import draft_config, new_student, target_config, write_draft
 from outpace.distill.options import DRAFT, START, TEXT, TRAINING, DistillOptions, stage_lock
+from outpace.distill.packed_target import PackedTarget
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
 from outpace.distill.report import PLOT, plot, read_state, record, write_card
@@ -53,7 +54,7 @@ def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | No
 
 def check(options: DistillOptions, target: Path | None) -> DistillOptions:
     """Raise UserError for what would stop any of the selected stages; create the run's folder. Return the options with
-    the layers of the hidden states that the text holds.
+    the layers whose hidden states the draft reads, and which the text holds.
 
     `target` is the target's folder; None if no text is written and nothing is trained.
     """
@@ -63,8 +64,9 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
             sizes = target_config(checkpoint)
             if options.runs("text"):
                 max_prompt_length(options.writer, sizes.max_positions)
-            taps = options.taps_of(sizes.num_layers)
-            options = replace(options, taps=taps, writer=replace(options.writer, taps=taps))
+            taps = options.taps_of(checkpoint.config, sizes)
+            stored = taps if options.stores_taps else ()
+            options = replace(options, taps=taps, writer=replace(options.writer, taps=stored))
             if options.runs("train") or options.stage == START:
                 _check_draft(options, checkpoint, sizes)
         if options.runs("text"):
@@ -141,7 +143,8 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
     if train.seconds is None and train.tokens is None:
         train = replace(train, tokens=int(options.epochs * sum(len(sample.top_ids) for sample in samples)))
     student = _new_student(options, target, samples)
-    trainer = Trainer(student, text, folder, train)
+    target_taps = PackedTarget(target, options.taps, options.device).taps if options.taps else None
+    trainer = Trainer(student, text, folder, train, target_taps)
     trainer.resume()
     record(
         options.out,

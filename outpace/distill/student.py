@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,14 @@ class Student:
         head = self.tensors[EMBEDDING if config.tie_embeddings else HEAD]
         self._head = head if ids is None else head[ids]  # [ids, hidden]
 
+    @classmethod
+    def frozen(cls, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Student:
+        """Return layers that are not trained, of `tensors` as they are; without a final norm and output layer they have
+        hidden states only."""
+        student = cls.__new__(cls)
+        student.config, student.ids, student.tensors = config, None, dict(tensors)
+        return student
+
     @property
     def device(self) -> torch.device:
         return self.tensors[EMBEDDING].device
@@ -55,16 +64,24 @@ class Student:
 
     def logits(self, batch: PackedRows) -> Tensor:
         """Return the logits of the draft's vocabulary at the positions that have a loss: float32 [scored, ids]."""
+        (x,) = self.hidden_states(batch, [self.config.num_layers])
+        return F.linear(self._normed(x.flatten(0, 1)[batch.scored], NORM), self._head).float()
+
+    def hidden_states(self, batch: PackedRows, layers: Sequence[int]) -> list[Tensor]:
+        """Return the residual stream after each number of layers in `layers`: [rows, length, hidden] each."""
         config, tables = self.config, dict[int | None, tuple[Tensor, Tensor]]()
         for number, rotation in enumerate(config.rotations):
             tables[number] = rope_tables(config.head_dim, rotation, batch.positions)
         masks = {window: causal_mask(batch, window) for window in map(config.window, range(config.num_layers))}
-        x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
+        x = F.embedding(batch.tokens, self.tensors[EMBEDDING]).float()  # [rows, length, hidden]
         x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
+        found = {0: x}
         for layer in range(config.num_layers):
             table, mask = tables.get(config.rotation(layer)), masks[config.window(layer)]
             x = self._layer(f"model.layers.{layer}.", x, table, mask)
-        return F.linear(self._normed(x.flatten(0, 1)[batch.scored], NORM), self._head).float()
+            if layer + 1 in layers:
+                found[layer + 1] = x
+        return [found[layer] for layer in layers]
 
     def _layer(self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
         """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding."""
@@ -147,9 +164,14 @@ def causal_mask(batch: PackedRows, window: int | None) -> Tensor:
 
 def rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of a rotary embedding, times its scaling's gain: [...] to [..., 1, d / 2] each."""
-    rotated = rotation._replace(dim=0)
-    angles = positions[..., None, None] * frequencies_of(rotation.dim or head_dim, rotated).to(positions.device)
-    return angles.cos() * rotated.gain, angles.sin() * rotated.gain
+    angles = positions[..., None, None] * _frequencies(head_dim, rotation, positions.device)
+    return angles.cos() * rotation.gain, angles.sin() * rotation.gain
+
+
+@lru_cache(maxsize=64)
+def _frequencies(head_dim: int, rotation: Rotation, device: torch.device) -> Tensor:
+    """Return the rotated pairs' frequencies on a device, which is not waited for at every step."""
+    return frequencies_of(rotation.dim or head_dim, rotation._replace(dim=0)).to(device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from outpace.models.text.tokenizer import Tokenizer
 
 MAX_PROMPT = 768  # tokens; longer prompts are skipped
 SHARD = 256  # answers
+MEASURED = 256  # prompts whose mean length is that of all, before there are answers
 WINDOW = 512  # jobs sorted by prompt length, so that prompts of similar length are prefilled together
 
 
@@ -58,8 +59,9 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
         progress({"dropped": store.num_dropped})
     if options.tokens is not None and store.tokens >= options.tokens:
         return store
-    _check_room(options, store.tokens, TapRecorder(taps, model).token_bytes if taps else 0, progress)
     max_prompt = max_prompt_length(writing, model.max_positions)
+    prompts = store.prompt_share or _mean_length(texts, tokenizer, max_prompt) / writing.max_tokens
+    _check_room(options, store.tokens, prompts, TapRecorder(taps, model).token_bytes if taps else 0, progress)
     writer = make_writer(model, tokenizer.stop_ids, writing, max_prompt)
     jobs = _jobs(texts, options.temperatures, tokenizer, max_prompt, store.finished)
     started, before, written = time.monotonic(), store.tokens, 0
@@ -100,9 +102,18 @@ def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int])
     return origin | ({TAPS: tap_list(taps)} if taps else {})
 
 
-def _check_room(options: DistillOptions, written: int, tap_bytes: int, progress: Progress) -> None:
-    """Report the bytes of an answer token; UserError if the tokens still to be written do not fit on the disk."""
-    each = 4 + 6 * options.writer.top + tap_bytes  # int32 id; int32 id and float16 value of each top token
+def _mean_length(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> float:
+    """Return the mean number of tokens of the first MEASURED prompts that are answered."""
+    lengths = [len(tokenizer.encode_prompt(text)) for text in texts[:MEASURED]]
+    kept = [length for length in lengths if length <= longest]
+    return sum(kept) / max(len(kept), 1)
+
+
+def _check_room(options: DistillOptions, written: int, prompts: float, tap_bytes: int, progress: Progress) -> None:
+    """Report the bytes of an answer token with its share of a prompt, `prompts` tokens; UserError if the tokens still
+    to be written do not fit on the disk."""
+    stored = 4 + tap_bytes  # of every token: int32 id, and hidden states
+    each = stored + 6 * options.writer.top + round(prompts * stored)  # int32 id and float16 value of each top token
     progress({"tokens": written, "bytes_per_token": each})
     free = shutil.disk_usage(options.out).free
     if options.tokens is not None and (needed := (options.tokens - written) * each) > free:

@@ -21,7 +21,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.options import CheckedOptions, number, whole
 from outpace.core.theory import count_rounds
-from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
+from outpace.distill.batches import PackedRows, Packer, Sample, TrainingBatch, read_samples
 from outpace.distill.losses import LossOptions
 from outpace.distill.progress_display import Progress
 from outpace.distill.shards import shard_files
@@ -82,9 +82,16 @@ def learning_rate(options: TrainOptions, state: TrainingState) -> float:
 
 
 class Trainer:
-    """Trains a student on the text in a folder and saves checkpoints to another."""
+    """Trains a student on the text in a folder and saves checkpoints to another. `compute_taps`: see `Packer`."""
 
-    def __init__(self, student: Student, text: Path, folder: Path, options: TrainOptions) -> None:
+    def __init__(
+        self,
+        student: Student,
+        text: Path,
+        folder: Path,
+        options: TrainOptions,
+        compute_taps: Callable[[PackedRows], Tensor] | None = None,
+    ) -> None:
         self.student, self.options, self._text, self.folder = student, options, text, folder
         self.state = TrainingState()
         self._trained = student.trained
@@ -92,7 +99,8 @@ class Trainer:
         vectors = [value for value in self._trained.values() if value.dim() == 1]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
-        self._packer = Packer(options.rows, options.length, student.config.vocab_size, student.ids, student.device)
+        vocab = student.config.vocab_size
+        self._packer = Packer(options.rows, options.length, vocab, student.ids, student.device, compute_taps)
         self._warm = 0.0, 0  # seconds and tokens after the first steps
         self._files: list[Path] | None = None
         self._read()

@@ -1,0 +1,115 @@
+"""Hidden states that a training computes by packed forwards of the target, for text that holds none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distill_files import OTHERS, settings, silent, target_folder
+
+from outpace.core.errors import UserError
+from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
+from outpace.distill.kinds import eagle3
+from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.options import DistillOptions
+from outpace.distill.packed_target import PackedTarget
+from outpace.distill.run import check, distill
+from outpace.distill.shards import TextFolder
+from outpace.distill.taps import LEVELS, tap_list
+from outpace.distill.train import Trainer, TrainOptions, agreement, read_curve
+from outpace.distill.writer import AnswerJob, EngineWriter, WriterOptions
+from outpace.models.load import load_model
+
+TAPS, LENGTH = (1, 3, 4), 96
+TARGETS = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
+JOBS = [AnswerJob(n, tuple(range(3 + n, 5 + 4 * n)), (0.0, 1.0)[n % 2], n > 9) for n in range(12)]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose text, with hidden states of float32 passes and without, is in folders of their own."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made = target_folder(folder / "target", TARGETS[request.param] | {"num_hidden_layers": 4})
+    model = load_model(made, dtype="float32", runtime="llama").model
+    writer = EngineWriter(model, frozenset({2}), WriterOptions(rows=4, max_tokens=30, top=4, taps=TAPS))
+    answers = [*writer.answers(iter(JOBS))]
+    TextFolder(folder / "stored", {}, {"taps": tap_list(TAPS)}).add(answers)
+    TextFolder(folder / "without", {}).add([replace(answer, taps=None) for answer in answers])
+    return made
+
+
+def samples_of(target: Path, text: str) -> list[Sample]:
+    return read_samples(target.parents[1] / text, LENGTH, TAPS)[0]
+
+
+def batch(target: Path, text: str, layers: tuple[int, ...] = TAPS) -> TrainingBatch:
+    samples = samples_of(target, text)
+    packer = Packer(3, LENGTH, 272, None, torch.device("cpu"), PackedTarget(target, layers, "cpu").taps)
+    return packer.batch(samples, packer.epoch(samples, 0, 0)[0])
+
+
+def largest_error(target: Path, layers: tuple[int, ...]) -> float:
+    """Return the largest difference of computed and stored hidden states, in levels of their int8 rows; the target
+    has not read the last token of an answer."""
+    stored, found = batch(target, "stored").packed, batch(target, "without", layers).packed
+    assert stored.taps is not None
+    assert found.taps is not None
+    assert torch.equal(stored.tokens, found.tokens)
+    rows, wanted = (taps.unflatten(2, (len(TAPS), -1)) for taps in (found.taps, stored.taps))
+    is_read = wanted.abs().amax((2, 3)) > 0
+    assert is_read.sum() > 0.9 * (stored.sequences >= 0).sum() - len(JOBS)
+    assert (stored.positions[is_read] > 24).any(), "further than a window"
+    levels = wanted[is_read].abs().amax(-1, keepdim=True) / LEVELS
+    return float(((rows - wanted)[is_read] / levels).abs().max())
+
+
+def test_computed_states_are_the_recorded_ones_but_for_rounding(target: Path) -> None:
+    assert largest_error(target, TAPS) < 0.51
+    assert largest_error(target, (0, 2, 3)) > 5
+
+
+def first_losses(target: Path, text: str, folder: Path) -> tuple[list[float], float]:
+    """Return the losses of the first steps, and the agreement after them."""
+    student = eagle3.new_student(target, DraftShape(), None, taps=TAPS)
+    source, options = PackedTarget(target, TAPS, "cpu").taps, TrainOptions(rows=2, length=LENGTH, tokens=1000, warmup=2)
+    trainer = Trainer(student, target.parents[1] / text, folder, options, source)
+    batches = trainer._batches()
+    losses = [trainer._step(next(batches)) for _ in range(6)]
+    return losses, agreement(student, trainer._packer, samples_of(target, text)).top1
+
+
+def test_training_by_computed_states_is_that_by_stored_ones(target: Path, tmp_path: Path) -> None:
+    (stored, top1), (computed, same) = (first_losses(target, text, tmp_path / text) for text in ("stored", "without"))
+    assert np.std(stored) > 0.01
+    assert computed == pytest.approx(stored, rel=0.005)
+    assert same == pytest.approx(top1, abs=0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> DistillOptions:
+    target = target_folder(tmp_path / "target", {"num_hidden_layers": 4})
+    train = TrainOptions(rows=2, length=64, warmup=2, save_every=1e9)
+    options = settings(target, tmp_path / "out", tokens=400, shape=DraftShape(), train=train, stage="text")
+    distill(replace(options, shape=DraftShape("1")), silent)
+    return replace(options, kind="eagle3", stage="train")
+
+
+def test_a_head_is_trained_on_any_text_within_a_time(run: DistillOptions) -> None:
+    distill(replace(run, tokens=None, seconds=4.0), silent)
+    *_, last = read_curve(run.out / "training" / "curve.jsonl")
+    assert 1.0 < last["seconds"] < 8.0
+    assert last["loss"] < 5.0, "less than the log of 272 tokens"
+    assert (run.out / "draft" / "model.safetensors").exists()
+
+
+def test_a_gpus_text_holds_no_states(run: DistillOptions) -> None:
+    target = Path(str(run.target))
+    for device, stored in (("cpu", (1, 2)), ("cuda:0", ())):
+        options = check(replace(run, stage="text", taps=(1, 2), device=device), target)
+        assert options.taps == (1, 2)
+        assert options.writer.taps == stored
+    with pytest.raises(UserError, match="taps is 1,2, and on cuda the text holds none"):
+        replace(run, kind="standalone", stage="text", taps=(1, 2), device="cuda")
