@@ -72,7 +72,8 @@ class LLM(AbstractContextManager["LLM"]):
             which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
         rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
         worker: where CARD's drafter runs, "thread", "process", "polled" or "inline"; None: polled in the target's own
-            thread if the target is on a GPU and the draft on the CPU, else a thread.
+            thread if the target is on a GPU and the draft on the CPU, else a thread. "grpc://HOST:PORT" ("grpcs://"
+            with TLS): on another machine, by `outpace draft-worker`; the method is then card unless one is named.
         draft_threads: CPU threads of the worker; None: one for a target on a CPU, else all cores but one.
         nodes: maximum number of tree nodes verified in one target pass; None: 32 for auto, card and planned, otherwise
             8, or as many as the draft length needs.
@@ -118,12 +119,15 @@ class LLM(AbstractContextManager["LLM"]):
         build = BuildOptions(
             method, drafter, rule, worker, draft_device=draft_device, draft_dtype=draft_dtype, **numbers
         )
+        if build.is_remote and draft is not None:
+            raise UserError(f"the draft model is at {worker}: name {draft!r} there, not here")
         target, loading, part_options = _split_kwargs(target, more)
         options = replace(options or LoadOptions(), **loading)
         self.target, self.draft = load_pair(target, draft, options, build, tokenizer=tokenizer, progress=progress)
         self.tokenizer = self.target.tokenizer
         self.grammars = Grammars(self.tokenizer)
-        self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
+        learns = method == "auto" and profile and not build.is_remote
+        self._profile = Profile(subject(self.target, self.draft)) if learns else None
         build = replace(build, part_options={name: arrays.to_python(value) for name, value in part_options.items()})
         build = build.resolve(self.target, self.draft, self._profile.method if self._profile else None)
         self.build_options, self.method, self.rule = build, build.method, build.rule

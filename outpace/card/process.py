@@ -20,20 +20,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from outpace.card.cache import CandidateCache, CandidateLayer
-from outpace.card.loop import Close, Correct, DraftLoop, Message, Open, SetDirectives
-from outpace.card.worker import DraftWorker
+from outpace.card.cache import CandidateLayer
+from outpace.card.loop import DraftLoop, Message, Open
+from outpace.card.restarting import POLL_SECONDS, RestartingWorker
 from outpace.core import child_process
-from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import set_num_threads
-from outpace.core.types import Drafter, Request, Rule
+from outpace.core.types import Drafter, Rule
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -159,11 +158,8 @@ def main() -> None:
 
 
 _CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.card.process import main; main()"
-_POLL_SECONDS = 0.5  # interval of pings to a silent child, and of checks whether the program has ended
 _STARTING = 10  # patience factor for a child that is still importing and loading
 _PAUSES = (0.2, 1.0, 5.0)  # seconds before each restart; after the last one the drafter is given up
-_PATIENCE = 2.0  # longest wait, in average forwards per requested layer
-_TRIP_SECONDS = 0.005  # plus a round trip of messages
 _GRACE_SECONDS = 1.0  # time for a child to end by itself
 
 
@@ -171,25 +167,9 @@ class DraftProcessError(RuntimeError):
     """The drafter's process ended by itself, or does not answer."""
 
 
-@dataclass
-class _KnownRequest:
-    """A request as the owner knows it, so that any child can take it over. `child`: the last one that knows the
-    request; `tokens`: the committed ones."""
-
-    request: Request
-    cache: CandidateCache
-    tokens: list[int] = field(default_factory=list)  # committed
-    child: ChildProcess | None = None
-    directives: DraftDirectives = UNRESTRICTED
-
-
-class ProcessWorker(DraftWorker):
+class ProcessWorker(RestartingWorker):
     """Keeps a drafting process running. The target decodes plainly until the child is ready, and while a dead child is
-    replaced.
-
-    A request is handed to a new child at its next correction. `failure` is set from a child's failure until the next
-    one drafts; after the last restart it stays.
-    """
+    replaced."""
 
     def __init__(
         self,
@@ -202,132 +182,40 @@ class ProcessWorker(DraftWorker):
         """`build` is called in the child and must be picklable: a module's function, or a partial of one. `threads`:
         CPU threads of a forward. A child that reads nothing for `patience` seconds is ended. `pauses`: seconds before
         each restart. UserError for a `build` that cannot be pickled."""
-        super().__init__()
+        super().__init__(pauses)
         check_whole("draft_threads", threads, 1)
         self._start = Start(_pickled(build), threads)
-        self._patience, self._pauses = patience, pauses
-        self._requests: dict[int, _KnownRequest] = {}
+        self._patience = patience
         self._child: ChildProcess | None = None
-        self._ready: ChildProcess | None = None  # the child, once it drafts
-        self._stopping = False
-        self._wake_up: SimpleQueue[None] = SimpleQueue()
-        self.step_seconds = 0.01
-        self._num_received = 0  # messages from the child
-        self._silent_since = -1  # value of `_num_received` when a wait timed out without a message
-        self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
-        try:
-            self._thread.start()
-        except BaseException:
-            self.stop()
-            raise
+        self._begin()
 
     @property
     def pid(self) -> int | None:
         """The process id of the child, if there is one."""
         return self._child.process.pid if self._child else None
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the drafter is built and takes requests."""
-        return self._ready is not None
-
-    @property
-    def is_working(self) -> bool:
-        return super().is_working and self.is_ready
-
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """Wait for the drafter, but not for a child that is not ready or does not know the request, nor again after a
-        wait that timed out without any message."""
-        received, ready = self._num_received, self._ready
-        known = any(record.cache is cache and record.child is ready for record in self._requests.values())
-        if ready is None or not known or received == self._silent_since:
-            return
-        cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
-        if self._num_received == received and not cache.has_grown(layers, depth):
-            self._silent_since = received
-
-    def close(self) -> None:
-        """End the child and wait for its end."""
-        self.stop()
-        self._thread.join()
-
     def stop(self) -> None:
-        self._stopping = True
-        self._wake_up.put(None)
+        super().stop()
         if child := self._child:
             child.process.terminate()
 
-    def _post(self, message: Message) -> None:
-        """Send to a child that knows the request; at a correction, hand the request with all committed tokens to one
-        that does not."""
-        ready = self._ready
-        if isinstance(message, Open):
-            self._requests[message.key] = _KnownRequest(message.request, self._caches[message.key], child=ready)
-        record = self._requests.get(message.key)
-        if record is None:
-            return
-        if isinstance(message, Correct):
-            record.tokens += message.correction.tokens
-        elif isinstance(message, SetDirectives):
-            record.directives = message.directives
-        if ready is not None and record.child is ready:
-            ready.post(message)
-        elif ready is not None and isinstance(message, Correct):
-            record.child = ready
-            ready.post(Open(message.key, record.request, record.cache.next_id))
-            ready.post(Correct(message.key, message.correction._replace(tokens=list(record.tokens))))
-            ready.post(SetDirectives(message.key, record.directives))
-        if isinstance(message, Close):
-            del self._requests[message.key]
-
-    def _run(self) -> None:
-        """Run one child after another, all in this thread: a child dies with the thread that started it."""
-        try:
-            for pause in (*self._pauses, None):
-                end = self._run_child()
-                if end is None:
-                    return
-                self.will_restart = pause is not None and end.again
-                self.failure = end.error
-                if pause is None or not end.again or not self._sleep(pause):
-                    return
-        except BaseException as failure:
-            self.will_restart = False
-            self.failure = failure
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the worker was closed, or the program is ending without closing it."""
-        return self._stopping or not threading.main_thread().is_alive()
-
-    def _sleep(self, seconds: float) -> bool:
-        """Sleep; return False if the worker is to end."""
-        while seconds > 0 and not self._is_over:
-            with suppress(Empty):
-                self._wake_up.get(timeout=min(seconds, _POLL_SECONDS))
-            seconds -= _POLL_SECONDS
-        return not self._is_over
-
-    def _run_child(self) -> Failed | None:
-        """Run one child; return why it failed, or None after a requested stop."""
+    def _run_drafter(self) -> Failed | None:
         try:
             with ChildProcess(self._start) as child:
                 self._child = child
                 return self._listen(child)
         finally:
-            self._child = self._ready = None
-            for cache in list(self._caches.values()):
-                cache.give_up()
+            self._child = None
 
     def _listen(self, child: ChildProcess) -> Failed | None:
         silence = 0.0  # counted in polls, because the whole program may have been stopped
         while not self._is_over:
-            reply = child.receive(_POLL_SECONDS)
+            reply = child.receive(POLL_SECONDS)
             if isinstance(reply, Failed):
                 return None if self._is_over else reply
             if reply is not None:
                 self._handle(child, reply)
-            silence = silence + _POLL_SECONDS if reply is None and self._requests else 0.0
+            silence = silence + POLL_SECONDS if reply is None and self._requests else 0.0
             if silence > self._patience * (1 if self._ready else _STARTING):
                 return Failed(DraftProcessError(f"its process read nothing for {silence:g} seconds"))
             if silence:
@@ -337,8 +225,7 @@ class ProcessWorker(DraftWorker):
     def _handle(self, child: ChildProcess, reply: ChildMessage) -> None:
         self._num_received += 1
         if isinstance(reply, Ready):
-            self.failure = None
-            self._ready = child
+            self._set_ready(child)
         elif isinstance(reply, Grown):
             self._publish(reply.layers)
             self._count_step(reply.seconds)

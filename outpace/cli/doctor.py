@@ -42,6 +42,7 @@ EXTRAS = {  # of pyproject.toml: purpose and modules
         ("gymnasium", "pettingzoo", "sionna", "stable_baselines3"),
     ),
     "timeseries": ("outpace forecast", ("gluonts", "matplotlib", "torch", "transformers", "pandas")),
+    "remote": ("drafting on other machines", ("grpc",)),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),

@@ -15,10 +15,16 @@ from outpace.cli import display, process
 from outpace.cli.flags import PassthroughCommand
 from outpace.core.errors import UserError
 
-WITH_PASSTHROUGH = ("generate", "chat", "serve", "demo")  # commands that take the options of methods and drafters
+WITH_PASSTHROUGH = (
+    "generate",
+    "chat",
+    "serve",
+    "draft-worker",
+    "demo",
+)  # commands that take the options of methods and drafters
 INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge", "forecast")  # Ctrl-C may end them at any point
 COMMANDS = (
-    *("generate", "chat", "serve", "demo", "bench", "distill", "tune"),
+    *("generate", "chat", "serve", "draft-worker", "demo", "bench", "distill", "tune"),
     *("simulate", "edge", "forecast", "methods", "theory", "doctor"),
 )
 
@@ -34,7 +40,8 @@ def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     interruptible = process.at_any_point()
     for name in names:
-        function = getattr(import_module(f"outpace.cli.{name}"), name)
+        module = name.replace("-", "_")
+        function = getattr(import_module(f"outpace.cli.{module}"), module)
         options: dict[str, Any] = {"cls": PassthroughCommand} if name in WITH_PASSTHROUGH else {}
         app.command(**options)(interruptible(function) if name in INTERRUPTIBLE else function)
     app.callback(invoke_without_command=True)(outpace)

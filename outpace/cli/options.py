@@ -160,8 +160,9 @@ class ModelFlags:
     worker: str | None = flag(
         None,
         "Where a drafter runs that drafts in parallel with the target (card, planned, pearl, ssd): thread, process,"
-        " polled (on the CPU while the GPU runs a pass), or inline on a simulated clock; the default is polled for a"
-        " target on a GPU with a draft on the CPU, else thread.",
+        " polled (on the CPU while the GPU runs a pass), inline on a simulated clock, or grpc://HOST:PORT (grpcs://"
+        " with TLS) on another machine by outpace draft-worker; the default is polled for a target on a GPU with a"
+        " draft on the CPU, else thread.",
         panel=METHOD,
     )
     draft_threads: int | None = flag(

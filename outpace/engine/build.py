@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from outpace.card.link import is_address, read_address
 from outpace.card.loop import check_concurrent
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import UserError, check_whole, require, unknown
 from outpace.core.lazy import num_cores
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
@@ -26,6 +28,7 @@ HEAD_DRAFTERS = ("block", "eagle")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED = "planned"  # the same with a drafter in parallel with the target
+REMOTE_METHOD = "card"  # where the drafter runs on another machine and no method is named
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,10 @@ class BuildOptions:
         """Check what can be checked before a model is loaded."""
         if self.draft_threads is not None:
             check_whole("draft_threads", self.draft_threads, 1, 1024)
-        if self.worker not in (None, *WORKERS):
-            raise unknown("worker", str(self.worker), WORKERS)
+        if self.worker not in (None, *WORKERS) and not self.is_remote:
+            raise unknown("worker", str(self.worker), (*WORKERS, "grpc://HOST:PORT"))
+        if self.is_remote and self.drafter is not None:
+            raise UserError(f"the drafter runs at {self.worker}: name {self.drafter!r} there, not here")
         registry.find("decoders", self.method)
         if self.rule != "auto":
             registry.find("rules", self.rule)
@@ -64,8 +69,15 @@ class BuildOptions:
             drafter_modules(self.drafter)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the drafter runs on another machine."""
+        return is_address(self.worker)
+
+    @property
     def may_draft(self) -> bool:
-        """Whether the method and the drafter can make use of a draft model."""
+        """Whether the method and the drafter can make use of a draft model in this process."""
+        if self.is_remote:
+            return False
         if self.method != "auto" and registry.find("decoders", self.method).drafting is None:
             return False
         parts = drafter_modules(self.drafter) if self.drafter is not None else ["model"]
@@ -80,10 +92,12 @@ class BuildOptions:
     def resolve(self, target: Loaded, draft: Loaded | None, tuned: str | None = None) -> BuildOptions:
         """Return the options with all defaults filled in for these models; `tuned`: the method that `outpace tune`
         found for the pair. UserError for a rule that fits neither the method nor the drafter."""
-        method = choose_method(target, draft, self.rule, tuned) if self.method == "auto" else self.method
+        method = self.method
+        if method == "auto":
+            method = REMOTE_METHOD if self.is_remote else choose_method(target, draft, self.rule, tuned)
         decoder = registry.find("decoders", method)
         drafter = self.drafter
-        if decoder.drafting:
+        if decoder.drafting and not self.is_remote:
             drafter = drafter or default_drafter(method, draft.drafter if draft else None)
             _check_draft(drafter, draft)
         rule = default_rule(decoder, self.rule)
@@ -273,6 +287,10 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
             )
         registry.check_known(modules, values)
         return Engine(target.model, options=settings, needs=needs)
+    if options.is_remote:
+        registry.check_known(modules, values)
+        worker = _build_remote_worker(options, target)
+        return _engine_of(target, worker, settings)
     name = options.drafter or default_drafter(options.method, draft.drafter if draft else None)
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     names = [*drafter_names(name), *([options.structured_drafter] if options.structured_drafter else [])]
@@ -288,14 +306,28 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
         raise UserError(f"method {options.method} has one drafter in its worker, not {name!r} to choose from")
     check_concurrent(drafters[name])
     worker = _build_worker(options, name, drafters[name], target, draft, values)
+    on_cpu = all(_device(one) == "cpu" for one in (target, draft) if one)
+    if options.worker not in ("inline", "polled") and on_cpu and drafters[name].capabilities.runs_model:
+        worker.cores = _draft_threads(options, target)
+    return _engine_of(target, worker, settings, needs)
+
+
+def _engine_of(target: Loaded, worker: DraftWorker, settings: EngineOptions, needs: Needs = NO_NEEDS) -> Engine:
     try:
-        on_cpu = all(_device(one) == "cpu" for one in (target, draft) if one)
-        if options.worker not in ("inline", "polled") and on_cpu and drafters[name].capabilities.runs_model:
-            worker.cores = _draft_threads(options, target)
         return Engine(target.model, worker=worker, options=settings, needs=needs)
     except BaseException:
         worker.stop()
         raise
+
+
+def _build_remote_worker(options: BuildOptions, target: Loaded) -> DraftWorker:
+    """Dial the drafter on another machine; UserError if it is not known or refuses this target."""
+    address = read_address(str(options.worker))
+    require("a drafter on another machine", "remote", "grpc")
+    from outpace.card.remote import RemoteWorker
+    from outpace.card.wire import identity_of
+
+    return RemoteWorker(address, identity_of(target), os.environ.get("OUTPACE_API_KEY"))
 
 
 def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -12,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outpace.card.link import match_key
 from outpace.server import logs
 from outpace.server.admission import Reservation
 from outpace.server.errors import ApiError
@@ -112,12 +111,10 @@ class Middleware:
         if not self._options.keys or path in KEYLESS_PATHS:
             return ""
         given = headers.get(b"x-api-key") or _bearer(headers.get(b"authorization", ""))
-        digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
-        matches = [hmac.compare_digest(digest, key) for key in self._options.keys]  # all keys, in constant time
-        if not any(matches):
+        if (found := match_key(given, self._options.keys)) is None:
             why = "the API key is wrong" if given else "an API key is needed, as Authorization: Bearer or x-api-key"
             raise ApiError(401, why, code="invalid_api_key")
-        return digest.hex()[:12]
+        return found
 
 
 def is_messages_path(path: str) -> bool:

@@ -1,0 +1,326 @@
+"""Messages between two machines: the classes of `protocol.proto`, checked and turned into those of `card/loop.py`.
+
+Whatever the other side sends is checked here. A message that is well formed but makes no sense raises a ProtocolError,
+which ends its stream and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from itertools import accumulate
+from operator import sub
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtobufMessage
+from outpace_kernels import NodeDelta
+
+from outpace.card.cache import CandidateLayer, Correction
+from outpace.card.loop import Close, Correct, Message, Open, Pause, Resume, SetDirectives
+from outpace.card.protocol_pb2 import Correction as CorrectionMessage
+from outpace.card.protocol_pb2 import Directives, Event, Hello, Layer
+from outpace.card.protocol_pb2 import Request as RequestMessage
+from outpace.core import registry
+from outpace.core.drafting import DraftDirectives
+from outpace.core.errors import UserError
+from outpace.core.sampling import Sampling
+from outpace.core.tree import Role
+from outpace.core.types import Adjustments, Request, Rule
+from outpace.models.files.cache import weights_digest
+from outpace.models.runtimes import Loaded
+
+M = TypeVar("M", bound=ProtobufMessage)
+PROTOCOL_VERSION = 1
+MAX_NODES = 1 << 16  # of a layer, and of a request between two corrections
+MAX_PADDING = 1 << 20  # bytes of a ping
+_LARGEST_ID = 1 << 62
+_LOWEST = -1e6  # log of a chance
+
+
+class ProtocolError(Exception):
+    """The other side sent a message that makes no sense. The text is a sentence."""
+
+
+class Identity(NamedTuple):
+    """One side's model: the hash of its tokens and their number, which must be equal on both sides, its name, and a
+    hash of its weights. `max_positions`: the longest text."""
+
+    tokenizer: str
+    num_tokens: int
+    name: str = ""
+    digest: str = ""
+    max_positions: int = 1 << 20
+
+    @property
+    def hello(self) -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            tokenizer=self.tokenizer,
+            num_tokens=self.num_tokens,
+            name=self.name,
+            digest=self.digest,
+        )
+
+    def misfit(self, hello: Hello) -> str | None:
+        """Return how the other side differs, in a sentence that names both values; None if the two fit."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return f"protocol version {hello.protocol_version} was offered, {self.name} speaks {PROTOCOL_VERSION}"
+        if hello.num_tokens != self.num_tokens:
+            return f"{hello.name} has {hello.num_tokens} tokens, {self.name} has {self.num_tokens}"
+        if hello.tokenizer != self.tokenizer:
+            mine, theirs = self.tokenizer[:16], hello.tokenizer[:16]
+            return f"{hello.name} has the tokenizer {theirs!r:.40}, {self.name} has {mine!r:.40}"
+        return None
+
+
+def identity_of(loaded: Loaded) -> Identity:
+    """Return the identity of a loaded model; UserError if it has no tokenizer."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise UserError(f"{loaded.name} has no tokenizer, by which two machines recognise that their tokens are equal")
+    digest = weights_digest(loaded.files()) if loaded.files else ""
+    name, size = PurePath(str(loaded.name)).name, min(tokenizer.size, loaded.model.vocab_size)
+    return Identity(tokenizer.fingerprint, size, name, digest, loaded.model.max_positions)
+
+
+def parser(kind: type[M]) -> Callable[[bytes], M | None]:
+    """Return the function that reads messages of a kind; None for bytes that are none, which ends the stream."""
+
+    def parse(data: bytes) -> M | None:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return None
+
+    return parse
+
+
+def check(holds: bool, what: str) -> None:
+    """Raise ProtocolError with a sentence unless something holds."""
+    if not holds:
+        raise ProtocolError(what)
+
+
+def check_tokens(tokens: Iterable[int], num_tokens: int) -> None:
+    """Raise ProtocolError for a token outside the vocabulary."""
+    largest = max(tokens, default=0)
+    check(largest < num_tokens, f"token {largest} was sent, allowed are 0 to {num_tokens - 1}")
+
+
+def request_message(request: Request) -> RequestMessage:
+    """Encode what a drafter needs of a request. Constraints, banned texts and predictions stay here."""
+    adjustments, sampling = request.adjustments or Adjustments(), request.sampling
+    options = {name: str(value) for name, value in asdict(request.rule.options).items()}
+    return RequestMessage(
+        prompt=request.prompt,
+        rule=_name_of(request.rule),
+        rule_options=options,
+        temperature=sampling.temperature,
+        top_k=min(sampling.top_k, 2**32 - 1),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=adjustments.repetition_penalty,
+        presence_penalty=adjustments.presence_penalty,
+        frequency_penalty=adjustments.frequency_penalty,
+        logit_bias=dict(adjustments.logit_bias),
+        min_tokens=min(adjustments.min_tokens, 2**32 - 1),
+        allowed=adjustments.allowed or (),
+        stop_ids=sorted(request.stop_ids),
+        seed=request.seed,
+        choice=request.choice,
+        max_tokens=min(request.max_tokens, 2**32 - 1),
+    )
+
+
+def read_request(message: RequestMessage, own: Identity) -> Request:
+    """Decode a request; ProtocolError for one that makes no sense here."""
+    prompt = tuple(message.prompt)
+    most = own.max_positions - 1
+    check(0 < len(prompt) <= most, f"a prompt of {len(prompt)} tokens was sent, allowed are 1 to {most}")
+    for tokens in (prompt, message.logit_bias, message.allowed, message.stop_ids):
+        check_tokens(tokens, own.num_tokens)
+    check(message.seed < 2**63, f"seed {message.seed} was sent, it must be less than 2**63")
+    check(message.max_tokens > 0, "max_tokens 0 was sent, it must be at least 1")
+    check(message.min_tokens <= message.max_tokens, f"min_tokens {message.min_tokens} is above max_tokens")
+    try:
+        sampling = Sampling(message.temperature, message.top_k, message.top_p, message.min_p)
+        adjustments = Adjustments(
+            message.repetition_penalty,
+            message.presence_penalty,
+            message.frequency_penalty,
+            tuple(sorted(message.logit_bias.items())),
+            min_tokens=message.min_tokens,
+            allowed=tuple(message.allowed) or None,
+        )
+        rule = _rule(message.rule, tuple(sorted(message.rule_options.items())))
+    except UserError as error:
+        raise ProtocolError(str(error)) from None
+    judges = rule.traits.greedy if sampling.is_greedy else rule.traits.sampled
+    check(judges, f"rule {message.rule} does not work with temperature {sampling.temperature:g}")
+    return Request(
+        prompt=prompt,
+        rule=rule,
+        max_tokens=message.max_tokens,
+        sampling=sampling,
+        seed=message.seed,
+        choice=message.choice,
+        stop_ids=frozenset(message.stop_ids),
+        adjustments=None if adjustments == Adjustments() else adjustments,
+    )
+
+
+@lru_cache(64)
+def _rule(name: str, options: tuple[tuple[str, str], ...]) -> Rule:
+    """Return the rule of this name, one instance for equal options, so that requests share batches."""
+    kind = registry.find("rules", name)
+    registry.check_known({f"rule {name}": kind}, dict(options))
+    rule: Rule = kind(registry.build_options(kind, dict(options)))
+    if not rule.traits.same_text:
+        raise UserError(f"rule {name} writes a text that depends on what was drafted, which no link carries")
+    return rule
+
+
+def _name_of(rule: Rule) -> str:
+    return next(name for name in registry.names("rules") if registry.find("rules", name) is type(rule))
+
+
+def event_message(message: Message, sends_request: bool = True) -> Event:
+    """Encode a message to a drafter. Without `sends_request` the drafter knows the request."""
+    event = Event(key=message.key)
+    if isinstance(message, Open):
+        event.open.next_id = message.next_id
+        if sends_request:
+            event.open.request.CopyFrom(request_message(message.request))
+    elif isinstance(message, Correct):
+        tokens, length, root_id = message.correction
+        event.correction.CopyFrom(CorrectionMessage(tokens=tokens, length=length, root_id=root_id))
+    elif isinstance(message, SetDirectives):
+        event.directives.CopyFrom(Directives(**message.directives._asdict()))
+    elif isinstance(message, Pause):
+        event.pause.SetInParent()
+    elif isinstance(message, Resume):
+        event.resume.SetInParent()
+    else:
+        event.close.SetInParent()
+    return event
+
+
+class SentRequest:
+    """What a drafter's side knows of a request from its messages, to check the next one."""
+
+    def __init__(self, request: Request, next_id: int) -> None:
+        check(0 < next_id < _LARGEST_ID, f"first id {next_id} was sent, it must be above 0")
+        self.request, self._length = request, 0
+        self._last_root, self._next_id = 0, next_id
+
+    def note(self, layer: CandidateLayer) -> None:
+        """Remember the ids of a layer that is sent: they may become roots."""
+        ids = layer.nodes.columns()[0]
+        if ids:
+            self._next_id = max(self._next_id, ids[-1] + 1)
+
+    def read(self, key: int, event: Event, own: Identity) -> Message:
+        """Decode any event but `open`; ProtocolError for one that makes no sense here."""
+        kind = event.WhichOneof("content")
+        if kind == "correction":
+            return Correct(key, self._read_correction(event.correction, own))
+        if kind == "directives":
+            return SetDirectives(key, _read_directives(event.directives))
+        if kind == "pause":
+            return Pause(key)
+        if kind == "resume":
+            return Resume(key)
+        check(kind == "close", f"request {event.key} was sent {kind or 'nothing'}")
+        return Close(key)
+
+    def _read_correction(self, message: CorrectionMessage, own: Identity) -> Correction:
+        tokens, length, root_id = list(message.tokens), message.length, message.root_id
+        check_tokens(tokens, own.num_tokens)
+        known = self._length + len(tokens)
+        check(bool(tokens) and length == known, f"a correction to length {length} was sent, where {known} was expected")
+        check(len(self.request.prompt) + length <= own.max_positions, f"a text of {length} tokens is too long")
+        is_miss = -_LARGEST_ID < root_id < self._last_root
+        check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, which no layer had")
+        self._length, self._last_root = length, min(self._last_root, root_id)
+        return Correction(tokens, length, root_id)
+
+
+def _read_directives(message: Directives) -> DraftDirectives:
+    share, floor = message.share, message.floor if message.HasField("floor") else None
+    check(0.0 < share <= 1.0, f"share {share:g} was sent, it must be above 0 and at most 1")
+    check(floor is None or floor <= 0.0, f"floor {floor} was sent, it must be at most 0")
+    layers = message.layers if message.HasField("layers") else None
+    for name in ("layers", "depth", "width", "outcomes"):
+        check(getattr(message, name) <= MAX_NODES, f"{name} {getattr(message, name)} was sent, at most {MAX_NODES}")
+    return DraftDirectives(
+        layers, message.depth, message.width, message.outcomes, floor, message.share, message.in_layers
+    )
+
+
+def layer_message(key: int, layer: CandidateLayer) -> Layer:
+    """Encode a layer: about 10 bytes a node."""
+    ids, parents, tokens, roles, log_probs = layer.nodes.columns()
+    return Layer(
+        key=key,
+        root_id=layer.root_id,
+        alias=layer.alias,
+        id_steps=map(sub, ids, [0, *ids]),
+        parent_steps=map(sub, ids, parents),
+        tokens=tokens,
+        roles=roles,
+        log_probs=[min(max(value, _LOWEST), 0.0) for value in log_probs],
+    )
+
+
+def read_layer(message: Layer, num_tokens: int) -> CandidateLayer:
+    """Decode a layer; ProtocolError for one that makes no sense."""
+    columns: list[Sequence[Any]] = [message.id_steps, message.parent_steps, message.tokens, message.roles]
+    columns.append(message.log_probs)
+    count = len(message.tokens)
+    check(all(len(column) == count for column in columns), "a layer has lists of different lengths")
+    check(count <= MAX_NODES, f"a layer has {count} nodes, at most {MAX_NODES} are allowed")
+    ids = list(accumulate(message.id_steps))
+    check(not ids or (ids[0] > 0 and ids[-1] < _LARGEST_ID), "a layer has an id out of range")
+    check(min(message.id_steps, default=1) > 0, "a layer has ids that do not rise")
+    check(min(message.parent_steps, default=1) > 0, "a layer has a node before its parent")
+    parents = [*map(sub, ids, message.parent_steps)]
+    check(min(parents, default=0) > -_LARGEST_ID, "a layer has an id out of range")
+    check_tokens(message.tokens, num_tokens)
+    check(max(message.roles, default=0) <= Role.PROBE, f"a layer has role {max(message.roles, default=0)}")
+    chances = message.log_probs
+    check(all(_LOWEST <= chance <= 0.0 for chance in chances), "a layer has the log of a chance that is no such thing")
+    check(abs(message.root_id) < _LARGEST_ID, f"root {message.root_id} was sent, which is out of range")
+    alias = message.alias if message.HasField("alias") else None
+    check(alias is None or 0 < alias < _LARGEST_ID, f"alias {alias} was sent, which is no id of a node")
+    nodes = NodeDelta((ids, parents, list(message.tokens), list(message.roles), list(chances)))
+    return CandidateLayer(message.root_id, nodes, alias)
+
+
+class LayerLimit:
+    """Bounds what a drafter adds to requests between two corrections, so that it cannot fill the memory."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def reset(self, key: int) -> None:
+        self._counts.pop(key, None)
+
+    def count(self, key: int, layer: CandidateLayer) -> None:
+        """Count a layer; ProtocolError if there are too many."""
+        self._counts[key] = count = self._counts.get(key, 0) + len(layer.nodes) + 1
+        check(count <= 2 * MAX_NODES, f"more than {MAX_NODES} nodes were sent between two corrections")
+
+
+def read_seconds(value: float) -> float:
+    """Return the seconds of a draft step; ProtocolError for a value that is none."""
+    check(math.isfinite(value) and value >= 0.0, f"{value} was sent as the seconds of a draft step")
+    return value
+
+
+def metadata(key: str | None) -> list[tuple[str, str]]:
+    """Return the metadata of a call with an API key."""
+    return [("authorization", f"Bearer {key}")] if key else []

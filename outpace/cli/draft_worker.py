@@ -1,0 +1,124 @@
+"""`outpace draft-worker`: draft for targets on other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import typer
+
+from outpace.cli import display, process
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import LOAD_FLAGS
+from outpace.core.errors import UserError, check_range, require
+from outpace.models.options import LoadOptions
+
+if TYPE_CHECKING:
+    from outpace.core.types import Drafter
+    from outpace.models.load import Loaded
+
+POLL_SECONDS = 0.2
+OWN_LOAD_FLAGS = {name: LOAD_FLAGS[name] for name in ("device", "dtype", "runtime", "kv_dtype", "trust_remote_code")}
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """The draft model, and how it drafts."""
+
+    panel: ClassVar[str] = "Model"
+    draft: str | None = flag(None, "Draft model: hub id, folder or .gguf file; the default is the shipped draft.")
+    options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": OWN_LOAD_FLAGS})
+    threads: int | None = flag(None, "CPU threads; the default is one for each core.")
+    drafter: str = flag("model", "Drafters, joined by +, as in model+ngram; outpace methods lists them.")
+
+
+@dataclass(frozen=True)
+class DraftListenFlags:
+    """Where the worker listens, and for whom."""
+
+    panel: ClassVar[str] = "Server"
+    listen: str = flag(
+        "127.0.0.1:8100", "HOST:PORT to listen on; one that other machines can reach needs API keys. Port 0: any."
+    )
+    api_key_file: Path | None = flag(None, "File with API keys, one a line, in addition to those in OUTPACE_API_KEY.")
+    insecure: bool = flag(False, "Draft for other machines without API keys.")
+    ssl_certfile: Path | None = flag(None, "TLS certificate.")
+    ssl_keyfile: Path | None = flag(None, "Key of the TLS certificate.")
+
+
+@flags
+def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags) -> None:
+    """Draft for targets on other machines, which name this one by --worker grpc://HOST:PORT.
+
+    The options of drafters (see outpace methods NAME) are flags too, as in --width 8.
+    """
+    require("a draft worker", "remote", "grpc")
+    from outpace.card.link import authenticator, read_listen_address
+    from outpace.card.wire import identity_of
+    from outpace.cluster.draft_server import DraftServer
+    from outpace.core.lazy import num_cores, set_num_threads
+    from outpace.server.options import ServerOptions, read_api_keys
+
+    host, port = read_listen_address(listen.listen)
+    keys = read_api_keys(listen.api_key_file)
+    ServerOptions(  # which checks these
+        host=host,
+        port=port,
+        keys=keys,
+        insecure=listen.insecure,
+        certificate=listen.ssl_certfile,
+        certificate_key=listen.ssl_keyfile,
+    )
+    certificate, certificate_key = (
+        None if file is None else file.read_bytes() for file in (listen.ssl_certfile, listen.ssl_keyfile)
+    )
+    if model.threads is not None:
+        check_range("threads", model.threads, 1, num_cores())
+        set_num_threads(model.threads)
+    draft = _load(model)
+    identity = identity_of(draft)
+    draft.model.vocab_size = identity.num_tokens  # the target may lack rows that pad the draft
+    with DraftServer(_build(model.drafter, draft, ctx.obj), identity, authenticator(keys)) as server:
+        port = server.listen(host, port, certificate, certificate_key)
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        display.say(f"{draft.name} drafts on {where}; Ctrl-C ends it")
+        try:
+            with process.sigterm_as_interrupt():
+                while not server.has_ended.wait(POLL_SECONDS):
+                    pass
+        except KeyboardInterrupt:
+            return
+        if server.failure is not None:
+            raise server.failure
+
+
+def _load(model: DraftFlags) -> Loaded:
+    """Load the draft model; UserError for one that needs its target's files."""
+    from outpace.models.files.find import locate, shipped_model
+    from outpace.models.files.packed import is_packed
+    from outpace.models.files.pairs import shipped_draft
+    from outpace.models.load import open_draft
+
+    target = shipped_model().stem if model.draft is None else ""
+    spec = model.draft if model.draft is not None else shipped_draft(target)
+    if model.draft is not None and is_packed(Path(model.draft)):
+        raise UserError(f"the draft {model.draft} is packed: make it whole by `outpace distill --unpack`")
+    with display.loading_bar(False) as progress:
+        options = model.options.of_draft(None, None)
+        return open_draft(spec, target, partial(locate, None), options, progress=progress)
+
+
+def _build(name: str, draft: Loaded, values: Mapping[str, Any]) -> Drafter:
+    """Build the drafters, with the defaults of method card."""
+    from outpace.core import registry
+    from outpace.core.drafting import BuildContext
+    from outpace.decoders.card import Card
+    from outpace.drafters import build_drafter, drafter_modules
+
+    modules = {f"drafter {part}": module for part, module in drafter_modules(name).items()}
+    registry.check_known(modules, values)
+    context = BuildContext(draft=draft.model, draft_tokenizer=draft.tokenizer)
+    return build_drafter(name, context, Card.drafter_defaults(Card.Options()) | dict(values))

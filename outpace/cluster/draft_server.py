@@ -1,0 +1,162 @@
+"""The draft worker: a drafter that serves targets on other machines, over the call `Draft` of `card/protocol.proto`."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from outpace.card.cache import CandidateLayer
+from outpace.card.link import Listener, Outbox, RefusedError
+from outpace.card.loop import Close, Open
+from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
+from outpace.card.wire import MAX_PADDING, Identity, SentRequest, check, layer_message, parser, read_request
+from outpace.cluster.draft_thread import DraftThread
+from outpace.core.types import Drafter
+
+MAX_REQUESTS = 64  # drafted at once; targets decode further ones plainly
+
+
+class NewLayer(NamedTuple):
+    """A layer to send, by the target's key, and the seconds of the draft step."""
+
+    key: int
+    layer: CandidateLayer
+    seconds: float
+
+
+class DraftServer(AbstractContextManager["DraftServer"]):
+    """Drafts for all targets that dial it, with one drafter.
+
+    `failure`: the exception that ended the drafter. `has_ended` is set then.
+    """
+
+    def __init__(self, drafter: Drafter, own: Identity, authenticate: Callable[[str], str] = lambda key: "") -> None:
+        """`own`: the draft's tokens. `authenticate` returns the id of an API key; RefusedError for a wrong one."""
+        self.own, self.has_ended = own, threading.Event()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._streams: dict[int, tuple[_Stream, int]] = {}  # by the drafter's key: stream, and the target's key
+        self._listener = Listener("Draft", parser(FromTarget), self._begin, authenticate)
+        self._thread = DraftThread(drafter, self._send, self.has_ended.set)
+
+    def listen(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
+        """See `Listener.listen`."""
+        return self._listener.listen(host, port, certificate, key)
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.__exit__()
+        self._thread.stop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._thread.failure
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that are drafted now."""
+        return len(self._streams)
+
+    def _begin(self, first: FromTarget, key: str) -> tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]:
+        if not first.HasField("hello"):
+            raise RefusedError("INVALID_ARGUMENT", "a stream begins with a hello")
+        if misfit := self.own.misfit(first.hello):
+            raise RefusedError("FAILED_PRECONDITION", misfit)
+        stream = _Stream(self)
+        stream.outbox.put(FromDrafter(hello=self.own.hello))
+        return stream.outbox, stream.take, stream.end
+
+    def open(self, stream: _Stream, their_key: int, sent: SentRequest, next_id: int) -> int | None:
+        """Start a request and return the drafter's key; None if there are too many."""
+        with self._lock:
+            if len(self._streams) >= MAX_REQUESTS:
+                return None
+            key = next(self._numbers)
+            self._streams[key] = stream, their_key
+        self._thread.post(Open(key, sent.request, next_id))
+        return key
+
+    def post(self, message: Any) -> None:
+        """Send the drafter a message about an open request."""
+        self._thread.post(message)
+
+    def close_request(self, key: int) -> None:
+        """End a request."""
+        with self._lock:
+            del self._streams[key]
+        self._thread.post(Close(key))
+
+    def _send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
+        stream, their_key = self._streams.get(key, (None, 0))
+        if stream is not None:
+            stream.send(their_key, layer, seconds)
+
+
+class _Stream:
+    """One target's stream: its requests by its own keys. A key of None: not drafted, because there were too many."""
+
+    def __init__(self, server: DraftServer) -> None:
+        self._server = server
+        self._requests: dict[int, tuple[int | None, SentRequest]] = {}
+        self._lock = threading.Lock()  # the stream may end while a message is taken
+        self._has_ended = False
+        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(_joined)
+
+    def send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
+        """Send a layer when the link is free."""
+        known = self._requests.get(key)
+        if known is not None:
+            known[1].note(layer)
+            self.outbox.put(NewLayer(key, layer, seconds))
+
+    def take(self, message: FromTarget) -> None:
+        """Take a message after the first; ProtocolError for one that makes no sense."""
+        check(not message.HasField("hello"), "a second hello was sent")
+        with self._lock:
+            for event in message.events:
+                if not self._has_ended:
+                    self._take_event(event)
+        if message.HasField("ping"):
+            count = message.ping.answer_bytes
+            check(count <= MAX_PADDING, f"a ping asks for {count} bytes, at most {MAX_PADDING} are allowed")
+            self.outbox.put(FromDrafter(pong=Pong(number=message.ping.number, padding=bytes(count))))
+
+    def _take_event(self, event: Event) -> None:
+        if event.WhichOneof("content") == "open":
+            check(event.key not in self._requests, f"request {event.key} was opened twice")
+            check(len(self._requests) < 16 * MAX_REQUESTS, f"request {event.key} is one too many")
+            request = read_request(event.open.request, self._server.own)
+            sent = SentRequest(request, event.open.next_id)
+            self._requests[event.key] = None, sent  # layers may come before `open` returns
+            self._requests[event.key] = self._server.open(self, event.key, sent, event.open.next_id), sent
+            return
+        check(event.key in self._requests, f"request {event.key} is not open")
+        key, sent = self._requests[event.key]
+        message = sent.read(key or 0, event, self._server.own)
+        if isinstance(message, Close):
+            del self._requests[event.key]
+        if key is not None:
+            self._server.close_request(key) if isinstance(message, Close) else self._server.post(message)
+
+    def end(self) -> None:
+        """End all requests of the stream."""
+        with self._lock:
+            self._has_ended = True
+            for key, _ in self._requests.values():
+                if key is not None:
+                    self._server.close_request(key)
+            self._requests.clear()
+
+
+def _joined(waiting: list[NewLayer | FromDrafter]) -> FromDrafter:
+    """Join all that waits to be sent in one message."""
+    whole = FromDrafter()
+    for item in waiting:
+        if isinstance(item, FromDrafter):
+            whole.MergeFrom(item)
+        else:
+            whole.layers.append(layer_message(item.key, item.layer))
+            whole.seconds = item.seconds
+    return whole

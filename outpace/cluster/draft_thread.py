@@ -1,0 +1,57 @@
+"""A drafter in a thread, whose layers are sent to other machines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from outpace.card.cache import CandidateLayer
+from outpace.card.loop import DraftLoop, Message
+from outpace.core.types import Drafter
+
+_POLL_SECONDS = 0.2  # how often an idle thread checks whether it is to end
+
+
+class DraftThread:
+    """Runs a drafter's loop until `stop`. If the drafter raises, `failure` is set and `on_failure` is called."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        send: Callable[[int, CandidateLayer, float], None],
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`send` is called in the thread with the key, the new layer, and the seconds of each draft step."""
+        self._loop, self._send, self._on_failure = DraftLoop(drafter), send, on_failure
+        self._stopping = False
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="outpace-drafter")
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        """Send the drafter a message; returns at once."""
+        if self.failure is None:
+            self._loop.post(message)
+
+    def stop(self) -> None:
+        """End the thread after its current draft step."""
+        self._stopping = True
+        self._loop.inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping and threading.main_thread().is_alive():
+                began = time.perf_counter()
+                if layers := self._loop.grow():
+                    seconds = time.perf_counter() - began
+                    for key, layer in layers:
+                        self._send(key, layer, seconds)
+                    self._loop.learn_time(seconds)
+                elif not self._loop.has_work:
+                    self._loop.wait(_POLL_SECONDS)
+        except BaseException as failure:
+            self.failure = failure
+            self._loop.drop(failure)
+            self._on_failure()

@@ -1,0 +1,555 @@
+"""A drafter on another machine: the same text through delays, cuts, partitions and nonsense, and no leftovers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
+from doubles import QuickToy, collect_warnings, decode, make_request, within
+from light import SECONDS, Lookup, failing
+from links import OWN, at, drafting, worker_of
+from processes import REQUESTS, TABLE, TEXTS, Drive, driven, nothing_left, run_script, until
+
+from outpace.card import wire
+from outpace.card.cache import CandidateLayer, Correction
+from outpace.card.link import Address, authenticator, read_address
+from outpace.card.loop import Correct
+from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Layer
+from outpace.card.protocol_pb2 import Request as RequestMessage
+from outpace.card.remote import LinkError, RemoteWorker
+from outpace.card.wire import Identity, ProtocolError, SentRequest
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+
+REPOSITORY = Path(__file__).parents[1]
+KEY = "secret"
+
+
+class SlowToy(QuickToy):
+    """A target whose passes take long enough for a message there and back."""
+
+    def score(self, forest: Any) -> Any:
+        time.sleep(0.002)
+        return super().score(forest)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.mark.parametrize("method", ["card", "planned", "pearl", "ssd"])
+@pytest.mark.parametrize("delay", [0.0, 0.01])
+def test_texts_equal_plain_decoding(method: str, delay: float) -> None:
+    """The requests are greedy, gumbel and match ones."""
+    with drafting(delay=delay) as (server, relay):
+        worker = worker_of(relay)
+        assert worker.is_ready
+        work = partial(decode, REQUESTS, method, worker=worker, target=SlowToy(16, 3, 0))
+        outcome = within(SECONDS, work)
+        assert outcome.texts == TEXTS
+        assert outcome.failure is None
+        assert outcome.figures.accepted > 0 or method == "planned"
+        until(lambda: server.num_requests == 0, "the end of all requests on the drafter's side")
+
+
+def test_the_round_trip_is_measured_and_not_awaited_after_a_miss() -> None:
+    with drafting(delay=0.05) as (_, relay):
+        worker = worker_of(relay)
+        until(lambda: worker.round_trip_seconds > 0, "a measurement")
+        assert 0.1 <= worker.round_trip_seconds < 1.0
+        waits = []
+        worker.wait = lambda cache, layers, depth=0: waits.append(cache.missed)  # type: ignore[method-assign]
+        outcome = within(SECONDS, partial(decode, REQUESTS[:2], "card", worker=worker, target=SlowToy(16, 3, 0)))
+        assert outcome.texts == TEXTS[:2]
+        assert True not in waits
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
+def test_a_link_that_is_cut_is_dialled_again(seed: int) -> None:
+    chance = random.Random(seed)
+    with drafting() as (server, relay):
+        worker = worker_of(relay)
+
+        def work(drive: Drive) -> None:
+            for _ in range(3):
+                drive.until_drafted()
+                for _ in range(chance.randrange(20)):
+                    drive.round()
+                relay.cut()
+            drive.until_drafted()
+
+        (said,) = driven(worker, work)
+        assert "continuing without it until it restarts" in said
+        until(lambda: server.num_requests == 0, "the end of all requests on the drafter's side")
+    assert worker.failure is None or isinstance(worker.failure, LinkError)
+
+
+def test_a_silent_link_is_given_up_and_dialled_again() -> None:
+    with drafting() as (_, relay):
+        worker = worker_of(relay, patience=1.0)
+
+        def work(drive: Drive) -> None:
+            drive.until_drafted()
+            relay.is_held = True
+            written = len(drive.runs) + 12
+            drive.until(lambda: len(drive.runs) >= written, "texts without a drafter")
+            drive.until(lambda: worker.failure is not None, "the end of the link")
+            relay.is_held = False
+            drive.until_drafted()
+
+        (said,) = driven(worker, work)
+    assert "was silent for" in said
+
+
+def test_a_short_silence_is_no_failure() -> None:
+    with drafting() as (_, relay):
+        worker = worker_of(relay)
+
+        def work(drive: Drive) -> None:
+            drive.until_drafted()
+            relay.is_held = True
+            written = len(drive.runs) + 6
+            drive.until(lambda: len(drive.runs) >= written, "texts without a drafter")
+            relay.is_held = False
+            drive.until_drafted()
+
+        assert driven(worker, work) == []
+
+
+SERVER = f"""
+from light import Lookup
+from links import OWN
+from outpace.cluster.draft_server import DraftServer
+with DraftServer(Lookup({TABLE!r}), OWN) as server:
+    print(server.listen("127.0.0.1", int(sys.argv[1])), flush=True)
+    server.has_ended.wait()
+"""
+
+
+def server_process(port: int = 0) -> tuple[subprocess.Popen[str], int]:
+    process = run_script(SERVER, str(port))
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="uses POSIX signals")
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
+def test_a_killed_draft_worker_is_replaced_by_the_next_one(kills: int) -> None:
+    process, port = server_process()
+    worker = RemoteWorker(at(port), OWN, pauses=(0.05,))
+    chance = random.Random(kills)
+    processes = [process]
+
+    def work(drive: Drive) -> None:
+        for number in range(kills):
+            drive.until_drafted()
+            for _ in range(chance.randrange(20)):
+                drive.round()
+            if number % 2:  # a stop of a moment first
+                processes[-1].send_signal(signal.SIGSTOP)
+                for _ in range(20):
+                    drive.round()
+            processes[-1].kill()
+            processes[-1].wait()
+            drive.until(lambda: worker.failure is not None, "its end is seen")
+            processes.append(server_process(port)[0])
+        drive.until_drafted()
+
+    def whole() -> None:
+        drive = Drive(worker)
+        with drive.engine:
+            work(drive)
+            drive.finish()
+
+    try:
+        _, said = collect_warnings(partial(within, (kills + 2) * SECONDS, whole))
+    finally:
+        for one in processes:
+            one.kill()
+            one.communicate()
+    assert len(said) == 1
+
+
+def test_without_a_drafter_the_text_is_written_plainly() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    worker = RemoteWorker(at(port), OWN, pauses=(0.02,), first_seconds=SECONDS)
+    work = partial(decode, REQUESTS, "card", worker=worker, target=SlowToy(16, 3, 0))
+    outcome, said = collect_warnings(partial(within, SECONDS, work))
+    assert outcome.texts == TEXTS
+    assert len(said) == 1
+    assert "no link to 127.0.0.1" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (OWN._replace(num_tokens=17), "toy has 17 tokens, toy has 16"),
+        (OWN._replace(tokenizer="other", name="mine"), "mine has the tokenizer 'other', toy has 'toy tokenizer'"),
+    ],
+)
+def test_another_vocabulary_is_refused(own: Identity, says: str) -> None:
+    with drafting() as (server, relay):
+        with pytest.raises(UserError, match=says):
+            RemoteWorker(at(relay.port), own)
+        assert server.num_requests == 0
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drafting() as (_, relay):
+        hello = OWN.hello
+        hello.protocol_version = 99
+        monkeypatch.setattr(Identity, "hello", hello)
+        with pytest.raises(UserError, match="protocol version 99 was offered, toy speaks 1"):
+            worker_of(relay)
+
+
+@pytest.mark.parametrize(("key", "says"), [(None, "an API key is needed"), ("wrong", "the API key is wrong")])
+def test_a_missing_or_wrong_key_is_refused(key: str | None, says: str) -> None:
+    authenticate = authenticator([hashlib.sha256(KEY.encode()).digest()])
+    with drafting(authenticate=authenticate) as (_, relay):
+        with pytest.raises(UserError, match=says):
+            worker_of(relay, key=key)
+        worker = worker_of(relay, key=KEY)
+        assert worker.is_ready
+        worker.close()
+
+
+def test_tls(tmp_path: Path) -> None:
+    """A process of its own trusts the test's certificate: gRPC reads the variable once."""
+    import trustme
+
+    authority, certificate = trustme.CA(), None
+    certificate = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    from outpace.cluster.draft_server import DraftServer
+
+    code = """
+from links import OWN
+from outpace.card.link import Address
+from outpace.card.remote import RemoteWorker
+from outpace.core.errors import UserError
+try:
+    worker = RemoteWorker(Address("127.0.0.1", int(sys.argv[1]), True), OWN)
+    print("ready" if worker.is_ready else worker.failure)
+    worker.close()
+except UserError as error:
+    print("refused", error)
+"""
+    with DraftServer(Lookup(TABLE), OWN) as server:
+        chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
+        port = server.listen("127.0.0.1", 0, chain, certificate.private_key_pem.bytes())
+        said = []
+        for trusted in (True, False):
+            environment = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(tmp_path / "ca.pem")} if trusted else {}
+            folders = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(REPOSITORY)]!r}\n"
+            command = [sys.executable, "-c", folders + code, str(port)]
+            found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+            said.append(found.stdout.strip())
+    assert said[0] == "ready", said
+    assert said[1].startswith("refused no secure link to 127.0.0.1"), said
+
+
+def messages(seed: int) -> Iterator[FromTarget]:
+    """Yield messages that parse, and make no sense sooner or later."""
+    chance = random.Random(seed)
+
+    def number() -> int:
+        return chance.choice([0, 1, 2, 3, 15, 16, 1000, 2**31, 2**32 - 1])
+
+    def real() -> float:
+        return chance.choice([0.0, 0.5, 1.0, -1.0, 1e300, float("nan"), float("inf")])
+
+    while True:
+        event = Event(key=chance.choice([0, 1, 2**63]))
+        kind = chance.choice(["open", "correction", "directives", "pause", "resume", "close", None])
+        if kind == "open":
+            event.open.next_id = chance.choice([1, 7, 0, -3, 2**62])
+            fields = {"seed": chance.choice([0, 2**64 - 1]), "max_tokens": number(), "choice": number()}
+            event.open.request.CopyFrom(
+                RequestMessage(
+                    prompt=[chance.randrange(17 if chance.random() < 0.2 else 16) for _ in range(chance.randrange(5))],
+                    rule=chance.choice(["greedy", "greedy", "gumbel", "rejection", "x" * 100, ""]),
+                    rule_options=chance.choice([{}, {}, {"a": "b"}]),
+                    temperature=real(),
+                    top_p=real(),
+                    repetition_penalty=real(),
+                    **fields,
+                )
+            )
+        elif kind == "correction":
+            event.correction.tokens.extend(chance.randrange(17) for _ in range(chance.randrange(3)))
+            event.correction.length = number()
+            event.correction.root_id = chance.choice([0, 1, 5, -1, -2, 2**62, -(2**63)])
+        elif kind == "directives":
+            event.directives.share, event.directives.width = real(), number()
+            event.directives.floor, event.directives.outcomes = real(), number()
+        elif kind:
+            getattr(event, kind).SetInParent()
+        yield FromTarget(events=[event])
+
+
+def call(port: int, sent: Iterator[Any]) -> tuple[list[Any], str]:
+    """Send messages or bytes after a hello; return what came back, and the name of the final status."""
+    import grpc
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        serialize = lambda one: one if isinstance(one, bytes) else one.SerializeToString()  # noqa: E731
+        stream = channel.stream_stream("/outpace.v1.Drafting/Draft", serialize, FromDrafter.FromString)
+        found, answers = [], stream(sent, timeout=SECONDS)
+        try:
+            for answer in answers:
+                found.append(answer)
+        except grpc.RpcError as error:
+            return found, error.code().name
+    return found, "OK"
+
+
+def hello() -> FromTarget:
+    return FromTarget(hello=OWN.hello)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.long)])
+def test_senseless_messages_end_their_stream_alone(count: int) -> None:
+    with drafting() as (server, relay):
+        worker = worker_of(relay)
+        drive = Drive(worker)
+        with drive.engine:
+            for seed in range(count):
+                sent = messages(seed)
+                _, status = call(relay.goal, (hello() if n == 0 else next(sent) for n in range(60)))
+                assert status == "INVALID_ARGUMENT"
+                drive.round()
+            drive.until_drafted()
+            drive.finish()
+        assert worker.failure is None
+        assert server.failure is None
+        until(lambda: server.num_requests == 0, "the end of all requests on the drafter's side")
+
+
+@pytest.mark.parametrize(
+    "sent", [[b"\xff" * 20], [hello(), b"\xff" * 20], [FromTarget()], [hello(), hello()], [hello(), b"\0" * (5 << 20)]]
+)
+def test_other_bytes_end_the_stream(sent: list[Any]) -> None:
+    with drafting() as (_, relay):
+        assert call(relay.goal, iter(sent))[1] in ("INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
+
+
+def test_noise_on_the_port_harms_nobody() -> None:
+    chance = random.Random(1)
+    with drafting() as (_, relay):
+        worker = worker_of(relay)
+
+        def work(drive: Drive) -> None:
+            for _ in range(50):
+                with socket.create_connection(("127.0.0.1", relay.goal)) as noise:
+                    noise.sendall(chance.randbytes(chance.randrange(1, 2000)))
+                drive.round()
+            drive.until_drafted()
+
+        assert driven(worker, work) == []
+
+
+GOOD = Layer(key=1, id_steps=[1, 1], parent_steps=[1, 1], tokens=[1, 2], roles=[0, 1], log_probs=[-0.5, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": [1, 16]}, "token 16 was sent, allowed are 0 to 15"),
+        ({"tokens": [1]}, "different lengths"),
+        ({"id_steps": [1, 0]}, "do not rise"),
+        ({"id_steps": [-5, 1]}, "out of range"),
+        ({"parent_steps": [1, 0]}, "before its parent"),
+        ({"parent_steps": [1, -1]}, "before its parent"),
+        ({"log_probs": [-0.5, float("nan")]}, "chance"),
+        ({"log_probs": [0.1, -1.0]}, "chance"),
+        ({"log_probs": [-float("inf"), -1.0]}, "chance"),
+        ({"roles": [0, 9]}, "role 9"),
+        ({"root_id": 2**63 - 1}, "out of range"),
+        ({"alias": -4}, "alias"),
+    ],
+)
+def test_a_senseless_layer_is_refused(changes: dict[str, Any], says: str) -> None:
+    bad = Layer()
+    bad.CopyFrom(GOOD)
+    for name, value in changes.items():
+        bad.ClearField(name)
+        getattr(bad, name).extend(value) if isinstance(value, list) else setattr(bad, name, value)
+    assert wire.read_layer(GOOD, 16).nodes.columns() == ([1, 2], [0, 1], [1, 2], [0, 1], [-0.5, -1.0])
+    with pytest.raises(ProtocolError, match=says):
+        wire.read_layer(bad, 16)
+
+
+def test_a_million_nodes_are_refused() -> None:
+    limit, layer = wire.LayerLimit(), wire.read_layer(GOOD, 16)
+
+    def count_all() -> None:
+        for _ in range(1_000_000):
+            limit.count(1, layer)
+
+    with pytest.raises(ProtocolError, match="more than 65536 nodes"):
+        count_all()
+
+
+def test_a_senseless_drafter_ends_its_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sends is drawn anew at each layer; the text stays the target's."""
+    chance, encode = random.Random(3), wire.layer_message
+
+    def spoil(key: int, layer: CandidateLayer) -> Layer:
+        message = encode(key, layer)
+        if message.tokens and chance.random() < 0.02:
+            name = chance.choice(["tokens", "log_probs", "id_steps", "roles"])
+            getattr(message, name)[0] = 1 << 20 if name == "tokens" else 7
+        return message
+
+    monkeypatch.setattr("outpace.cluster.draft_server.layer_message", spoil)
+    with drafting() as (_, relay):
+        worker = worker_of(relay)
+
+        def work(drive: Drive) -> None:
+            drive.until(lambda: worker.failure is not None, "its end")
+            drive.until_drafted()
+
+        (said,) = driven(worker, work)
+    assert "sent what makes no sense" in said
+
+
+def test_a_drafter_that_fails_ends_its_server() -> None:
+    with drafting(failing(Lookup(TABLE), after=20)) as (server, relay):
+        worker = worker_of(relay)
+        outcome, _ = collect_warnings(partial(decode, REQUESTS, "card", worker=worker, target=SlowToy(16, 3, 0)))
+        assert outcome.texts == TEXTS
+        assert server.has_ended.wait(SECONDS)
+        assert "grow number" in str(server.failure)
+
+
+def test_a_request_crosses_whole() -> None:
+    from outpace.core.types import Adjustments
+
+    adjustments = Adjustments(1.2, 0.5, -0.5, ((3, 1.5), (7, -2.0)), min_tokens=2, allowed=(1, 2, 3))
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**62, "choice": 3}
+    request = make_request([1, 2, 3], "gumbel", 40, stop_ids=frozenset({4, 9}), adjustments=adjustments, **options)
+    found = wire.read_request(RequestMessage.FromString(wire.request_message(request).SerializeToString()), OWN)
+    assert type(found.rule) is type(request.rule)
+    assert found == type(request)(**{**vars(request), "rule": found.rule})
+
+
+def test_a_layer_of_16_nodes_takes_about_10_bytes_a_node() -> None:
+    tree = TokenTree(5, next_id=10_000)
+    for number in range(16):
+        tree.add(number // 2, 40_000 + number, -0.1 * number - 0.1)
+    layer = CandidateLayer(-3, tree.delta(1))
+    message = wire.layer_message(7, layer)
+    assert message.ByteSize() / 16 < 12
+    found = wire.read_layer(Layer.FromString(message.SerializeToString()), 50_000)
+    assert found.root_id == -3
+    for mine, theirs in zip(layer.nodes.columns(), found.nodes.columns(), strict=True):
+        assert theirs == pytest.approx(mine)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "root_id", "says"),
+    [
+        ([], 0, -1, "a correction to length 0"),
+        ([1], 2, -1, "where 1 was expected"),
+        ([1], 1, 0, "root 0"),
+        ([1], 1, 3, "root 3 was sent, which no layer had"),
+        ([16], 1, -1, "token 16"),
+    ],
+)
+def test_a_senseless_correction_is_refused(tokens: list[int], length: int, root_id: int, says: str) -> None:
+    sent = SentRequest(make_request([1, 2]), 3)
+    event = wire.event_message(Correct(1, Correction(tokens, length, root_id)))
+    with pytest.raises(ProtocolError, match=says):
+        sent.read(1, event, OWN)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("grpc://127.0.0.1", "it must be grpc://HOST:PORT"),
+        ("grpc://127.0.0.1:x", "it must be grpc://HOST:PORT"),
+        ("grpc://127.0.0.1:1/x", "it must be grpc://HOST:PORT"),
+        ("grpc://no-such-host.invalid:1", "the host no-such-host.invalid is not known"),
+    ],
+)
+def test_a_wrong_address_is_refused(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read_address(text)
+    assert str(Address("::1", 5, False)) == "[::1]:5"
+
+
+def test_the_generated_code_is_current(tmp_path: Path) -> None:
+    name = "outpace/card/protocol.proto"
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{REPOSITORY}"]
+    command += [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", name]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+    for suffix in (".py", ".pyi"):
+        made = (tmp_path / "outpace" / "card" / f"protocol_pb2{suffix}").read_text()
+        assert made == (REPOSITORY / "outpace" / "card" / f"protocol_pb2{suffix}").read_text(), "see protocol.proto"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["draft-worker", "--listen", "0.0.0.0:0"], "host 0.0.0.0 can be reached from other machines"),
+        (["draft-worker", "--listen", "here"], "it must be HOST:PORT"),
+        (["draft-worker", "--draft-length", "3"], "unknown option"),
+        (["generate", "x", "--worker", "grpc://no-such-host.invalid:1"], "is not known"),
+        (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--draft", "none"], "the draft model is at"),
+        (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--drafter", "ngram"], "name 'ngram' there"),
+        (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--method", "auto", "--width", "3"], "unknown option"),
+    ],
+)
+def test_wrong_flags(run: Run, tiny_folder: str, words: list[str], says: str) -> None:
+    which = ["--draft" if words[0] == "draft-worker" else "--target", tiny_folder]
+    code, _, err = run(*words, *which)
+    assert (code, says in err) == (2, True), err
+
+
+def start_worker(folder: str, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """Start `outpace draft-worker` on a free port; return the process and its address."""
+    command = [sys.executable, "-m", "outpace", "draft-worker", "--draft", folder, "--listen", "127.0.0.1:0", *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    return process, "grpc://" + line.partition(" drafts on ")[2].partition(";")[0]
+
+
+def test_the_commands(run: Run, tiny_folder: str) -> None:
+    process, address = start_worker(tiny_folder, "--width", "4")
+    try:
+        options = ["hello", "--raw", "--target", tiny_folder, "--max-tokens", "60", "--ignore-eos", "--json"]
+        plain = run("generate", *options, "--method", "autoregressive")[1]
+        for sampled in ([], ["--temperature", "0.8", "--seed", "5"]):
+            code, out, err = run("generate", *options, *sampled, "--worker", address)
+            assert code == 0, err
+            found = json.loads(out)
+            assert found["method"] == "card"
+            assert found["mean_accepted_length"] > 1, "the draft equals the target"
+            if not sampled:
+                assert found["tokens"] == json.loads(plain)["tokens"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 143
+    finally:
+        process.kill()
+        process.communicate()
