@@ -12,7 +12,7 @@ from distill_files import OTHERS, settings, silent, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
-from outpace.distill.kinds import eagle3
+from outpace.distill.kinds import KINDS
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.packed_target import PackedTarget
@@ -71,9 +71,9 @@ def test_computed_states_are_the_recorded_ones_but_for_rounding(target: Path) ->
     assert largest_error(target, (0, 2, 3)) > 5
 
 
-def first_losses(target: Path, text: str, folder: Path) -> tuple[list[float], float]:
+def first_losses(kind: str, target: Path, text: str, folder: Path) -> tuple[list[float], float]:
     """Return the losses of the first steps, and the agreement after them."""
-    student = eagle3.new_student(target, DraftShape(), None, taps=TAPS)
+    student = KINDS[kind].new_student(target, DraftShape(), None, "cpu", TAPS)
     source, options = PackedTarget(target, TAPS, "cpu").taps, TrainOptions(rows=2, length=LENGTH, tokens=1000, warmup=2)
     trainer = Trainer(student, target.parents[1] / text, folder, options, source)
     batches = trainer._batches()
@@ -81,8 +81,11 @@ def first_losses(target: Path, text: str, folder: Path) -> tuple[list[float], fl
     return losses, agreement(student, trainer._packer, samples_of(target, text)).top1
 
 
-def test_training_by_computed_states_is_that_by_stored_ones(target: Path, tmp_path: Path) -> None:
-    (stored, top1), (computed, same) = (first_losses(target, text, tmp_path / text) for text in ("stored", "without"))
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_training_by_computed_states_is_that_by_stored_ones(kind: str, target: Path, tmp_path: Path) -> None:
+    (stored, top1), (computed, same) = (
+        first_losses(kind, target, text, tmp_path / text) for text in ("stored", "without")
+    )
     assert np.std(stored) > 0.01
     assert computed == pytest.approx(stored, rel=0.005)
     assert same == pytest.approx(top1, abs=0.02)

@@ -60,6 +60,15 @@ class TrainingBatch:
     num_tokens: int  # answer tokens
 
 
+def follows(batch: TrainingBatch, places: int) -> Tensor:
+    """Return whether the label `places` before (after, if negative) each one is of the same answer: bool [scored]."""
+    answers = batch.labels.answers
+    found = answers.roll(places) == answers
+    found[: max(places, 0)] = False
+    found[len(found) + min(places, 0) :] = False
+    return found
+
+
 def read_samples(folder: Path, length: int, taps: Sequence[int] = ()) -> tuple[list[Sample], list[Sample]]:
     """Return the samples to train on and the held-out ones; UserError if there are none to train on.
 
