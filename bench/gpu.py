@@ -391,7 +391,7 @@ def answers(bench: Bench, inflate: str | None = None) -> Iterator[Row]:
         if bench.is_cuda:
             free = torch.cuda.max_memory_allocated(bench.device)
             yield about | {"peak_gib": free / (1 << 30), "captures": models.target.model.captures.count}
-        del models
+        del models, parts
         gc.collect()
 
 

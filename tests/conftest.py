@@ -51,7 +51,7 @@ def _memory_asked_once() -> Iterator[None]:
     No test depends on the memory bandwidth, so little memory is read to measure it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.engine.kv_memory.available_bytes", cache(available_bytes))
+        patch.setattr("outpace.core.machine.available_bytes", cache(available_bytes))
         patch.setattr(machine, "BUFFER", 2**20)
         yield
 

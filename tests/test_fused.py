@@ -160,11 +160,12 @@ def test_every_kind_of_layer(config: LlamaConfig) -> None:
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
-def test_a_prompt_is_not_captured() -> None:
+@pytest.mark.parametrize(("count", "is_captured"), [(90, True), (270, False)])
+def test_a_short_prompt_is_captured_and_a_long_one_is_not(count: int, is_captured: bool) -> None:
     model, slow = fused(), tiny(exact=False)
-    words, before = [number % reference.TINY.vocab_size for number in range(1, 91)], model.captures.count
-    rows = [one.score([chain(one.open(200, 90), words, [80, 89])]) for one in (model, slow)]
-    assert model.captures.count == before
+    words, before = [number % reference.TINY.vocab_size for number in range(1, count + 1)], model.captures.count
+    rows = [one.score([chain(one.open(400, 300), words, [80, count - 1])]) for one in (model, slow)]
+    assert (model.captures.count > before) is is_captured
     torch.testing.assert_close(*rows, atol=2e-4, rtol=2e-4)
 
 

@@ -166,6 +166,47 @@ def test_few_captures_serve_many_passes() -> None:
     assert model.captures.count == before
 
 
+@pytest.mark.parametrize("hidden", [(), (0, 2)])
+def test_prompts_are_read_in_one_captured_pass_or_in_one_other(
+    hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 256 tokens by a captured pass; longer ones, and too many of them for a bucket, together in one pass."""
+    model, twin, uncaptured = graphs(), slow(), list[int]()
+    run = Llama._score_hidden
+    for counts, expected in (((100, 3, 200), []), ((300, 5, 310), [2]), ((90,) * 40, [40])):
+        runtimes = model, twin
+        parts = [
+            [
+                chain(one.open(320, 320), text(one, count, count), [count - 1])._replace(hidden_rows=[0, count - 2])
+                for count in counts
+            ]
+            for one in runtimes
+        ]
+        wanted = twin.score_hidden(parts[1], hidden)
+        with monkeypatch.context() as patched:
+            patched.setattr(Llama, "_score_hidden", lambda *given: (uncaptured.append(len(given[1])), run(*given))[1])
+            got = model.score_hidden(parts[0], hidden)
+        assert uncaptured == expected
+        uncaptured.clear()
+        near(got.logits, wanted.logits)
+        if hidden:
+            near(got.hidden, wanted.hidden)
+
+
+def test_passes_that_were_captured_in_advance_are_used() -> None:
+    model = graphs()
+    model.reserve_sessions(6, 1 << 30)
+    model.capture_passes([(1, 1), (1, 4), (4, 4), (1, 128), (64, 64)], (1,))
+    before, kv = model.captures.count, model.pool.kv
+    sessions = [model.open(100, 40) for _ in range(4)]
+    for session in sessions:
+        session.reserve(60)
+    model.score_hidden([chain(session, [1, 2, 3], [2]) for session in sessions], (1,))
+    model.score_hidden([chain(sessions[0], [5], [0], keep=[0, 1, 2])], (1,))
+    assert model.pool.kv is kv
+    assert model.captures.count <= before + 2, "what moves the kept nodes, and an output layer of four rows"
+
+
 def test_more_sessions_than_a_pass_takes() -> None:
     config = replace(reference.TINY, num_layers=1)
     model, twin = graphs(config), slow(config)

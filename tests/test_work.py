@@ -237,6 +237,17 @@ def test_the_host_waits_once_for_a_likelihood() -> None:
     assert waits.seen["cpu"] == 1, waits.seen  # what follows is on the host
 
 
+def test_a_gpu_gets_more_rows_and_longer_chunks_in_a_pass() -> None:
+    """A row adds little to the time of its pass, which is that of reading all weights."""
+    sizes = []
+    for device in ("cuda:0", "cpu"):
+        target = QuickToy(16, 3, 0)
+        target.device = device
+        with Engine(target, options=EngineOptions(kv_memory=0.01)) as engine:
+            sizes.append((engine._max_rows, engine._chunk))
+    assert sizes == [(512, 2048), (64, 256)]
+
+
 REPORTED = [
     make_request((number, 2), rule="gumbel", temperature=0.8, top_k=9, seed=number, max_tokens=6, logprobs=options)
     for number, options in enumerate([LogprobsOptions(3, processed=True)] * 4 + [LogprobsOptions(2)] * 3)

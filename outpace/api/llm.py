@@ -138,6 +138,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.engine = build_engine(self.target, self.draft, build)
         try:
             self._shared = SharedEngine(self.engine)
+            if self.target.model.is_asynchronous:
+                self.engine.capture_passes()
             drafters = self.engine.drafting.drafters.values()
             is_known = self._profile is not None and self._profile.load(self.engine.costs, drafters)
             if self.method == AUTO and not is_known:

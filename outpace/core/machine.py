@@ -93,6 +93,14 @@ LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.us
 FILE_PAGES = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")  # freed on demand
 
 
+def free_bytes(device: Any) -> int:
+    """Return the free memory of a device; on a GPU also what torch's allocator holds and does not use."""
+    if not str(device).startswith("cuda"):
+        return available_bytes()
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of memory still available: the least of the machine's, the containers' and the process's limits.
 

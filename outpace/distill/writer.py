@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from outpace.core import registry
+from outpace.core.machine import free_bytes
 from outpace.core.noise import row_words
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.sampling import Sampling
@@ -73,7 +73,7 @@ def make_writer(
     if options.taps or not isinstance(model, GraphLlama) or model.exact or model.captures.is_eager:
         return EngineWriter(model, stop_ids, options)
     row_bytes = (max_prompt + options.max_tokens) * model.token_bytes + 4 * _TEMPORARIES * model.vocab_size
-    rows = int(MEMORY * torch.cuda.mem_get_info(model.device)[0] / row_bytes)
+    rows = int(MEMORY * free_bytes(model.device) / row_bytes)
     return GraphLoopWriter(model, stop_ids, options, max_prompt, max(1, min(options.rows, rows)))
 
 

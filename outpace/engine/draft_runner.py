@@ -18,6 +18,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER, Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.engine.sequence import TokenSequence
+from outpace.models.base import Model
 from outpace.planning.cost_model import CostModel
 
 T = TypeVar("T")
@@ -46,6 +47,11 @@ class DraftRunner:
     @property
     def drafter(self) -> Drafter | None:
         return self.drafters.get(self._names[0]) if self._names else None
+
+    @property
+    def models(self) -> list[Model]:
+        """The models that draft in the engine's thread."""
+        return list(dict.fromkeys(model for drafter in self.drafters.values() for model in drafter.capabilities.models))
 
     @property
     def num_captures(self) -> int:

@@ -37,22 +37,24 @@ _INTERRUPTED = "the answer was cut off because its round was interrupted (Ctrl-C
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together;
-    `chunk`: prompt tokens in a pass; `batch`: requests running at once, others wait; `kv_memory`: GiB for keys and
-    values (None: half of the free memory); `reuse`: start prompts from the keys and values of a text with the same
-    prefix, and let drafters copy what followed the whole prompt there."""
+    """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together
+    (None: 64 on a CPU, 512 on a GPU); `chunk`: prompt tokens in a pass (None: 256 on a CPU, 2,048 on a GPU); `batch`:
+    requests running at once, others wait; `kv_memory`: GiB for keys and values (None: half of the free memory);
+    `reuse`: start prompts from the keys and values of a text with the same prefix, and let drafters copy what followed
+    the whole prompt there."""
 
     nodes: int = 8
-    rows: int = 64
-    chunk: int = 256
+    rows: int | None = None
+    chunk: int | None = None
     batch: int = 16
     kv_memory: float | None = None
     reuse: bool = True
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes, 1, 4096)
-        check_whole("rows", self.rows, 1, 65536)
-        check_whole("chunk", self.chunk, 1, 65536)
+        for name in ("rows", "chunk"):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, 1, 65536)
         check_whole("batch", self.batch, 1, 4096)
         if self.kv_memory is not None:
             check_range("kv_memory", self.kv_memory, 0.0)
@@ -97,7 +99,10 @@ class Engine(AbstractContextManager["Engine"]):
         the seconds by which everything is timed. `needs` are those of the rules that requests may use."""
         self.target = target if worker is None else worker.wrap_target(target)
         self._clock = clock
-        self.options = options or EngineOptions()
+        self.options = options = options or EngineOptions()
+        on_gpu = str(target.device).startswith("cuda")
+        self._max_rows = options.rows or (512 if on_gpu else 64)
+        self._chunk = options.chunk or (2048 if on_gpu else 256)
         self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = DraftRunner(named, worker, self.costs, clock, target.vocab_size)
@@ -107,9 +112,9 @@ class Engine(AbstractContextManager["Engine"]):
         # Without exact mode, chunk boundaries change the last bits of logits and may flip near-ties: chunk sizes must
         # not depend on measured times.
         self._prefill_costs = PrefillCostModel(learns=target.exact)
-        kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
-        self.memory = KVMemory(self.target, drafts, self.options.nodes, self.options.kv_memory, kept)
+        self._max_kept = options.batch if options.reuse else 0
+        self.memory = KVMemory(self.target, drafts, options.nodes, options.kv_memory, self._max_kept)
         self._answers = AnswerCache() if self.options.reuse else None
         self._scheduler = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._answers)
         self._keys = itertools.count()
@@ -249,7 +254,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._planned = batch
         for sequence in running:
             context, most = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
-            context.budget = max(1, min(most, self.options.rows // len(running)))
+            context.budget = max(1, min(most, self._max_rows // len(running)))
             context.requests, context.batch = len(running), batch
             context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
             batch.rows += context.rows
@@ -281,7 +286,7 @@ class Engine(AbstractContextManager["Engine"]):
         is_awaited = any(s.state is not State.PREFILLING and not s.history.first_token for s in running)
         unread = [Unread(sequence.unread, sequence.prefilled) for sequence in reading]
         slope = self._prefill_costs.slope if len(running) > 1 else 0.0  # if it runs alone, no other request waits
-        shares = split_prefill_budget(unread, self.options.chunk, slope, is_awaited)
+        shares = split_prefill_budget(unread, self._chunk, slope, is_awaited)
         chunks = []
         for sequence, share in zip(reading, shares, strict=True):
             if share:
@@ -298,6 +303,20 @@ class Engine(AbstractContextManager["Engine"]):
         prefilled, verified = self._runner.run(batch.chunks, batch.trees, meanwhile)
         self.drafting.check_worker()
         return BatchOutput(prefilled, verified, self._clock() - began, self.num_captures > captures)
+
+    def capture_passes(self) -> None:
+        """Make room for a full batch of short texts, and capture the passes that rounds are likely to need, so that no
+        request waits for them. Other sizes are captured when they first occur."""
+        batches = [1 << power for power in range((min(self.options.batch, 32) - 1).bit_length() + 1)]
+        nodes = [1 << power for power in range((self.options.nodes - 1).bit_length() + 1)]
+        sizes = [(batch, count) for batch in batches for count in nodes if batch * count <= self._max_rows]
+        reading = [(batch, count) for batch in batches[:4] for count in (128, 256)]
+        self.target.reserve_sessions(self.options.batch + self._max_kept, self.memory.budget // 2)
+        self.target.capture_passes([*sizes, *reading], self.needs.layers)
+        drafted = [(batch, count) for batch in batches for count in (1, 2, 4, 8)]
+        for model in self.drafting.models:
+            model.reserve_sessions(self.options.batch, self.memory.budget // 8)
+            model.capture_passes([*drafted, *reading])
 
     @property
     def num_captures(self) -> int:

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
-from outpace.core.machine import available_bytes
+from outpace.core.machine import free_bytes
 from outpace.engine.prefix_index import HashedTokens, PrefixIndex
 from outpace.engine.sequence import DraftLink, TokenSequence
 from outpace.models.base import Model, Session
@@ -305,10 +304,3 @@ def _shared_by_drafts(holder: TokenSequence | _KeptText, sequence: TokenSequence
     if mine.state is not None:  # `sequence` was paused
         return min(length, mine.prompt_read)
     return min(length - 1, its.state.held_prefix) if its.state is not None and its.name == mine.name else 0
-
-
-def free_bytes(device: torch.device | str) -> int:
-    """Return the free memory of the device in bytes."""
-    if str(device).startswith("cuda"):
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()

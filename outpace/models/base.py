@@ -247,6 +247,14 @@ class Model(SupportsMultiStep):
         """Number of passes captured so far, as CUDA graphs for instance: a call that captures takes longer."""
         return 0
 
+    def reserve_sessions(self, count: int, most_bytes: int) -> None:
+        """Make room for this many sessions with short texts, where sessions share a store that moves when it grows; it
+        may keep up to `most_bytes`."""
+
+    def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
+        """Capture passes in advance, where passes are captured. `sizes`: sessions of a pass, and nodes of each;
+        `layers`: as in `score_hidden`."""
+
     @property
     def weight_bytes(self) -> int | None:
         """Bytes of weights that one pass reads; None if unknown."""

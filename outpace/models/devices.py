@@ -11,7 +11,7 @@ from typing import Any
 from outpace.core.errors import UserError, require
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, torch
-from outpace.core.machine import available_bytes
+from outpace.core.machine import available_bytes, free_bytes
 from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.native.binding import read_formats
@@ -93,7 +93,7 @@ def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) ->
     """Raise UserError if a model's weights do not fit in the free memory of its GPU."""
     if not options.is_on_cuda:
         return
-    free = torch.cuda.mem_get_info(options.device)[0]
+    free = free_bytes(options.device)
     needed = int(OVERHEAD * torch_bytes(shapes, options))
     if needed > free:
         fitting = sum(map(math.prod, shapes.values())) * free / needed

@@ -33,8 +33,11 @@ class FeaturePasses(GraphLlama):
         super().__init__(*args)
         self._features = torch.zeros_like(self._hidden)  # of a captured pass: [rows, hidden]
 
-    def _has_bucket(self, part: Part) -> bool:
-        return super()._has_bucket(part._replace(inputs=None))
+    def _has_bucket(self, part: Part, most: int) -> bool:
+        return super()._has_bucket(part._replace(inputs=None), most)
+
+    def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
+        """Do nothing: a pass needs features."""
 
     def _run(self, start: int, block: Sequence[BatchPart], saved: Mapping[int, Tensor]) -> None:
         rows = pass_rows(start, block, [range(len(part.tokens)) for _, part, *_ in block])

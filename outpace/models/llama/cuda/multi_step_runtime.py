@@ -25,7 +25,6 @@ from outpace.core.logits import SparseLogits, tensor_of
 from outpace.core.multi_step import MAX_DEPTH, ExpandedNode, MultiStepRequest
 from outpace.core.tree import PREFIX
 from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes
-from outpace.models.llama.cuda.pool import LEAST
 from outpace.models.llama.cuda.runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.cuda.step_choice import NodeSelection, StepBucket, StepInputs, StepNodes, proposals
 from outpace.models.llama.torch.attention import attend_batch_exactly
@@ -58,7 +57,7 @@ class SteppingLlama(GraphLlama):
     def _run_steps(self, requests: Sequence[MultiStepRequest], scores: Tensor, bucket: StepBucket) -> np.ndarray:
         """Fill the buffers, replay the graph, and wait for its results."""
         most, noisy = max(one.session.used for one in requests) + bucket.taken, any(one.keys for one in requests)
-        slots = min(next_power_of_two(most, LEAST), self.pool.slots)
+        slots = min(next_power_of_two(most, self.least_slots), self.pool.slots)
         inputs = self._inputs(("steps", bucket), _shapes(bucket))
         rows, vocab = bucket.batch * bucket.width, scores.shape[-1]
         first: Tensor = self.captures.buffers(("step scores", rows, vocab), lambda: scores.new_zeros(rows, vocab))

@@ -2,9 +2,9 @@
 
 A pass runs over static buffers, in buckets of sessions, nodes per session and slots. Each bucket is captured once, as a
 CUDA graph or its stand-in (`captures`). All sessions' keys and values are in one pool. What has no bucket, such as long
-chunks of prompts and vectors in place of tokens, runs through the torch runtime on the same sessions; that is also the
-slow path against which the fast one is tested. CUDA graphs: Ng et al., "Accelerating PyTorch with CUDA Graphs", 2021.
-Sums depend on the bucket here; in `multi_step_runtime.ExactGraphLlama` they do not.
+chunks of prompts and vectors in place of tokens, runs in one pass of the torch runtime on the same sessions; that is
+also the slow path against which the fast one is tested. CUDA graphs: Ng et al., "Accelerating PyTorch with CUDA
+Graphs", 2021. Sums depend on the bucket here; in `multi_step_runtime.ExactGraphLlama` they do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.logits import TargetOutput, tensor_of
-from outpace.models.base import Part
+from outpace.models.base import Part, chain
 from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, Shapes, StaticInputs, pass_shapes, visible_bits
 from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, pool_shape
 from outpace.models.llama.torch.attention import attend_batch, tree_mask
@@ -30,8 +30,11 @@ from outpace.models.llama.torch.runtime import Llama
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MOST_NODES = 64  # per session in a captured pass; a prompt's chunk may have more
+MOST_NODES = 64  # of a session's tree in a captured pass
 MOST_SESSIONS = 32
+MOST_ROWS = MOST_NODES * MOST_SESSIONS
+MOST_READ = MOST_PENDING  # tokens of a prompt that a captured pass reads
+MOST_POSITIONS = 1 << 17  # whose rotations are made in advance: larger tables would move, and captures be lost
 MOST_HEAD_ROWS = 256  # in a captured output layer
 FEW_MOVES = 8
 NO_STATES: Mapping[int, Tensor] = {}
@@ -71,12 +74,13 @@ class GraphLlama(Llama):
 
     attention = "matmul"  # or "fused", by our own kernels
     session_type: type[GraphSession] = GraphSession  # type: ignore[assignment]  # its own storage
+    least_slots = LEAST  # of a session, and of a captured pass
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.pool = Pool(self.config, self._kv_format, self.device)
+        self.pool = Pool(self.config, self._kv_format, self.device, self.least_slots)
         self.captures = Captures(self.device.type != "cuda")
-        self._hidden = self.embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
+        self._hidden = self.embedding.new_zeros(MOST_ROWS, self.config.hidden_size)
 
     @classmethod
     def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> Self:
@@ -100,33 +104,61 @@ class GraphLlama(Llama):
 
     def stored_bytes(self, slots: Sequence[int]) -> int:
         """Return the bytes of the pool: rows and slots are powers of two, and all rows are as long as the longest."""
-        rows, width = pool_shape(slots)
+        rows, width = pool_shape(slots, self.least_slots)
         return rows * (width + SPARE) * self.token_bytes if rows else 0
 
     @torch.inference_mode()
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
-        """Run parts that have a bucket in captured passes, and every other part in a pass of its own."""
+        """Run parts that have a bucket in captured passes, and the others in one more pass."""
         if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
             return self._score_uncaptured(forest, layers)
-        captured = [number for number, part in enumerate(forest) if self._has_bucket(part)]
+        groups, rest = self._captured_groups(forest)
         outputs: dict[int, TargetOutput] = {}
-        for places in split_by_length([len(forest[number].tokens) for number in captured]):
-            numbers = [captured[place] for place in places]
+        for numbers in groups:
             outputs |= zip(numbers, self._score_captured([forest[number] for number in numbers], layers), strict=True)
-        for number, part in enumerate(forest):
-            if number not in outputs:
-                outputs[number] = self._score_uncaptured([part], layers)
+        if rest:
+            parts = [forest[number] for number in rest]
+            outputs |= zip(rest, _split(self._score_uncaptured(parts, layers), parts), strict=True)
         return _joined([outputs[number] for number in range(len(forest))])
+
+    def _captured_groups(self, forest: Sequence[Part]) -> tuple[list[list[int]], list[int]]:
+        """Return the numbers of the parts of each captured pass, and of those without a bucket."""
+        trees = [number for number, part in enumerate(forest) if self._has_bucket(part, MOST_NODES)]
+        counts = [len(forest[number].tokens) for number in trees]
+        groups = [[trees[place] for place in places] for places in split_by_length(counts)]
+        rest = [number for number in range(len(forest)) if number not in trees]
+        read = [number for number in rest if self._has_bucket(forest[number], MOST_READ)]
+        if read and _bucket_rows([next_power_of_two(len(forest[number].tokens)) for number in read]) <= MOST_ROWS:
+            groups.append(read)
+            rest = [number for number in rest if number not in read]
+        return groups, rest
 
     def _score_uncaptured(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         for part in forest:
             part.session.settle()
         return super()._score_hidden(forest, layers)
 
-    def _has_bucket(self, part: Part) -> bool:
+    def _has_bucket(self, part: Part, most: int) -> bool:
+        """Return whether a captured pass can run this part; `most`: tokens."""
         is_plain = part.length is None and part.mlp_bias is None and part.inputs is None
         pending = len(part.tokens) + part.session.pending
-        return is_plain and len(part.tokens) <= MOST_NODES and pending <= MOST_PENDING
+        return is_plain and len(part.tokens) <= most and pending <= MOST_PENDING
+
+    def reserve_sessions(self, count: int, most_bytes: int) -> None:
+        while count > 1 and self.stored_bytes([1] * count) > most_bytes:
+            count //= 2
+        self.pool.reserve(count, most_bytes // self.token_bytes)
+        self._rope.reach(min(self.max_positions, MOST_POSITIONS))
+
+    def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
+        for batch, nodes in sorted(sizes, key=lambda size: -size[1]):  # the longest rows first: the pool moves for them
+            if next_power_of_two(batch) * next_power_of_two(nodes) > MOST_ROWS:
+                continue
+            opened = [self.open(nodes, nodes) for _ in range(batch)]
+            for session in opened:
+                session.reserve(nodes)
+            rows = range(nodes if nodes <= MOST_NODES else 1)
+            self.score_hidden([chain(session, [0] * nodes, rows) for session in opened], layers)
 
     def _score_captured(self, forest: Sequence[Part], layers: Sequence[int]) -> list[TargetOutput]:
         """Run captured passes over all parts; return the output of each."""
@@ -145,15 +177,14 @@ class GraphLlama(Llama):
                 continue
             block = [parts[number] for number in numbers]
             self._run(start, block, saved)
-            logits = self._read(start, block).split([len(part.logit_rows) for _, part, *_ in block])
-            hidden: Sequence[Tensor | None] = [None] * len(block)
+            hidden = None
             if layers:
                 rows = pass_rows(start, block, [part.hidden_rows for _, part, *_ in block])
                 index = to_device(rows, np.int64, self.device)
-                states = torch.stack([saved[layer][index] for layer in layers])
-                hidden = states.split([len(part.hidden_rows) for _, part, *_ in block], dim=1)
-            for number, own, its in zip(numbers, logits, hidden, strict=True):
-                outputs[number] = TargetOutput(own, its)
+                hidden = torch.stack([saved[layer][index] for layer in layers])
+            found = _split(TargetOutput(self._read(start, block), hidden), [part for _, part, *_ in block])
+            for number, output in zip(numbers, found, strict=True):
+                outputs[number] = output
         return outputs
 
     def _saved_states(self, layer: int) -> Tensor:
@@ -172,7 +203,7 @@ class GraphLlama(Llama):
         """Run the rows from `start` on through the layers; write the last hidden states [batch * nodes, hidden] to
         `_hidden`, and those after each number of layers in `saved` to its buffer."""
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
-        slots = min(next_power_of_two(max(session.used for session, *_ in block), LEAST), self.pool.slots)
+        slots = min(next_power_of_two(max(session.used for session, *_ in block), self.least_slots), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
         self._move(start, batch, block)
         key = ("pass", start, batch, nodes, slots, tuple(sorted(saved)))
@@ -296,6 +327,15 @@ def save_states(saved: Mapping[int, Tensor], layer: int, x: Tensor) -> None:
     """Copy the hidden states after this number of layers to their buffer, if there is one."""
     if layer in saved:
         saved[layer][: len(x)].copy_(x)
+
+
+def _split(output: TargetOutput, parts: Sequence[Part]) -> list[TargetOutput]:
+    """Return the output of each part of a pass."""
+    logits = tensor_of(output.logits).split([len(part.logit_rows) for part in parts])
+    hidden: Sequence[Tensor | None] = [None] * len(parts)
+    if output.hidden is not None:
+        hidden = tensor_of(output.hidden).split([len(part.hidden_rows) for part in parts], dim=1)
+    return [TargetOutput(*pair) for pair in zip(logits, hidden, strict=True)]
 
 
 def _joined(outputs: Sequence[TargetOutput]) -> TargetOutput:

@@ -55,7 +55,7 @@ class WritingLoop:
         self.rows, self.length, self.top = rows, length, top
         self._model, device = copy(model), model.device
         self._model.captures = Captures(model.captures.is_eager)
-        self._model.pool = Pool(model.config, model._kv_format, device)
+        self._model.pool = Pool(model.config, model._kv_format, device, model.least_slots)
         self._model.pool.resize(rows, length)
         self._model._rope.reach(length)
         self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
