@@ -391,8 +391,10 @@ def answers(bench: Bench, inflate: str | None = None) -> Iterator[Row]:
         if bench.is_cuda:
             free = torch.cuda.max_memory_allocated(bench.device)
             yield about | {"peak_gib": free / (1 << 30), "captures": models.target.model.captures.count}
-        del models, parts
+        del models
         gc.collect()
+        if bench.is_cuda:
+            torch.cuda.empty_cache()
 
 
 def checks(bench: Bench) -> Iterator[Row]:
