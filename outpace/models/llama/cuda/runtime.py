@@ -122,7 +122,7 @@ class GraphLlama(Llama):
         return _joined([outputs[number] for number in range(len(forest))])
 
     def _captured_groups(self, forest: Sequence[Part]) -> tuple[list[list[int]], list[int]]:
-        """Return the numbers of the parts of each captured pass, and of those without a bucket."""
+        """Return the parts of each captured pass, and the parts without a bucket, by number."""
         trees = [number for number, part in enumerate(forest) if self._has_bucket(part, MOST_NODES)]
         counts = [len(forest[number].tokens) for number in trees]
         groups = [[trees[place] for place in places] for places in split_by_length(counts)]
