@@ -19,12 +19,13 @@ from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.core.stats import merge_stats
 from outpace.distill.batches import PackedRows, Packer, TrainingBatch, read_samples
+from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.kinds import dspark
 from outpace.distill.kinds.dspark import BLOCK, DSparkStudent, new_student, shape_from_options, vocab_ids
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.losses import LossOptions
 from outpace.distill.options import DistillOptions
-from outpace.distill.run import distill
+from outpace.distill.run import distill, save_evaluation
 from outpace.distill.train import CHAIN, agreement, read_curve
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
@@ -223,6 +224,18 @@ def test_the_text_stays_the_same_and_the_estimate_is_right(run: DistillOptions) 
     assert figures.accepted > 0
     assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
     assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
+
+
+def test_a_head_is_evaluated_by_the_time_of_a_block(run: DistillOptions) -> None:
+    evaluation = EvaluationOptions(prompts=3, max_tokens=8)
+    found = distill(replace(run, stage="judge", tasks=run.prompts, evaluation=evaluation), silent)
+    assert found is not None
+    assert found.speed.drafts_blocks
+    assert all(row.chain >= 1.0 for row in found.rows)
+    save_evaluation(run, found)
+    card = (run.out / "draft" / "README.md").read_text()
+    assert "layers: [1, 3, 4]" in card
+    assert "draft block" in card
 
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:

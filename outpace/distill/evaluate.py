@@ -17,6 +17,7 @@ from outpace.core.options import CheckedOptions, whole
 from outpace.core.stats import Positions, RunStats, merge_stats, rates
 from outpace.distill.progress_display import Progress
 from outpace.models.base import chain
+from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import FeatureSession
 from outpace.models.load import Loaded
 from outpace.models.options import FILE
@@ -54,11 +55,12 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """Seconds of a draft step of one row, and of target passes by rows, on this machine."""
+    """Seconds of a draft step of one row or block, and of target passes by rows, on this machine."""
 
     draft_step: float
     passes: Mapping[int, float]
     is_disturbed: bool = False  # by other work on this machine, so that the times are unreliable
+    drafts_blocks: bool = False  # whether one draft step drafts a whole chain
 
     @property
     def cost(self) -> float:
@@ -117,7 +119,7 @@ def predicted_speedups(rows: Sequence[Acceptance], speed: ModelTimes) -> dict[in
     return {
         length: theory.speedup(
             theory.expected_tokens_by_position(reach[:length]),
-            length,
+            1 if speed.drafts_blocks else length,
             speed.cost,
             speed.passes[length + 1] / speed.passes[1],
         )
@@ -137,7 +139,8 @@ def _measure_acceptance(
 
     def decode(nodes: int, width: int, depth: int) -> RunStats:
         # the last round of an answer may draft past its end, which counts too
-        shape: dict[str, Any] = {"nodes": nodes + 1, "width": width, "draft_length": depth, "floor": 0.0}
+        shape: dict[str, Any] = {"nodes": nodes + 1, "width": width, "draft_length": depth}
+        shape |= {} if isinstance(draft.model, BlockModel) else {"floor": 0.0}
         with LLM(target, draft, method="speculative", drafter=draft.drafter, batch=4, **shape) as llm:
             results = llm.generate(encoded, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
         return merge_stats([result.figures for result in results])
@@ -165,13 +168,30 @@ def _time_models(target: Any, draft: Any) -> ModelTimes:
 
     The measurements alternate, so that a disturbance affects all of them.
     """
-    counts = range(1, POSITIONS + 2)
-    step = _timed_pass(draft, 1)
+    counts, drafts_blocks = range(1, POSITIONS + 2), isinstance(draft, BlockModel)
+    step = _timed_block(draft) if drafts_blocks else _timed_pass(draft, 1)
     passes = [lambda: statistics.fmean(step() for _ in range(CHAIN)), *(_timed_pass(target, count) for count in counts)]
     times = list(zip(*([timed() for timed in passes] for _ in range(TIMED)), strict=True))
     draft_step, *rest = (statistics.median(column) for column in times)
     is_disturbed = any(statistics.median(column) > UNEVEN * min(column) for column in times)
-    return ModelTimes(draft_step, dict(zip(counts, rest, strict=True)), is_disturbed)
+    return ModelTimes(draft_step, dict(zip(counts, rest, strict=True)), is_disturbed, drafts_blocks)
+
+
+def _timed_block(model: BlockModel) -> Callable[[], float]:
+    """Return a function that times the drafting of one block, as a chain, after CONTEXT tokens."""
+    head, context = model.head, min(CONTEXT, model.max_positions // 2)
+    session = model.open(context + head.block, context + head.block)
+    session.add_features(model.fuse(torch.ones(len(head.taps), context, head.target_width)))
+    model.read_features([session])
+
+    def timed() -> float:
+        started = time.perf_counter()
+        draft = model.draft([session], [1])
+        rows = [draft.layer(0, depth, [[1] * (depth + 1)]) for depth in range(head.num_drafted)]
+        float(rows[-1].values[-1, -1])  # waits for the device
+        return time.perf_counter() - started
+
+    return timed
 
 
 def _timed_pass(model: Any, rows: int) -> Callable[[], float]:

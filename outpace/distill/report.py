@@ -13,7 +13,7 @@ from outpace.distill.options import DRAFT, TRAINING
 from outpace.distill.train import CURVE, read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
-from outpace.models.heads.reader import TAPS
+from outpace.models.heads.reader import BLOCK_TAPS, TAPS
 from outpace.models.llama.config.llama_config import from_dict
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def table(found: Evaluation) -> Table:
 def _times(found: Evaluation) -> str:
     """Describe both models' times and the speedup predicted from them."""
     speed = found.speed
-    text = f"draft step {speed.draft_step * 1e3:.2f} ms, target pass {1e3 * speed.passes[1]:.2f} ms: c {speed.cost:.3f}"
+    unit = "block" if speed.drafts_blocks else "step"
+    text = (
+        f"draft {unit} {speed.draft_step * 1e3:.2f} ms, target pass {1e3 * speed.passes[1]:.2f} ms: c {speed.cost:.3f}"
+    )
     if found.predicted:
         length, best = max(found.predicted.items(), key=lambda item: item[1])
         text += f"; predicted speedup at temperature 0: {best:.2f} by chains of {length}"
@@ -147,8 +150,9 @@ def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[s
     facts = {"layers": str(sizes["num_hidden_layers"]), "width": str(sizes["hidden_size"])}
     if "target_layers" in ours:
         facts["from the target's layers"] = str(ours["target_layers"])
-    if TAPS in config:
-        facts["reads the target's hidden states after layers"] = str(config[TAPS])
+    for name in (TAPS, BLOCK_TAPS[0][1]):
+        if name in config:
+            facts["reads the target's hidden states after layers"] = str(config[name])
     if state.get("draft"):
         facts["training continued from"] = state["draft"]
     if "draft_vocab_size" in ours:
