@@ -12,7 +12,7 @@ from typing import Any
 
 from outpace_kernels import OfferMap, TopKRows, attach_offers
 
-from outpace.core.logits import SparseLogits
+from outpace.core.logits import SparseLogits, select_rows
 from outpace.core.options import MethodOptions, parsed, whole
 from outpace.core.types import Observation, TopK
 from outpace.drafters._calibration import PickModels
@@ -96,6 +96,14 @@ class ChildAdder:
                     layer.append(job._replace(frontier=frontier))
                     logits.append(logits_of(number, depth, frontier))
             self.add(layer, logits, log_confidence)
+
+    def add_block(self, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> None:
+        """Add up to `block` layers from as many rows of logits of each job, which do not depend on the nodes."""
+
+        def logits_of(number: int, depth: int, nodes: Sequence[int]) -> SparseLogits:
+            return held._replace(values=select_rows(held.values, [number * block + depth] * len(nodes)), best=())
+
+        self.add_layers(jobs, block, logits_of)
 
     def _attach(self, jobs: Sequence[ExpansionJob], offers: Sequence[TopK]) -> None:
         states, trees, frontiers = zip(*jobs, strict=True)

@@ -46,8 +46,12 @@ class MaskExpander(TreeExpander):
         """Prepare a session for the masks of a forward."""
 
 
-class FeatureMaskExpander(FeatureExpander, MaskExpander):
-    """Does the same with a head, whose mask slots read a feature of their own."""
+class RootExpander(FeatureExpander, MaskExpander):
+    """Scores the root of each tree with a head."""
+
+
+class FeatureMaskExpander(RootExpander):
+    """Scores the root and masks with a head, whose mask slots read a feature of their own."""
 
     model: EagleModel
 

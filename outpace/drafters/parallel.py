@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
-from outpace.core.logits import SparseLogits, select_rows
 from outpace.core.options import whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
@@ -61,7 +60,7 @@ class ParallelDrafter(Drafter):
         self._expander.pause(state)
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        _add_layers(self._children, jobs, self._expander.score(jobs), self._block)
+        self._children.add_block(jobs, self._expander.score(jobs), self._block)
 
 
 class ParallelHeadDrafter(FeatureDrafter):
@@ -75,16 +74,7 @@ class ParallelHeadDrafter(FeatureDrafter):
         super().__init__(head, expander, ChildAdder(options))
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        _add_layers(self._children, jobs, self._expander.score(jobs), self._block)
-
-
-def _add_layers(children: ChildAdder, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> None:
-    """Add layers from `block` rows of logits of each job."""
-
-    def logits_of(number: int, depth: int, nodes: Sequence[int]) -> SparseLogits:
-        return held._replace(values=select_rows(held.values, [number * block + depth] * len(nodes)), best=())
-
-    children.add_layers(jobs, block, logits_of)
+        self._children.add_block(jobs, self._expander.score(jobs), self._block)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

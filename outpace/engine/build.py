@@ -24,7 +24,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "polled", "inline")
-HEAD_DRAFTERS = ("block", "eagle")  # they run trained heads only
+HEAD_DRAFTERS = ("block", "eagle", "specformer")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED = "planned"  # the same with a drafter in parallel with the target

@@ -2,7 +2,8 @@
 
 EAGLE-1: Li et al., arXiv:2401.15077; EAGLE-3: arXiv:2503.01840. P-EAGLE: the same, with mask slots that draft in
 parallel. DFlash: a block of mask tokens that attends to the target's hidden states. DSpark: DFlash with a Markov bias,
-arXiv:2607.05147. Medusa: further output layers, arXiv:2401.10774.
+arXiv:2607.05147. Medusa: further output layers, arXiv:2401.10774. SpecFormer: slots that attend to each other,
+arXiv:2511.20340.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outpace.core.errors import UserError
 from outpace.models.llama.config.llama_config import LlamaConfig
 
 EAGLE3, EAGLE4, P_EAGLE, DFLASH, DSPARK = "EAGLE-3", "EAGLE-4", "P-EAGLE", "DFlash", "DSpark"
-EAGLE1, MTP, MEDUSA = "EAGLE-1", "MTP of MiMo", "Medusa"
+EAGLE1, MTP, MEDUSA, SPECFORMER = "EAGLE-1", "MTP of MiMo", "Medusa", "SpecFormer"
 BLOCKS = (DFLASH, DSPARK)  # kinds that draft a block of mask tokens
 JOINED = (EAGLE1, MTP)  # kinds whose fc reads a token's embedding and a feature
 DRAFTERS = {  # the drafter that runs a kind
@@ -26,6 +27,7 @@ DRAFTERS = {  # the drafter that runs a kind
     EAGLE1: "eagle",
     MTP: "eagle",
     MEDUSA: "block",
+    SPECFORMER: "specformer",
 }
 SPECULATORS = {  # speculators_model_type: the kind
     "eagle3": EAGLE3,
@@ -48,6 +50,7 @@ ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the
     ("dflash", DFLASH),
     ("eagle", EAGLE1),
     ("medusa", MEDUSA),
+    ("specformer", SPECFORMER),
     (MTP.lower(), MTP),
 )
 FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", MEDUSA))  # field of config.json, and kind
@@ -74,7 +77,8 @@ class HeadConfig:
         verifier: the target that it was trained for; None if the file does not say.
         draft_length: draft length that the file recommends; None if it does not say.
         mask_token: token of the slots that a head drafts in parallel; None if it drafts one token at a time.
-        block: number of slots of a block, or of Medusa's heads; 0 for heads that do not draft in blocks.
+        block: number of slots of a block or of SpecFormer, or of Medusa's heads; 0 for heads that do not draft in
+            blocks.
         from_anchor: whether each slot predicts the token after it, from the slot of the last written token on;
             otherwise each mask slot predicts the token at its own position, and the first slot nothing.
         causal: for each layer, whether a slot of a block does not attend to later ones.

@@ -75,13 +75,16 @@ class FeatureSession(Session):
 class HeadModel(Model):
     """A head: a runtime's model of its layers, which reads the target's hidden states.
 
-    `fuse` computes features from them: [taps, rows, target's width] to [rows, width]. `limit_window` lets the layers
-    see at most this many trailing tokens; it is called before sessions are opened.
+    `fuse` computes features from them: [taps, rows, target's width] to [rows, width]. `normed_taps` only norms them:
+    [rows, taps * target's width]. `multiply` applies `fc`. `limit_window` lets the layers see at most this many
+    trailing tokens; it is called before sessions are opened.
     """
 
     head: HeadConfig
     own: Mapping[str, Any]  # norms outside of the layers, fc's bias, mask_hidden and the target's final norm, by name
     fuse: Callable[[Any], Any]
+    normed_taps: Callable[[Any], Any]
+    multiply: Callable[[Any], Any]
     limit_window: Callable[[int], None]
     score_sparse_hidden: Callable[[Sequence[Part], Sequence[int]], tuple[SparseLogits, Any]]
 
@@ -141,12 +144,10 @@ class JoinedModel(EagleModel):
     """EAGLE-1 and MiMo's MTP layer: `fc` joins a token's embedding and a feature to the input of an ordinary layer.
 
     The feature of a position is what the target's output layer reads; that of a drafted node is its parent's output.
-    `received` returns hidden states as the runtime computes with them, `multiply` applies `fc`, and `embed` returns the
-    embeddings of tokens.
+    `received` returns hidden states as the runtime computes with them, and `embed` returns the embeddings of tokens.
     """
 
     received: Callable[[Any], Any]
-    multiply: Callable[[Any], Any]
     embed: Callable[[Sequence[int]], Any]
 
     def fuse(self, hidden: Any) -> Any:

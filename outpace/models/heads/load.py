@@ -18,6 +18,7 @@ from outpace.models.heads.config import (
     JOINED,
     MEDUSA,
     MTP,
+    SPECFORMER,
     check_kind,
     head_kind,
     holds_mtp,
@@ -27,7 +28,7 @@ from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import EagleModel
 from outpace.models.heads.files import open_head
 from outpace.models.heads.medusa import MedusaModel, native_products, torch_products
-from outpace.models.heads.native import NativeBlock, NativeEagle, NativeJoined
+from outpace.models.heads.native import NativeBlock, NativeEagle, NativeJoined, NativeSpecFormer
 from outpace.models.heads.reader import read_head
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
@@ -88,10 +89,12 @@ def load_head(
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
         if head.kind == MEDUSA:
             return MedusaModel(head, target, target.ends.norm, native_products(opened, native))
+        if head.kind == SPECFORMER:
+            return NativeSpecFormer.from_files(opened, head, target, native)
         return (NativeBlock, NativeJoined, NativeEagle)[place].from_files(opened, head, target, native)
     require("a head for a target that runs by torch", "torch")
     from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined
-    from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined
+    from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSpecFormer
     from outpace.models.llama.cuda.captures import Captures
     from outpace.models.llama.cuda.runtime import GraphLlama
 
@@ -100,6 +103,8 @@ def load_head(
     def of_target(name: str) -> Any:
         if name == "embed_tokens.weight":
             return target.embedding if module is None else module.get_input_embeddings().weight
+        if name == "target_norm.weight" and module is not None:
+            raise UserError(f"{path} needs the final norm of the target: use runtime llama or native")
         if module is not None:
             return module.get_output_embeddings().weight
         if files is None:
@@ -113,6 +118,8 @@ def load_head(
         norm, product = torch_products(opened, of_target, target.device, target.dtype)
         return MedusaModel(head, target, norm, product)
     given = opened, head, of_target, target.device, target.dtype, options.kv_dtype
+    if head.kind == SPECFORMER:
+        return TorchSpecFormer.from_files(*given)
     if isinstance(target, GraphLlama) and not any(head.causal):
         captured: Any = (GraphBlock, GraphJoined, GraphEagle)[place]
         model = captured.from_files(*given)

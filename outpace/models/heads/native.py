@@ -15,6 +15,7 @@ from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession, JoinedModel, rms_norm
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import draft_ids
+from outpace.models.heads.specformer import SlotModel, SpecFormerModel, context_part, slots_part
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession, host_floats
 from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, matrix_of_rows
@@ -74,17 +75,20 @@ class NativeHead(NativeLlama):
         return model
 
     def fuse(self, hidden: np.ndarray) -> np.ndarray:
+        return self.multiply(self.normed_taps(hidden))
+
+    def normed_taps(self, hidden: np.ndarray) -> np.ndarray:
         rows = self.received(hidden).swapaxes(0, 1)  # [rows, taps, target's width]
         if self.head.fc_norm:
             scales = np.stack([self.own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
             rows = rms_norm(rows, scales, self.config.rms_norm_eps)
-        return self.multiply(rows.reshape(len(rows), self._fc.inputs))
+        return rows.reshape(len(rows), -1)
 
     def received(self, hidden: Any) -> np.ndarray:
         return host_floats(hidden)
 
     def multiply(self, joined: np.ndarray) -> np.ndarray:
-        joined, out = host_floats(joined), np.empty((len(joined), self.config.hidden_size), np.float32)
+        joined, out = host_floats(joined), np.empty((len(joined), self._fc.outputs), np.float32)
         if len(joined):
             self._other("fc", self._product).project(joined, out)
         return out + self.own["fc.bias"] if self.head.has_fc_bias else out
@@ -152,6 +156,30 @@ class NativeBlock(BlockModel, NativeHead):
     def _storing(self, threads: int) -> Any:
         """Create a kernel model that stores keys and values of features, which are normed already."""
         return self._with_threads(threads, [layer.storing_only() for layer in self._layers])
+
+
+class NativeSlots(SlotModel, NativeHead):
+    """The layer across SpecFormer's slots, for a native target."""
+
+    session_type = NativeBlockSession
+
+
+class NativeSpecFormer(SpecFormerModel, NativeJoined):
+    """A SpecFormer head for a native target."""
+
+    slots: NativeSlots
+
+    @classmethod
+    def from_files(cls, files: HeadFiles, head: HeadConfig, target: NativeLlama | None, options: NativeOptions) -> Self:
+        assert target is not None
+        model = super().from_files(*context_part(files, head), target, options)
+        model.slots = NativeSlots.from_files(*slots_part(files, head, target.ends.norm), target, options)
+        return model
+
+    @property
+    def weight_bytes(self) -> int:
+        fcs: int = self._fc.bytes + self.slots._fc.bytes
+        return super().weight_bytes - self.ends.head.bytes + fcs + self.slots.weight_bytes
 
 
 NORMS = ("norm", "input_norm", "hidden_norm", "embed_norm", "layers.0.hidden_norm")

@@ -21,6 +21,7 @@ from outpace.models.heads.config import (
     MEDUSA,
     MTP,
     P_EAGLE,
+    SPECFORMER,
     HeadConfig,
     check_kind,
     fields_of,
@@ -41,17 +42,19 @@ UNSUPPORTED = (  # of dflash_config
     "output_multiplier",
     "final_logit_softcapping",
 )
+OF_MLP = ("mlp.", "post_attention_layernorm.")  # prefixes of a layer's tensors
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # prefixes of tensors
 MOST_DRAFTED = 64  # tokens of a block
 JOINED_NORMS = ("norm", "hidden_norm", "embed_norm")  # an MTP layer has all of them
 MEDUSA_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 TAPS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "aux_hidden_state_layer_ids"
 # An object in config.json ("": the config itself), its field, and what is added to get the number of layers completed:
 # 1 where layers are counted from 0 and their output is read.
 EAGLE_TAPS = (("", TAPS, 0), ("eagle_config", TAPS, 1), ("eagle_config", "layer_ids", 0))
 BLOCK_TAPS = (
-    ("", "aux_hidden_state_layer_ids", 0),
+    ("", LAYER_IDS, 0),
     ("dflash_config", "target_layer_ids", 1),
     ("", "target_layer_ids", 1),
     ("", "dspark_target_layer_ids", 1),
@@ -90,7 +93,7 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     layers = _layer_config(files, own, max_positions)
     _check_count("num_hidden_layers", layers.num_layers, files)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layers.hidden_size))
-    read = _read_block if kind in BLOCKS else _read_joined if kind in JOINED else _read_eagle
+    read = READERS.get(kind, _read_joined if kind in JOINED else _read_eagle)
     head = read(
         HeadConfig(
             kind=kind,
@@ -178,6 +181,18 @@ def _read_joined(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, 
     )
 
 
+def _read_slots(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
+    """Read what describes SpecFormer heads."""
+    slots = size(config, "num_slots")
+    if slots > MOST_DRAFTED:
+        raise UserError(f"num_slots is {slots}, it must be at most {MOST_DRAFTED}")
+    if head.layers.hidden_size != head.target_width:
+        raise UserError(f"hidden_size is {head.layers.hidden_size}, and the target's is {head.target_width}")
+    if head.layers.num_layers > 1:
+        raise UserError(f"num_hidden_layers is {head.layers.num_layers}, and SpecFormer has one layer across its slots")
+    return replace(head, block=slots, from_anchor=True, fc_norm=True)
+
+
 def _read_block(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
     """Read what describes DFlash and DSpark heads."""
     nested = fields_of(config, "dflash_config")
@@ -209,6 +224,9 @@ def _read_block(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, i
         least = 1 if head.from_anchor else 2
         raise UserError(f"block_size is {block}, it must be between {least} and {least + MOST_DRAFTED - 1}")
     return head
+
+
+READERS = {**dict.fromkeys(BLOCKS, _read_block), SPECFORMER: _read_slots}
 
 
 def _mask_token(head: HeadConfig, config: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -251,7 +269,7 @@ def _taps(
     """Return `HeadConfig.taps`. Several fields may hold them, and they count layers differently."""
     if kind in JOINED:
         return (num_layers,)
-    fields = BLOCK_TAPS if kind in BLOCKS else EAGLE_TAPS
+    fields = BLOCK_TAPS if kind in (*BLOCKS, SPECFORMER) else EAGLE_TAPS
     name, found, added = "the default of files without ids of layers", None, 0
     for outer, inner, counted_from in fields:
         holder = fields_of(config, outer) if outer else config
@@ -271,7 +289,7 @@ def _taps(
         allowed = f"layers from {-added} to {num_layers - added} of the target"
         raise UserError(f"{name} is {found!r:.80}, it must be a list of {allowed}")
     count = config.get("num_aux_hidden_states", config.get("num_aux_layers", len(found)))
-    columns = files.shape("fc.weight")[-1]
+    columns = files.shape("fc.weight")[-1] - width * (kind == SPECFORMER)  # whose fc also reads an embedding
     if columns != len(found) * width or count != len(found):
         raise UserError(
             f"fc.weight has {columns} inputs, which are not {len(found)} hidden states of width {width}"
@@ -285,6 +303,8 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
     layers, hidden, taps, rows = head.layers, head.layers.hidden_size, len(head.taps), head.num_rows
     norms: tuple[str, ...] = ("norm", "hidden_norm") if head.block else ("norm",)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * head.target_width)}
+    if head.kind == SPECFORMER:
+        norms, shapes = (), slot_shapes(head)
     if head.kind in JOINED:
         shapes["fc.weight"] = (hidden, 2 * hidden)
         norms = tuple(name for name in JOINED_NORMS if head.kind == MTP or f"{name}.weight" in files)
@@ -307,6 +327,17 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
     return shapes | {
         name: shape for name, shape in (optional | reduced).items() if name in files or (is_reduced and name in reduced)
     }
+
+
+def slot_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a SpecFormer head's own tensors; `context.`: a layer without an MLP."""
+    hidden, taps = head.layers.hidden_size, len(head.taps)
+    layer = layer_shapes(head.layers, 0)
+    shapes: dict[str, tuple[int, ...]] = {f"fc_norm.{tap}.weight": (head.target_width,) for tap in range(taps)}
+    shapes |= {f"{name}.weight": (hidden,) for name in ("embed_norm", "hidden_norm")}
+    shapes |= {"fc.weight": (hidden, hidden + taps * head.target_width), "slots.weight": (head.block * hidden, hidden)}
+    shapes |= {f"context.{name}": shape for name, shape in layer.items() if not name.startswith(OF_MLP)}
+    return shapes | {f"layers.0.{name}": shape for name, shape in layer.items()}
 
 
 def layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]:

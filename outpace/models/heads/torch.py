@@ -19,6 +19,7 @@ from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession, JoinedModel, rms_norm
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import draft_ids
+from outpace.models.heads.specformer import SlotModel, SpecFormerModel, context_part, slots_part
 from outpace.models.llama.torch.attention import SessionRows, WindowView
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.llama.torch.session import LlamaSession
@@ -86,13 +87,16 @@ class TorchHead(Llama):
         tokens = None if ids is None else torch.from_numpy(ids).to(device)
         return cls(files, head, fetch, tokens, kv_dtype)
 
-    @torch.inference_mode()
-    def fuse(self, hidden: Tensor) -> Tensor:
+    def normed_taps(self, hidden: Tensor) -> Tensor:
         rows = self.received(hidden).transpose(0, 1)  # [rows, taps, width]
         if self.head.fc_norm:
             scales = torch.stack([self.own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
             rows = rms_norm(rows, scales, self.config.rms_norm_eps)
-        joined = rows.flatten(1)
+        return rows.flatten(1)
+
+    @torch.inference_mode()
+    def fuse(self, hidden: Tensor) -> Tensor:
+        joined = self.normed_taps(hidden)
         if self.head.norm_before_fc:
             joined = rms_norm(joined, self.own["input_norm.weight"], self.config.rms_norm_eps)
         return self.multiply(joined)
@@ -152,6 +156,32 @@ class TorchJoined(JoinedModel, TorchHead):
 
     def _norm_output(self, x: Tensor) -> Tensor:
         return super()._norm_output(x) if "norm.weight" in self.own else x
+
+
+class TorchSlots(SlotModel, TorchHead):
+    """The layer across SpecFormer's slots, for a target that runs by torch."""
+
+    session_type = TorchBlockSession
+
+
+class TorchSpecFormer(SpecFormerModel, TorchJoined):
+    """A SpecFormer head for a target that runs by torch."""
+
+    slots: TorchSlots
+    slots_type = TorchSlots
+
+    @classmethod
+    def from_files(cls, files: HeadFiles, head: HeadConfig, of_target: Callable[[str], Tensor], *others: Any) -> Self:
+        model = super().from_files(*context_part(files, head), of_target, *others)
+        norm = of_target("target_norm.weight").float().cpu()
+        model.slots = cls.slots_type.from_files(*slots_part(files, head, norm), of_target, *others)
+        return model
+
+    @property
+    def weight_bytes(self) -> int:
+        fcs = [model.own["fc.weight"] for model in (self, self.slots)]
+        layer = super().weight_bytes - self.config.vocab_size * self.config.hidden_size * self.dtype.itemsize
+        return layer + sum(one.numel() * one.element_size() for one in fcs) + self.slots.weight_bytes
 
 
 class TorchBlock(BlockModel, TorchHead):

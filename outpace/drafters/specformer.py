@@ -1,0 +1,50 @@
+"""A SpecFormer head drafts several tokens in one forward: slots that attend to each other. arXiv:2511.20340.
+
+A session of the head follows the text, one token behind the target, as with EAGLE-3. One forward reads the last token
+with the target's hidden states of the position before it, and scores all slots; slot i predicts the token i places
+after it, independently of the tokens in between. So the tree consists of the paths with the largest products of
+probabilities. Nothing is drafted if hidden states of the text are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outpace.core.drafting import BuildContext, Needs
+from outpace.core.errors import UserError
+from outpace.core.types import Capabilities, Source
+from outpace.drafters._children import ChildAdder, HeadOptions
+from outpace.drafters._feature_drafter import FeatureDrafter
+from outpace.drafters._mask_expander import RootExpander
+from outpace.drafters._tree_expander import ExpansionJob
+from outpace.models.heads.specformer import SpecFormerModel
+
+Options = HeadOptions
+
+
+class SpecFormerDrafter(FeatureDrafter):
+    """Drafts by a SpecFormer head."""
+
+    capabilities = Capabilities(
+        (Source("specformer", runs_model=True, reads=0, by_length=True),),
+        Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
+        cost="a forward of the head's two layers and its output layer for all layers of the tree together",
+    )
+
+    def __init__(self, head: SpecFormerModel, options: Options) -> None:
+        self._slots = head.head.block
+        super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), ChildAdder(options))
+
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        self._children.add_block(jobs, self._expander.score(jobs), self._slots)
+
+
+def build(options: Options, *, given: BuildContext) -> SpecFormerDrafter:
+    """Build the drafter; raise UserError if the draft is not such a head."""
+    if not isinstance(given.draft, SpecFormerModel):
+        raise UserError(
+            "drafter specformer needs a SpecFormer head for the target: name its folder with --draft (or draft=...)"
+        )
+    if options.head_window:
+        given.draft.limit_window(options.head_window)
+    return SpecFormerDrafter(given.draft, options)
