@@ -39,10 +39,11 @@ from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model, Part
+from outpace.models.base import Model, Part, apply_keep
 from outpace.models.heads.config import HeadConfig
 from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession
+from outpace.models.heads.specformer import SpecFormerModel
 
 T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
@@ -155,6 +156,32 @@ class ToyBlock(BlockModel, QuickToy):
                 rows.append(self._row(known))
                 known.append(int(rows[-1].argmax()))
         return SparseLogits(torch.stack(rows), None, self.vocab_size)
+
+
+class ToySlots(SpecFormerModel, ToyHead):
+    """A head whose features do not matter: its slots predict as the toy does after all tokens but the first, and their
+    own best tokens."""
+
+    head = cast(HeadConfig, SimpleNamespace(taps=(1,), block=3))
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        return hidden[0]
+
+    def residual(self, features: Tensor, part: Part) -> Tensor:
+        return features
+
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+        rows = []
+        for part in map(self._with_features, apply_keep(forest)):
+            session = part.session
+            self._score_hidden([part._replace(inputs=None, logit_rows=(), hidden_rows=())], ())
+            session.outputs += [None] * len(part.tokens)
+            for node in part.logit_rows:
+                known = session.tokens[: session.length + session.pending - len(part.tokens) + node + 1].tolist()
+                for _ in range(self.head.block):
+                    rows.append(self._row(known))
+                    known.append(int(rows[-1].argmax()))
+        return SparseLogits(torch.stack(rows) if rows else torch.empty(0, self.vocab_size), None, self.vocab_size)
 
 
 class Watched(draft_model.ModelDrafter):

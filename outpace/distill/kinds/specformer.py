@@ -111,7 +111,7 @@ class SpecFormerStudent(Student):
     def normed_taps(self, batch: PackedRows) -> Tensor:
         """Return the target's hidden states, each normed: [rows, length, taps * hidden]."""
         assert batch.taps is not None
-        parts = batch.taps.chunk(len(self.taps), -1)
+        parts = batch.taps.float().chunk(len(self.taps), -1)
         return torch.cat([self._normed(part, f"fc_norm.{n}.weight") for n, part in enumerate(parts)], -1)
 
     def _scores(self, outputs: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -
 def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> SpecFormerStudent:
-    """Return a new head, whose slots all start from the last hidden state, or the head to continue training."""
+    """Return a new head of random weights, or the head to continue training."""
     with open_folder(target) as checkpoint:
         head, layer = _describe(checkpoint, shape, taps)
         sizes = target_config(checkpoint)
@@ -218,17 +218,10 @@ def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> tup
 
 
 def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor's initial value. At first `fc` adds up the embedding and the last hidden state, and both layers
-    pass their input on."""
+    """Return a tensor's initial value: at first both layers pass their input on."""
     if len(shape) == 1:
         return torch.ones(shape) if "norm" in name else torch.zeros(shape)
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return torch.zeros(shape)
-    rows, columns = shape
-    found = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * columns**-0.5
-    if name == "fc.weight":
-        found[:, :rows] += torch.eye(rows)
-        found[:, -rows:] += torch.eye(rows)
-    if name == "slots.weight":
-        found += torch.eye(columns).repeat(rows // columns, 1)
-    return found
+    seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=seeded) * shape[1] ** -0.5
