@@ -208,7 +208,7 @@ def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> No
         distill(replace(again, taps=(0, 2, 4)), silent)
     for options, says in (
         (("2", "layers", 0), "--layers is 2, and a head of the kind specformer has two layers"),
-        (("3", str(run.target), 0), "folder of a SpecFormer head"),
+        (("3", str(run.target), 0), "the kind specformer it must be layers or the folder of a SpecFormer head"),
         (("3", str(run.out / "draft"), 50), "leave out --vocab"),
     ):
         with pytest.raises(UserError, match=says):

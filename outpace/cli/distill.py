@@ -64,7 +64,8 @@ class ShapeFlags:
     panel: ClassVar[str] = "Draft"
     kind: str = flag(
         "standalone",
-        "Kind of draft: standalone, a small model; eagle3 or dspark, a head that reads the target's hidden states.",
+        "Kind of draft: standalone, a small model; eagle3, dspark or specformer, a head that reads the target's hidden"
+        " states.",
     )
     layers: str = flag("3", "Layers of the draft: a number, or the target's layers, as in 0,14,29 or 0-24,26-29.")
     init: str = flag("layers", "Start from the target's layers (layers) or a draft (folder, or shipped).")

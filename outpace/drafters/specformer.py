@@ -1,9 +1,11 @@
-"""A SpecFormer head drafts several tokens in one forward: slots that attend to each other. arXiv:2511.20340.
+"""A SpecFormer head drafts several tokens in one forward, by slots that attend to each other.
+
+SpecFormer, arXiv:2511.20340.
 
 A session of the head follows the text, one token behind the target, as with EAGLE-3. One forward reads the last token
-with the target's hidden states of the position before it, and scores all slots; slot i predicts the token i places
-after it, independently of the tokens in between. So the tree consists of the paths with the largest products of
-probabilities. Nothing is drafted if hidden states of the text are missing.
+with the target's hidden states of the position before it, and scores all slots; slot i predicts the token i + 1 places
+after the last one, independently of the tokens in between. So the tree consists of the paths with the largest products
+of probabilities. Nothing is drafted if hidden states of the text are missing.
 """
 
 from __future__ import annotations

@@ -9,38 +9,40 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from outpace.core.errors import UserError
-from outpace.distill.batches import PackedRows, TrainingBatch
-from outpace.distill.kinds.eagle3 import follows, layer_fields, stored_tensor
-from outpace.distill.kinds.eagle3 import vocab_ids as vocab_ids
+from outpace.distill.batches import PackedRows, TrainingBatch, follows
+from outpace.distill.kinds.speculators_files import (
+    head_shape,
+    head_vocab_ids,
+    layer_fields,
+    read_own_head,
+    stored,
+    stored_ends,
+    target_ends,
+    write_head,
+)
 from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
 from outpace.distill.losses import LossOptions, loss
-from outpace.distill.student import EMBEDDING, HEAD, NORM, Student, attention, causal_mask, rope_tables
-from outpace.distill.taps import tap_list
-from outpace.models.files.cache import replaced_folder
-from outpace.models.files.checkpoint import SINGLE, Checkpoint
+from outpace.distill.student import EMBEDDING, NORM, Student, attention, causal_mask, rope_tables
+from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder
-from outpace.models.files.reading import write_json
 from outpace.models.heads.config import SPECFORMER, HeadConfig
-from outpace.models.heads.files import open_head
-from outpace.models.heads.load import kind_of_head
-from outpace.models.heads.reader import LAYER_IDS, draft_ids, read_head, slot_shapes
+from outpace.models.heads.files import HeadFiles
+from outpace.models.heads.reader import LAYER_IDS, slot_shapes
 from outpace.models.heads.specformer import CONTEXT, LAYER
 from outpace.models.llama.config.llama_config import from_dict
 
 SLOTS = 8
-OWN_FIELDS = ("architectures", "num_slots", LAYER_IDS, "draft_vocab_size", "speculators_config", "outpace")
 DECAY = 0.8  # factor on the loss from one slot to the next
+vocab_ids = head_vocab_ids  # the same for all heads
 
 
 class SpecFormerStudent(Student):
@@ -129,17 +131,7 @@ def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -
     """Return the shape for these options: a new head, or the one in the folder `init`; UserError for others."""
     if layers != DraftShape.layers:
         raise UserError(f"--layers is {layers}, and a head of the kind specformer has two layers: leave it out")
-    if init == LAYERS:
-        return DraftShape(vocab=vocab)
-    path = Path(init)
-    if not path.is_dir() or kind_of_head(path) != SPECFORMER:
-        raise UserError(
-            f"init is {init!r}, for the kind specformer it must be {LAYERS} or the folder of a SpecFormer head"
-        )
-    if vocab:
-        raise UserError(f"the head {init} has a vocabulary of its own: leave out --vocab")
-    files = open_head(path)
-    return DraftShape(vocab=prod(files.shape("d2t")) if "d2t" in files else 0, draft=path)
+    return DraftShape(vocab=vocab) if init == LAYERS else head_shape(SPECFORMER, "specformer", layers, init, vocab)
 
 
 def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -152,69 +144,47 @@ def new_student(
 ) -> SpecFormerStudent:
     """Return a new head of random weights, or the head to continue training."""
     with open_folder(target) as checkpoint:
-        head, layer = _describe(checkpoint, shape, taps)
+        head, layer, files = _describe(checkpoint, shape, taps)
         sizes = target_config(checkpoint)
-        embedding = checkpoint.tensor(EMBEDDING).float()
-        output = embedding if sizes.tie_embeddings else checkpoint.tensor(HEAD).float()
+        embedding, output = target_ends(checkpoint, sizes, ids)
         norm = checkpoint.tensor(NORM).float() + sizes.norm_offset
-    if shape.draft is None:
+    if files is None:
         tensors = {name: _initial(name, size) for name, size in slot_shapes(head).items()}
     else:
-        files = open_head(shape.draft)
-        tensors = {name: stored_tensor(files, name) for name in slot_shapes(head)}
-        if (order := draft_ids(files, head)) is not None:
-            output, ids = stored_tensor(files, HEAD)[np.argsort(order)], torch.from_numpy(np.sort(order))
+        tensors = {name: stored(files, name) for name in slot_shapes(head)}
+        embedding, output = stored_ends(files, head, embedding, output)
     tensors = {name: value.to(device) for name, value in {**tensors, EMBEDDING: embedding}.items()}
-    output = output if ids is None or len(output) == len(ids) else output[ids]
     ids = None if ids is None else ids.to(device)
     return SpecFormerStudent(head, layer, tensors, norm.to(device), output.to(device), ids)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
-    """Replace the head in `folder`, in bfloat16; the old one is kept if that fails."""
-    from safetensors.torch import save_file
-
+    """Replace the head in `folder`, in bfloat16; the old one is kept if that fails. The layout is that of speculators,
+    which does not know this kind."""
     assert isinstance(student, SpecFormerStudent)
-    with open_folder(target) as source:
-        architectures, size = source.config.get("architectures"), student.config.vocab_size
-    tensors = dict(student.trained)
-    if student.ids is not None:
-        ids = student.ids.cpu()
-        tensors |= {HEAD: student._head, "d2t": ids - torch.arange(len(ids))}
-    config = {
-        **student.layer,
+    fields = {
         "architectures": ["SpecFormerDraftModel"],
+        "num_drafted": student.head.block,
         "num_slots": student.head.block,
         LAYER_IDS: list(student.taps),
-        "draft_vocab_size": size if student.ids is None else len(student.ids),
-        "speculators_config": {"verifier": {"name_or_path": origin.get("target"), "architectures": architectures}},
-        "outpace": {name: origin[name] for name in ("tokenizer", "template", "weights", "runtime") if name in origin},
+        "transformer_layer_config": dict(student.layer),
     }
-    with replaced_folder(folder) as unfinished:
-        write_json(unfinished / "config.json", config)
-        stored = {
-            name: value.detach().cpu().to(torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
-            for name, value in tensors.items()
-        }
-        save_file(stored, unfinished / SINGLE, {"format": "pt"})
+    write_head(folder, student, target, shape, origin, "specformer", fields)
 
 
-def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> tuple[HeadConfig, Mapping[str, Any]]:
-    """Return the head's configuration, and config.json's fields of its layers."""
+def _describe(
+    target: Checkpoint, shape: DraftShape, taps: Sequence[int]
+) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]:
+    """Return the head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
+    if shape.draft is not None:
+        return read_own_head(target, shape.draft, taps)
     sizes = target_config(target)
-    if shape.draft is None:
-        layer = layer_fields(target, sizes)
-        layers = replace(from_dict(layer), attention_bias=sizes.attention_bias, output_bias=sizes.attention_bias)
-        vocab, width = shape.vocab or sizes.vocab_size, sizes.hidden_size
-        head = HeadConfig(SPECFORMER, layers, tuple(taps), vocab, width, fc_norm=True, block=SLOTS, from_anchor=True)
-        return head, layer
-    files = open_head(shape.draft)
-    head = read_head(files, target.config, sizes.max_positions, sizes.num_layers)
-    draft_ids(files, head)  # UserError for tokens that the target does not have
-    if head.taps != tuple(taps):
-        own = tap_list(head.taps)
-        raise UserError(f"the head {shape.draft} reads the layers {own}, not {tap_list(taps)}: name --taps {own}")
-    return head, {name: value for name, value in files.config.items() if name not in OWN_FIELDS}
+    layer = layer_fields(target.config, sizes, "qwen3" if sizes.head_norm else "llama", 1)
+    layer["attention_bias"] = sizes.attention_bias
+    layers = replace(from_dict(layer), output_bias=sizes.attention_bias)
+    vocab, width = shape.vocab or sizes.vocab_size, sizes.hidden_size
+    head = HeadConfig(SPECFORMER, layers, tuple(taps), vocab, width, fc_norm=True, block=SLOTS, from_anchor=True)
+    return head, layer, None
 
 
 def _initial(name: str, shape: tuple[int, ...]) -> Tensor:

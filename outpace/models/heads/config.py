@@ -38,6 +38,7 @@ SPECULATORS = {  # speculators_model_type: the kind
     "mtp": "MTP",
     "eagle": EAGLE1,
     "mlp": "MLP speculator",
+    "specformer": SPECFORMER,
 }
 ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the first match counts
     ("eagle4", EAGLE4),
