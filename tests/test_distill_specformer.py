@@ -151,7 +151,7 @@ def test_a_mistake_in_training_is_far_away(mistake: str, run: DistillOptions, ta
 
 
 def test_the_loss_is_the_weighted_mean_over_the_slots(run: DistillOptions) -> None:
-    """Each slot is compared with the label so many positions later, in the same answer, by a loop over positions."""
+    """The same by a loop over positions: slot i is compared with the label i positions later, in the same answer."""
     student, options = student_of(run), LossOptions()
     samples, _ = read_samples(run.out / "text", 64, TAPS)
     samples = sorted(samples, key=lambda one: -len(one.top_ids))[:3]

@@ -27,7 +27,7 @@ from outpace.models.heads.files import HeadFiles, HeadTensor
 from outpace.models.heads.reader import layer_shapes
 
 CONTEXT, LAYER = "context.", "layers.0."
-NO_MLP = 32  # width of the MLP that stands in for the one that the first layer lacks; its weights are zero
+NO_MLP = 32  # width of the first layer's MLP, whose weights are zero since the head has none
 
 
 class SlotModel(HeadModel):
