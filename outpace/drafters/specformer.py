@@ -3,8 +3,8 @@
 SpecFormer, arXiv:2511.20340.
 
 A session of the head follows the text, one token behind the target, as with EAGLE-3. Each slot predicts one of the next
-tokens, independently of the ones in between, so the tree consists of the paths with the largest products of probabilities.
-Nothing is drafted if hidden states of the text are missing.
+tokens, independently of the ones in between, so the tree consists of the paths with the largest products of
+probabilities. Nothing is drafted if hidden states of the text are missing.
 """
 
 from __future__ import annotations
