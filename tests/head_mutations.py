@@ -13,6 +13,7 @@ from heads import exact_pair
 from joined_heads import exact_joined
 from medusa_heads import exact_medusa
 from mutation_checks import Mutation, Original
+from slot_heads import exact_slots
 
 from outpace.api.llm import LLM
 from outpace.drafters._feature_drafter import FeatureDrafter
@@ -20,7 +21,8 @@ from outpace.models.heads import eagle3
 from outpace.models.heads.dflash import BlockDraft
 from outpace.models.heads.eagle3 import FeatureSession, JoinedModel
 from outpace.models.heads.medusa import MedusaModel
-from outpace.models.heads.native import NativeHead
+from outpace.models.heads.native import NativeHead, NativeJoined
+from outpace.models.heads.specformer import SlotModel
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -86,6 +88,26 @@ def one_layer_deeper(layer: Original) -> Original:
     return lambda self, request, depth, paths: layer(self, request, min(depth + 1, LENGTH - 1), paths)
 
 
+def without_embedding(embed: Original) -> Original:
+    return lambda self, tokens: 0.0 * embed(self, tokens)
+
+
+def embedding_of_token_before(embed: Original) -> Original:
+    def mutated(self: Any, tokens: Sequence[int]) -> Any:
+        return embed(self, [tokens[0], *tokens[:-1]])
+
+    return mutated
+
+
+def reverse_slots(score: Original) -> Original:
+    def mutated(self: Any, rows: Any) -> Any:
+        found = score(self, rows)
+        slots = found.values.reshape(-1, self.head.block, found.values.shape[-1])[:, ::-1]
+        return found._replace(values=np.ascontiguousarray(slots).reshape(found.values.shape))
+
+    return mutated
+
+
 def copy_nothing(copy: Original) -> Original:
     def mutated(self: Any, state: Any, other: Any, length: int) -> None:
         """Leave the new session empty."""
@@ -111,6 +133,9 @@ HEAD_MUTATIONS = [
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
     _mutation("features of EAGLE-1 are not normed", JoinedModel, "fuse", without_norm, exact_joined),
     _mutation("fc reads embedding and feature in the wrong order", eagle3, "join_rows", swap_sides, exact_joined),
+    _mutation("SpecFormer reads no embedding", NativeJoined, "embed", without_embedding, exact_slots),
+    _mutation("SpecFormer reads the token before", NativeJoined, "embed", embedding_of_token_before, exact_slots),
+    _mutation("SpecFormer's slots are in another order", SlotModel, "score_outputs", reverse_slots, exact_slots),
     _mutation("Medusa reads an older feature", MedusaModel, "read_features", keep_first_feature, exact_medusa),
     _mutation("Medusa's heads are taken in another order", BlockDraft, "layer", one_layer_deeper, exact_medusa),
 ]

@@ -99,9 +99,16 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found[known] - wanted[known]).max())
 
 
+@pytest.mark.parametrize("runtime", ["llama", "captured"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_forward_is_that_of_the_formulas(variant: str, targets: Any, folder: Path) -> None:
-    assert distance(scores(load(targets["float32", "target"], folder / variant)), expected(folder, variant)) < 1e-4
+def test_the_forward_is_that_of_the_formulas(variant: str, runtime: str, targets: Any, folder: Path) -> None:
+    captured = runtime == "captured"
+    target = (
+        load_model(folder / "target", dtype="float32", graphs="eager") if captured else targets["float32", "target"]
+    )
+    model = load(target, folder / variant)
+    assert distance(scores(model), expected(folder, variant)) < 1e-4
+    assert (model.num_captures > 0 and model.slots.num_captures > 0) == captured
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -13,7 +13,7 @@ from outpace.core.arrays import to_device
 from outpace.models.base import Part
 from outpace.models.heads.dflash import BlockSession
 from outpace.models.heads.eagle3 import FeatureSession
-from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined
+from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSlots, TorchSpecFormer
 from outpace.models.llama.cuda.pool import GraphSession
 from outpace.models.llama.cuda.runtime import BatchPart, GraphLlama, pass_rows
 
@@ -66,3 +66,21 @@ class GraphBlock(TorchBlock, GraphLlama):
     """A DFlash or DSpark head with captured passes, without causal layers."""
 
     session_type = GraphBlockSession  # type: ignore[assignment]
+
+
+class GraphSlots(TorchSlots, FeaturePasses):
+    """The layer across SpecFormer's slots, with captured passes."""
+
+    session_type = GraphBlockSession  # type: ignore[assignment]
+
+
+class GraphSpecFormer(TorchSpecFormer, FeaturePasses):
+    """A SpecFormer head with captured passes."""
+
+    session_type = GraphFeatureSession  # type: ignore[assignment]
+    slots_type = GraphSlots
+    slots: GraphSlots
+
+    @property
+    def num_captures(self) -> int:
+        return super().num_captures + self.slots.num_captures

@@ -83,17 +83,17 @@ def load_head(
             f"{path} reads the hidden states after layer {max(head.taps)}, and {type(target).__name__} gives those"
             f" after layer {target.max_hidden_layer} at most: use runtime llama or native"
         )
-    place = 0 if head.kind in BLOCKS else 1 if head.kind in JOINED else 2  # index of its class in the tuples below
+    groups = (BLOCKS, JOINED, (SPECFORMER,))
+    place = next((number for number, kinds in enumerate(groups) if head.kind in kinds), 3)  # in the tuples below
     if isinstance(target, NativeLlama):
         weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
         if head.kind == MEDUSA:
             return MedusaModel(head, target, target.ends.norm, native_products(opened, native))
-        if head.kind == SPECFORMER:
-            return NativeSpecFormer.from_files(opened, head, target, native)
-        return (NativeBlock, NativeJoined, NativeEagle)[place].from_files(opened, head, target, native)
+        classes: Any = NativeBlock, NativeJoined, NativeSpecFormer, NativeEagle
+        return classes[place].from_files(opened, head, target, native)
     require("a head for a target that runs by torch", "torch")
-    from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined
+    from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined, GraphSpecFormer
     from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSpecFormer
     from outpace.models.llama.cuda.captures import Captures
     from outpace.models.llama.cuda.runtime import GraphLlama
@@ -118,11 +118,11 @@ def load_head(
         norm, product = torch_products(opened, of_target, target.device, target.dtype)
         return MedusaModel(head, target, norm, product)
     given = opened, head, of_target, target.device, target.dtype, options.kv_dtype
-    if head.kind == SPECFORMER:
-        return TorchSpecFormer.from_files(*given)
     if isinstance(target, GraphLlama) and not any(head.causal):
-        captured: Any = (GraphBlock, GraphJoined, GraphEagle)[place]
-        model = captured.from_files(*given)
-        model.captures = Captures(target.captures.is_eager)
+        classes = GraphBlock, GraphJoined, GraphSpecFormer, GraphEagle
+        model = classes[place].from_files(*given)
+        for own in [model, *([model.slots] if head.kind == SPECFORMER else [])]:
+            own.captures = Captures(target.captures.is_eager)
         return model
-    return (TorchBlock, TorchJoined, TorchEagle)[place].from_files(*given)
+    classes = TorchBlock, TorchJoined, TorchSpecFormer, TorchEagle
+    return classes[place].from_files(*given)

@@ -71,6 +71,8 @@ class SpecFormerModel(JoinedModel):
         hidden = self.score_sparse_hidden(parts, (1,))[1][0]
         for part in parts:
             part.session.outputs += [None] * len(part.tokens)  # no node reads its parent's output
+        if not len(hidden):  # text is read, and no logits are wanted
+            return SparseLogits(hidden, None, self.vocab_size)
         self.slots.vocab_size = self.vocab_size
         return self.slots.score_outputs(hidden)
 
