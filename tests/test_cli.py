@@ -147,7 +147,7 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
         (["tune", "--rounds", "1.5"], "'--rounds': it must be a whole number\n"),
         (["generate", "x", "--draft-length", "4"], "(--draft-length) of method auto"),
         (["genrate", "x"], "did you mean 'generate'?"),
-        (["foo"], "no such command 'foo', there are bench, chat, demo, distill, doctor, edge, forecast, generate, "),
+        (["foo"], "no such command 'foo', there are bench, chat, demo, distill, doctor, draft-worker, edge, forecast, generate, "),
         (["doctor", "--colour"], "no such option: --colour"),
         (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
         (["demo", "--rounds", "0"], "rounds is 0"),
@@ -255,7 +255,8 @@ def test_doctor_has_a_line_for_each_extra() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert set(doctor_file.EXTRAS) == set(extras) - {"native", "docs", "dev"}
-    modules = {"llama_cpp_python": "llama_cpp", "sionna_no_rt": "sionna"}
+    modules = {"grpcio": "grpc", "llama_cpp_python": "llama_cpp", "protobuf": "google.protobuf"}
+    modules["sionna_no_rt"] = "sionna"
     for name, (_, brought) in doctor_file.EXTRAS.items():
         whole = [part for package in extras[name] for part in (extras["torch"] if "[torch]" in package else [package])]
         packages = [re.split(r"[<>=]", package)[0].replace("-", "_") for package in whole]

@@ -545,7 +545,7 @@ def test_the_commands(run: Run, tiny_folder: str) -> None:
             assert code == 0, err
             found = json.loads(out)
             assert found["method"] == "card"
-            assert found["mean_accepted_length"] > 1, "the draft equals the target"
+            assert "warning" not in err
             if not sampled:
                 assert found["tokens"] == json.loads(plain)["tokens"]
         process.send_signal(signal.SIGTERM)

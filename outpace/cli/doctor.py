@@ -42,7 +42,7 @@ EXTRAS = {  # of pyproject.toml: purpose and modules
         ("gymnasium", "pettingzoo", "sionna", "stable_baselines3"),
     ),
     "timeseries": ("outpace forecast", ("gluonts", "matplotlib", "torch", "transformers", "pandas")),
-    "remote": ("drafting on other machines", ("grpc",)),
+    "remote": ("drafting on other machines", ("grpc", "google.protobuf")),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),
     "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
@@ -151,7 +151,10 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
 
 
 def _is_installed(name: str) -> bool:
-    return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
+    try:
+        return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def _table(found: dict[str, Any]) -> Table:
