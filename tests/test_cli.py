@@ -147,7 +147,10 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
         (["tune", "--rounds", "1.5"], "'--rounds': it must be a whole number\n"),
         (["generate", "x", "--draft-length", "4"], "(--draft-length) of method auto"),
         (["genrate", "x"], "did you mean 'generate'?"),
-        (["foo"], "no such command 'foo', there are bench, chat, demo, distill, doctor, draft-worker, edge, forecast, generate, "),
+        (
+            ["foo"],
+            "no such command 'foo', there are bench, chat, demo, distill, doctor, draft-worker, edge, forecast, ",
+        ),
         (["doctor", "--colour"], "no such option: --colour"),
         (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
         (["demo", "--rounds", "0"], "rounds is 0"),

@@ -420,7 +420,7 @@ def test_a_senseless_drafter_ends_its_link_alone(monkeypatch: pytest.MonkeyPatch
             getattr(message, name)[0] = 1 << 20 if name == "tokens" else 7
         return message
 
-    monkeypatch.setattr("outpace.cluster.draft_server.layer_message", spoil)
+    monkeypatch.setattr("outpace.cluster.draft_thread.layer_message", spoil)
     with drafting() as (_, relay):
         worker = worker_of(relay)
 

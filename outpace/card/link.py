@@ -110,20 +110,23 @@ class Outbox(Generic[T]):
         self._items.put(item)
 
     def close(self, error: Exception | None = None) -> None:
-        """Send nothing more."""
+        """Send nothing more than what waits already."""
         if not self._is_closed:
             self.error, self._is_closed = error, True
         self._items.put(None)
 
     def __iter__(self) -> Iterator[Any]:
-        while not self._is_closed:
-            items = [self._items.get()]
-            while items[-1] is not None:
+        is_open = True
+        while is_open:
+            waiting, item = list[T](), self._items.get()
+            while item is not None:
+                waiting.append(item)
                 try:
-                    items.append(self._items.get_nowait())
+                    item = self._items.get_nowait()
                 except Empty:
                     break
-            if waiting := [item for item in items if item is not None]:
+            is_open = item is not None
+            if waiting:
                 yield self._join(waiting)
 
 
@@ -176,8 +179,8 @@ class Listener(AbstractContextManager["Listener"]):
         handler = module.stream_stream_rpc_method_handler(self._serve, parse, _serialize)
         self._server.add_generic_rpc_handlers((module.method_handlers_generic_handler(SERVICE, {call: handler}),))
 
-    def listen(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
-        """Listen on an address, with TLS if there is a certificate; return the port. UserError if that fails."""
+    def bind(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
+        """Bind to an address, with TLS if there is a certificate; return the port. UserError if that fails."""
         where = str(Address(host, port, False))
         try:
             if certificate is None:
@@ -189,8 +192,11 @@ class Listener(AbstractContextManager["Listener"]):
             found = 0
         if not found:
             raise UserError(f"cannot listen on {host} port {port}: it is in use, or no address of this machine")
-        self._server.start()
         return found
+
+    def start(self) -> None:
+        """Accept streams."""
+        self._server.start()
 
     def __exit__(self, *error: object) -> None:
         self._server.stop(0).wait(_CLOSE_SECONDS)

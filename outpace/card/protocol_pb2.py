@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutpace/card/protocol.proto\x12\noutpace.v1\"f\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttokenizer\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"q\n\nFromTarget\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.outpace.v1.Hello\x12!\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x11.outpace.v1.Event\x12\x1e\n\x04ping\x18\x03 \x01(\x0b\x32\x10.outpace.v1.Ping\"\x8b\x02\n\x05\x45vent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12 \n\x04open\x18\x02 \x01(\x0b\x32\x10.outpace.v1.OpenH\x00\x12,\n\ncorrection\x18\x03 \x01(\x0b\x32\x16.outpace.v1.CorrectionH\x00\x12,\n\ndirectives\x18\x04 \x01(\x0b\x32\x16.outpace.v1.DirectivesH\x00\x12\"\n\x05pause\x18\x05 \x01(\x0b\x32\x11.outpace.v1.PauseH\x00\x12$\n\x06resume\x18\x06 \x01(\x0b\x32\x12.outpace.v1.ResumeH\x00\x12\"\n\x05\x63lose\x18\x07 \x01(\x0b\x32\x11.outpace.v1.CloseH\x00\x42\t\n\x07\x63ontent\"=\n\x04Open\x12$\n\x07request\x18\x01 \x01(\x0b\x32\x13.outpace.v1.Request\x12\x0f\n\x07next_id\x18\x02 \x01(\x03\"\xfd\x03\n\x07Request\x12\x0e\n\x06prompt\x18\x01 \x03(\r\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12:\n\x0crule_options\x18\x03 \x03(\x0b\x32$.outpace.v1.Request.RuleOptionsEntry\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x36\n\nlogit_bias\x18\x0b \x03(\x0b\x32\".outpace.v1.Request.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x0f\n\x07\x61llowed\x18\r \x03(\r\x12\x10\n\x08stop_ids\x18\x0e \x03(\r\x12\x0c\n\x04seed\x18\x0f \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x10 \x01(\r\x12\x12\n\nmax_tokens\x18\x11 \x01(\r\x1a\x32\n\x10RuleOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\nCorrection\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0f\n\x07root_id\x18\x03 \x01(\x12\"\x9c\x01\n\nDirectives\x12\x13\n\x06layers\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x10\n\x08outcomes\x18\x04 \x01(\r\x12\x12\n\x05\x66loor\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05share\x18\x06 \x01(\x01\x12\x11\n\tin_layers\x18\x07 \x01(\x08\x42\t\n\x07_layersB\x08\n\x06_floor\"\x07\n\x05Pause\"\x08\n\x06Resume\"A\n\x05\x43lose\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"=\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07padding\x18\x02 \x01(\x0c\x12\x14\n\x0c\x61nswer_bytes\x18\x03 \x01(\r\"\'\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07padding\x18\x02 \x01(\x0c\"\xa9\x01\n\x0b\x46romDrafter\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.outpace.v1.Hello\x12!\n\x06layers\x18\x02 \x03(\x0b\x32\x11.outpace.v1.Layer\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x1e\n\x04pong\x18\x04 \x01(\x0b\x32\x10.outpace.v1.Pong\x12$\n\x07request\x18\x05 \x01(\x0b\x32\x13.outpace.v1.Request\"\x9d\x01\n\x05Layer\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07root_id\x18\x02 \x01(\x12\x12\x12\n\x05\x61lias\x18\x03 \x01(\x12H\x00\x88\x01\x01\x12\x10\n\x08id_steps\x18\x04 \x03(\x12\x12\x14\n\x0cparent_steps\x18\x05 \x03(\x12\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12\r\n\x05roles\x18\x07 \x03(\r\x12\x11\n\tlog_probs\x18\x08 \x03(\x02\x42\x08\n\x06_alias2\x85\x01\n\x08\x44rafting\x12<\n\x05\x44raft\x12\x16.outpace.v1.FromTarget\x1a\x17.outpace.v1.FromDrafter(\x01\x30\x01\x12;\n\x04Join\x12\x17.outpace.v1.FromDrafter\x1a\x16.outpace.v1.FromTarget(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutpace/card/protocol.proto\x12\noutpace.v1\"}\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttokenizer\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x15\n\rmax_positions\x18\x06 \x01(\r\"q\n\nFromTarget\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.outpace.v1.Hello\x12!\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x11.outpace.v1.Event\x12\x1e\n\x04ping\x18\x03 \x01(\x0b\x32\x10.outpace.v1.Ping\"\x8b\x02\n\x05\x45vent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12 \n\x04open\x18\x02 \x01(\x0b\x32\x10.outpace.v1.OpenH\x00\x12,\n\ncorrection\x18\x03 \x01(\x0b\x32\x16.outpace.v1.CorrectionH\x00\x12,\n\ndirectives\x18\x04 \x01(\x0b\x32\x16.outpace.v1.DirectivesH\x00\x12\"\n\x05pause\x18\x05 \x01(\x0b\x32\x11.outpace.v1.PauseH\x00\x12$\n\x06resume\x18\x06 \x01(\x0b\x32\x12.outpace.v1.ResumeH\x00\x12\"\n\x05\x63lose\x18\x07 \x01(\x0b\x32\x11.outpace.v1.CloseH\x00\x42\t\n\x07\x63ontent\"=\n\x04Open\x12$\n\x07request\x18\x01 \x01(\x0b\x32\x13.outpace.v1.Request\x12\x0f\n\x07next_id\x18\x02 \x01(\x03\"\xfd\x03\n\x07Request\x12\x0e\n\x06prompt\x18\x01 \x03(\r\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12:\n\x0crule_options\x18\x03 \x03(\x0b\x32$.outpace.v1.Request.RuleOptionsEntry\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x36\n\nlogit_bias\x18\x0b \x03(\x0b\x32\".outpace.v1.Request.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x0f\n\x07\x61llowed\x18\r \x03(\r\x12\x10\n\x08stop_ids\x18\x0e \x03(\r\x12\x0c\n\x04seed\x18\x0f \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x10 \x01(\r\x12\x12\n\nmax_tokens\x18\x11 \x01(\r\x1a\x32\n\x10RuleOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\nCorrection\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0f\n\x07root_id\x18\x03 \x01(\x12\"\x9c\x01\n\nDirectives\x12\x13\n\x06layers\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x10\n\x08outcomes\x18\x04 \x01(\r\x12\x12\n\x05\x66loor\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05share\x18\x06 \x01(\x01\x12\x11\n\tin_layers\x18\x07 \x01(\x08\x42\t\n\x07_layersB\x08\n\x06_floor\"\x07\n\x05Pause\"\x08\n\x06Resume\"A\n\x05\x43lose\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"=\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07padding\x18\x02 \x01(\x0c\x12\x14\n\x0c\x61nswer_bytes\x18\x03 \x01(\r\"\'\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07padding\x18\x02 \x01(\x0c\"\xa9\x01\n\x0b\x46romDrafter\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.outpace.v1.Hello\x12!\n\x06layers\x18\x02 \x03(\x0b\x32\x11.outpace.v1.Layer\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x1e\n\x04pong\x18\x04 \x01(\x0b\x32\x10.outpace.v1.Pong\x12$\n\x07request\x18\x05 \x01(\x0b\x32\x13.outpace.v1.Request\"\x9d\x01\n\x05Layer\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07root_id\x18\x02 \x01(\x12\x12\x12\n\x05\x61lias\x18\x03 \x01(\x12H\x00\x88\x01\x01\x12\x10\n\x08id_steps\x18\x04 \x03(\x12\x12\x14\n\x0cparent_steps\x18\x05 \x03(\x12\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12\r\n\x05roles\x18\x07 \x03(\r\x12\x11\n\tlog_probs\x18\x08 \x03(\x02\x42\x08\n\x06_alias2\x85\x01\n\x08\x44rafting\x12<\n\x05\x44raft\x12\x16.outpace.v1.FromTarget\x1a\x17.outpace.v1.FromDrafter(\x01\x30\x01\x12;\n\x04Join\x12\x17.outpace.v1.FromDrafter\x1a\x16.outpace.v1.FromTarget(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,37 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_REQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_HELLO']._serialized_start=43
-  _globals['_HELLO']._serialized_end=145
-  _globals['_FROMTARGET']._serialized_start=147
-  _globals['_FROMTARGET']._serialized_end=260
-  _globals['_EVENT']._serialized_start=263
-  _globals['_EVENT']._serialized_end=530
-  _globals['_OPEN']._serialized_start=532
-  _globals['_OPEN']._serialized_end=593
-  _globals['_REQUEST']._serialized_start=596
-  _globals['_REQUEST']._serialized_end=1105
-  _globals['_REQUEST_RULEOPTIONSENTRY']._serialized_start=1005
-  _globals['_REQUEST_RULEOPTIONSENTRY']._serialized_end=1055
-  _globals['_REQUEST_LOGITBIASENTRY']._serialized_start=1057
-  _globals['_REQUEST_LOGITBIASENTRY']._serialized_end=1105
-  _globals['_CORRECTION']._serialized_start=1107
-  _globals['_CORRECTION']._serialized_end=1168
-  _globals['_DIRECTIVES']._serialized_start=1171
-  _globals['_DIRECTIVES']._serialized_end=1327
-  _globals['_PAUSE']._serialized_start=1329
-  _globals['_PAUSE']._serialized_end=1336
-  _globals['_RESUME']._serialized_start=1338
-  _globals['_RESUME']._serialized_end=1346
-  _globals['_CLOSE']._serialized_start=1348
-  _globals['_CLOSE']._serialized_end=1413
-  _globals['_PING']._serialized_start=1415
-  _globals['_PING']._serialized_end=1476
-  _globals['_PONG']._serialized_start=1478
-  _globals['_PONG']._serialized_end=1517
-  _globals['_FROMDRAFTER']._serialized_start=1520
-  _globals['_FROMDRAFTER']._serialized_end=1689
-  _globals['_LAYER']._serialized_start=1692
-  _globals['_LAYER']._serialized_end=1849
-  _globals['_DRAFTING']._serialized_start=1852
-  _globals['_DRAFTING']._serialized_end=1985
+  _globals['_HELLO']._serialized_end=168
+  _globals['_FROMTARGET']._serialized_start=170
+  _globals['_FROMTARGET']._serialized_end=283
+  _globals['_EVENT']._serialized_start=286
+  _globals['_EVENT']._serialized_end=553
+  _globals['_OPEN']._serialized_start=555
+  _globals['_OPEN']._serialized_end=616
+  _globals['_REQUEST']._serialized_start=619
+  _globals['_REQUEST']._serialized_end=1128
+  _globals['_REQUEST_RULEOPTIONSENTRY']._serialized_start=1028
+  _globals['_REQUEST_RULEOPTIONSENTRY']._serialized_end=1078
+  _globals['_REQUEST_LOGITBIASENTRY']._serialized_start=1080
+  _globals['_REQUEST_LOGITBIASENTRY']._serialized_end=1128
+  _globals['_CORRECTION']._serialized_start=1130
+  _globals['_CORRECTION']._serialized_end=1191
+  _globals['_DIRECTIVES']._serialized_start=1194
+  _globals['_DIRECTIVES']._serialized_end=1350
+  _globals['_PAUSE']._serialized_start=1352
+  _globals['_PAUSE']._serialized_end=1359
+  _globals['_RESUME']._serialized_start=1361
+  _globals['_RESUME']._serialized_end=1369
+  _globals['_CLOSE']._serialized_start=1371
+  _globals['_CLOSE']._serialized_end=1436
+  _globals['_PING']._serialized_start=1438
+  _globals['_PING']._serialized_end=1499
+  _globals['_PONG']._serialized_start=1501
+  _globals['_PONG']._serialized_end=1540
+  _globals['_FROMDRAFTER']._serialized_start=1543
+  _globals['_FROMDRAFTER']._serialized_end=1712
+  _globals['_LAYER']._serialized_start=1715
+  _globals['_LAYER']._serialized_end=1872
+  _globals['_DRAFTING']._serialized_start=1875
+  _globals['_DRAFTING']._serialized_end=2008
 # @@protoc_insertion_point(module_scope)

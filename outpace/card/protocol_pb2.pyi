@@ -7,18 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "tokenizer", "num_tokens", "name", "digest")
+    __slots__ = ("protocol_version", "tokenizer", "num_tokens", "name", "digest", "max_positions")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     tokenizer: str
     num_tokens: int
     name: str
     digest: str
-    def __init__(self, protocol_version: _Optional[int] = ..., tokenizer: _Optional[str] = ..., num_tokens: _Optional[int] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+    max_positions: int
+    def __init__(self, protocol_version: _Optional[int] = ..., tokenizer: _Optional[str] = ..., num_tokens: _Optional[int] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., max_positions: _Optional[int] = ...) -> None: ...
 
 class FromTarget(_message.Message):
     __slots__ = ("hello", "events", "ping")

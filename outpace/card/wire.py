@@ -63,6 +63,7 @@ class Identity(NamedTuple):
             num_tokens=self.num_tokens,
             name=self.name,
             digest=self.digest,
+            max_positions=min(self.max_positions, 2**32 - 1),
         )
 
     def misfit(self, hello: Hello) -> str | None:

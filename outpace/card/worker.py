@@ -78,6 +78,10 @@ class DraftWorker(ABC):
         """Seconds that a correction and the layers in answer to it travel; 0 if that is negligible."""
         return 0.0
 
+    def round_trip_of(self, cache: CandidateCache) -> float:
+        """Return `round_trip_seconds` for one request."""
+        return self.round_trip_seconds
+
     @property
     def num_captures(self) -> int:
         """Number of passes captured so far by the drafter's models in this process."""

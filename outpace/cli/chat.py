@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from outpace.api.llm import LLM
     from outpace.cli.remote import RemoteModel
+    from outpace.cluster.remote_target import RemoteTarget
 
 PROMPT, CONTINUED = "> ", "  "
 ANSWER_SHARE = 4  # the context keeps space for max_tokens, or for this part of it if that is less
@@ -64,7 +65,7 @@ def chat(
         with process.at_safe_points():
             _talk(RemoteChat(remote, sampling, system), remote.model)
         return
-    with process.at_safe_points(), model.open(ctx.obj) as llm:
+    with process.at_safe_points(), model.open_any(ctx.obj) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
         _talk(LocalChat(llm, sampling, system, color), f"{llm.target.name} by {llm.method}")
@@ -197,7 +198,7 @@ class RemoteChat(ChatSession):
 class LocalChat(ChatSession):
     """A conversation with a model in this process."""
 
-    def __init__(self, llm: LLM, sampling: SamplingFlags, system: str | None, color: bool) -> None:
+    def __init__(self, llm: LLM | RemoteTarget, sampling: SamplingFlags, system: str | None, color: bool) -> None:
         super().__init__(system, color)
         self._llm, self._sampling = llm, sampling
 

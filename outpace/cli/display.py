@@ -19,6 +19,7 @@ from outpace.cli import process
 if TYPE_CHECKING:
     from outpace.api.stream import Result, Stream
     from outpace.api.text import Piece
+    from outpace.cluster.remote_target import RemoteStream
     from outpace.core.stats import RoundStats
 
 DRAFTED = "green"
@@ -75,7 +76,7 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
     stderr().print(table)
 
 
-def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:
+def write_answer(stream: Stream | RemoteStream, show: Callable[[Piece], None]) -> bool:
     """Show each piece as it comes; return False if Ctrl-C ended the answer. Warnings are shown after it."""
     with warnings.catch_warnings(record=True) as caught, process.at_safe_points():
         with process.stopping(stream.abort):

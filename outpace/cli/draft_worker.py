@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import LOAD_FLAGS
-from outpace.core.errors import UserError, check_range, require
+from outpace.core.errors import check_range, require
 from outpace.models.options import LoadOptions
-
-if TYPE_CHECKING:
-    from outpace.core.types import Drafter
-    from outpace.models.load import Loaded
 
 POLL_SECONDS = 0.2
 OWN_LOAD_FLAGS = {name: LOAD_FLAGS[name] for name in ("device", "dtype", "runtime", "kv_dtype", "trust_remote_code")}
@@ -58,6 +52,7 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
     require("a draft worker", "remote", "grpc")
     from outpace.card.link import authenticator, read_listen_address
     from outpace.card.wire import identity_of
+    from outpace.cluster.draft_model import build_card_drafter, load_own_draft
     from outpace.cluster.draft_server import DraftServer
     from outpace.core.lazy import num_cores, set_num_threads
     from outpace.server.options import ServerOptions, read_api_keys
@@ -78,10 +73,11 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
     if model.threads is not None:
         check_range("threads", model.threads, 1, num_cores())
         set_num_threads(model.threads)
-    draft = _load(model)
+    with display.loading_bar(False) as progress:
+        draft = load_own_draft(model.draft, model.options, progress)
     identity = identity_of(draft)
     draft.model.vocab_size = identity.num_tokens  # the target may lack rows that pad the draft
-    with DraftServer(_build(model.drafter, draft, ctx.obj), identity, authenticator(keys)) as server:
+    with DraftServer(build_card_drafter(model.drafter, draft, ctx.obj), identity, authenticator(keys)) as server:
         port = server.listen(host, port, certificate, certificate_key)
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         display.say(f"{draft.name} drafts on {where}; Ctrl-C ends it")
@@ -93,32 +89,3 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
             return
         if server.failure is not None:
             raise server.failure
-
-
-def _load(model: DraftFlags) -> Loaded:
-    """Load the draft model; UserError for one that needs its target's files."""
-    from outpace.models.files.find import locate, shipped_model
-    from outpace.models.files.packed import is_packed
-    from outpace.models.files.pairs import shipped_draft
-    from outpace.models.load import open_draft
-
-    target = shipped_model().stem if model.draft is None else ""
-    spec = model.draft if model.draft is not None else shipped_draft(target)
-    if model.draft is not None and is_packed(Path(model.draft)):
-        raise UserError(f"the draft {model.draft} is packed: make it whole by `outpace distill --unpack`")
-    with display.loading_bar(False) as progress:
-        options = model.options.of_draft(None, None)
-        return open_draft(spec, target, partial(locate, None), options, progress=progress)
-
-
-def _build(name: str, draft: Loaded, values: Mapping[str, Any]) -> Drafter:
-    """Build the drafters, with the defaults of method card."""
-    from outpace.core import registry
-    from outpace.core.drafting import BuildContext
-    from outpace.decoders.card import Card
-    from outpace.drafters import build_drafter, drafter_modules
-
-    modules = {f"drafter {part}": module for part, module in drafter_modules(name).items()}
-    registry.check_known(modules, values)
-    context = BuildContext(draft=draft.model, draft_tokenizer=draft.tokenizer)
-    return build_drafter(name, context, Card.drafter_defaults(Card.Options()) | dict(values))

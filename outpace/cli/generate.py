@@ -16,6 +16,7 @@ from outpace.models.files.reading import read_named_text
 
 if TYPE_CHECKING:
     from outpace.api.llm import Prompt, Result, Stream
+    from outpace.cluster.remote_target import RemoteStream
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def generate(
 
     params = SamplingParams(**sampling.options(), **answer.options(as_json))
     conversation = _conversation(prompt, system, prefill, raw)
-    with process.at_safe_points(), model.open(ctx.obj, quiet=as_json) as llm:
+    with process.at_safe_points(), model.open_any(ctx.obj, quiet=as_json) as llm:
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
         is_complete = all(_write(stream, as_json, explain, streams[-1], precision) for stream in streams)
@@ -68,7 +69,9 @@ def generate(
         raise typer.Exit(process.INTERRUPTED)
 
 
-def _write(stream: Stream, as_json: bool, explain: bool, last: Stream, precision: str) -> bool:
+def _write(
+    stream: Stream | RemoteStream, as_json: bool, explain: bool, last: Stream | RemoteStream, precision: str
+) -> bool:
     """Write one answer with its summary, or as one line of JSON. Return False if Ctrl-C ended it."""
     printer = display.TextPrinter()
     is_complete = display.write_answer(stream, printer.show if not as_json else lambda piece: None)

@@ -14,6 +14,7 @@ from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
+    from outpace.cluster.remote_target import RemoteTarget
 
 TEXT, PENALTIES = "Text", "Penalties and bans"
 SEED = "Seed of the sampling: the same seed gives the same text."
@@ -104,7 +105,11 @@ def _bias(given: Sequence[str]) -> dict[int, float]:
 
 
 METHOD = "Method"
-TARGET = "Target model: hub id, folder or .gguf file; the default is the shipped model."
+TARGET = (
+    "Target model: hub id, folder or .gguf file; the default is the shipped model. In generate and chat also"
+    " grpc://HOST:PORT (grpcs:// with TLS): a server on another machine (outpace serve --draft-port), for which the"
+    " draft model drafts here."
+)
 DRAFT = (
     "Draft model, or a trained head of the target: hub id, folder or .gguf file; auto (a known small model of the same"
     " family); mtp (a layer in MiMo's files); some of the target's layers, as in layers:0-24,26-29; or none. The"
@@ -189,6 +194,16 @@ class ModelFlags:
         " same prompt before.",
         panel=METHOD,
     )
+
+    def open_any(self, extra: Mapping[str, Any], *, quiet: bool = False) -> LLM | RemoteTarget:
+        """Load the models, or the draft alone for a target on another machine."""
+        from outpace.card.link import is_address
+
+        if not is_address(self.target):
+            return self.open(extra, quiet=quiet)
+        from outpace.cli.joined import open_remote_target
+
+        return open_remote_target(self, extra, quiet)
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""

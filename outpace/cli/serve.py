@@ -16,6 +16,7 @@ from outpace.core.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
+    from outpace.server.service import Service
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
@@ -27,6 +28,10 @@ class ListenFlags:
     panel: ClassVar[str] = "Server"
     host: str = flag("127.0.0.1", "Address to listen on; one that other machines can reach needs API keys.")
     port: int = flag(8000, "Port to listen on; 0: any free port.")
+    draft_port: int | None = flag(
+        None,
+        "Port for clients that draft for themselves (outpace generate --target grpc://HOST:PORT); 0: any free port.",
+    )
     served_name: list[str] | None = flag(None, "Name of the model in requests; may be repeated.")
     api_key_file: Path | None = flag(None, "File with API keys, one a line, in addition to those in OUTPACE_API_KEY.")
     insecure: bool = flag(False, "Serve other machines without API keys.")
@@ -74,7 +79,7 @@ def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: Lim
     with run.listen(options) as listener, model.open({**ctx.obj, "batch": limit.batch}) as llm:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http{'s' if options.certificate else ''}://{host}:{listener.getsockname()[1]}"
-        run.serve(llm, options, listener, lambda: _greet(llm.target.name, llm.method, options, address))
+        run.serve(llm, options, listener, lambda service: _greet(service, address))
 
 
 def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
@@ -92,9 +97,13 @@ def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
     )
 
 
-def _greet(name: str, method: str, options: ServerOptions, address: str) -> None:
+def _greet(service: Service, address: str) -> None:
+    llm, options = service.llm, service.options
     key = " -H 'Authorization: Bearer KEY'" if options.keys else ""
-    display.say(f"{name} by {method} on {address}; chat page: {address}/")
+    display.say(f"{llm.target.name} by {llm.method} on {address}; chat page: {address}/")
+    if service.draft_port is not None:
+        where = f"grpc{'s' if options.certificate else ''}://{options.host}:{service.draft_port}"
+        display.say(f"  outpace generate --target {where} --draft DIR PROMPT drafts on its own machine")
     display.say(
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         """ -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""

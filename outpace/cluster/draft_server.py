@@ -6,25 +6,17 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from outpace.card.cache import CandidateLayer
 from outpace.card.link import Listener, Outbox, RefusedError
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
-from outpace.card.wire import MAX_PADDING, Identity, SentRequest, check, layer_message, parser, read_request
-from outpace.cluster.draft_thread import DraftThread
+from outpace.card.wire import MAX_PADDING, Identity, SentRequest, check, parser, read_request
+from outpace.cluster.draft_thread import DraftThread, NewLayer, joined
 from outpace.core.types import Drafter
 
 MAX_REQUESTS = 64  # drafted at once; targets decode further ones plainly
-
-
-class NewLayer(NamedTuple):
-    """A layer to send, by the target's key, and the seconds of the draft step."""
-
-    key: int
-    layer: CandidateLayer
-    seconds: float
 
 
 class DraftServer(AbstractContextManager["DraftServer"]):
@@ -43,8 +35,10 @@ class DraftServer(AbstractContextManager["DraftServer"]):
         self._thread = DraftThread(drafter, self._send, self.has_ended.set)
 
     def listen(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
-        """See `Listener.listen`."""
-        return self._listener.listen(host, port, certificate, key)
+        """Listen on an address, with TLS if there is a certificate; return the port. UserError if that fails."""
+        port = self._listener.bind(host, port, certificate, key)
+        self._listener.start()
+        return port
 
     def __exit__(self, *error: object) -> None:
         self._listener.__exit__()
@@ -102,7 +96,7 @@ class _Stream:
         self._requests: dict[int, tuple[int | None, SentRequest]] = {}
         self._lock = threading.Lock()  # the stream may end while a message is taken
         self._has_ended = False
-        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(_joined)
+        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(joined)
 
     def send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
         """Send a layer when the link is free."""
@@ -148,15 +142,3 @@ class _Stream:
                 if key is not None:
                     self._server.close_request(key)
             self._requests.clear()
-
-
-def _joined(waiting: list[NewLayer | FromDrafter]) -> FromDrafter:
-    """Join all that waits to be sent in one message."""
-    whole = FromDrafter()
-    for item in waiting:
-        if isinstance(item, FromDrafter):
-            whole.MergeFrom(item)
-        else:
-            whole.layers.append(layer_message(item.key, item.layer))
-            whole.seconds = item.seconds
-    return whole

@@ -5,12 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from outpace.card.cache import CandidateLayer
 from outpace.card.loop import DraftLoop, Message
+from outpace.card.protocol_pb2 import FromDrafter
+from outpace.card.wire import layer_message
 from outpace.core.types import Drafter
 
 _POLL_SECONDS = 0.2  # how often an idle thread checks whether it is to end
+
+
+class NewLayer(NamedTuple):
+    """A layer to send, by the receiver's key, and the seconds of the draft step."""
+
+    key: int
+    layer: CandidateLayer
+    seconds: float
 
 
 class DraftThread:
@@ -55,3 +66,15 @@ class DraftThread:
             self.failure = failure
             self._loop.drop(failure)
             self._on_failure()
+
+
+def joined(waiting: list[NewLayer | FromDrafter]) -> FromDrafter:
+    """Join all that waits to be sent in one message."""
+    whole = FromDrafter()
+    for item in waiting:
+        if isinstance(item, FromDrafter):
+            whole.MergeFrom(item)
+        else:
+            whole.layers.append(layer_message(item.key, item.layer))
+            whole.seconds = item.seconds
+    return whole

@@ -180,6 +180,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # the caller's guess of the answer, used for drafting only
     recalled: tuple[int, ...] = ()  # what followed this prompt in an earlier answer, used like `prediction`
     cache_salt: str | None = None  # keys and values are shared only among requests of equal `cache_salt`
+    client: int | None = None  # on a server: number of the client that drafts this request itself
 
 
 class Row(NamedTuple):

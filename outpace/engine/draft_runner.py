@@ -38,6 +38,7 @@ class DraftRunner:
         """`drafters` by the names that requests choose them by; the first is the default. A drafter that proposes a
         token outside the target's vocabulary (`vocab_size`) is given up."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
+        self.clients: DraftWorker | None = None  # drafts requests that have a `client`
         self._vocab_size = vocab_size
         self._names = tuple(drafters)  # including those that were given up
         self._warned: set[tuple[str | None, bool]] = set()
@@ -67,7 +68,9 @@ class DraftRunner:
     def choose(self, sequence: TokenSequence, name: str | None) -> None:
         """Set the drafter of a sequence; UserError where there is none for its method."""
         drafting, method = sequence.decoder.drafting, sequence.decoder.name
-        if (drafting == "parallel" and self.worker is None) or (drafting == "sequential" and not self._names):
+        if (drafting == "parallel" and self._worker_of(sequence) is None) or (
+            drafting == "sequential" and not self._names
+        ):
             raise UserError(f"method {method} needs a drafter, this engine has none to run for it")
         if drafting != "sequential":
             if name is not None:
@@ -125,8 +128,8 @@ class DraftRunner:
     def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
         """Return the most bytes of keys and values that drafts in this process may need for sequences with texts of
         these lengths. A drafter that was given up holds none."""
-        lengths = [length for sequence, length in texts if sequence.decoder.drafting == "parallel"]
-        total = self.worker.stored_bytes(lengths) if self.worker and lengths else 0
+        lengths = [length for sequence, length in texts if self._worker_of(sequence) is self.worker is not None]
+        total = self.worker.stored_bytes(lengths) if self.worker is not None and lengths else 0
         for name, drafter in list(self.drafters.items()):
             lengths = [length for sequence, length in texts if sequence.draft.name == name]
             total += (self.guarded(name, drafter.capabilities.memory, lengths) or 0) if lengths else 0
@@ -161,12 +164,16 @@ class DraftRunner:
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
         """Let the worker draft for these sequences, then resume their decoders. After a miss the drafter's answer is
         not awaited if the round trip takes longer than half a pass."""
-        began, worker = self._clock(), self.worker
-        is_far = worker is not None and worker.round_trip_seconds > self._costs.pass_seconds(len(waiting)) / 2
-        drafting = [each for each in waiting if not (is_far and each.context.candidates.missed)]
-        for sequence in drafting:
-            if worker and worker.failure is None and isinstance(sequence.action, Await):
-                worker.wait(sequence.context.candidates, *sequence.action)
+        began, most = self._clock(), self._costs.pass_seconds(len(waiting)) / 2
+        drafting = []
+        for sequence in waiting:
+            if (worker := self._worker_of(sequence)) is not None:
+                candidates = sequence.context.candidates
+                if candidates.missed and worker.round_trip_of(candidates) > most:
+                    continue
+                if worker.failure is None and isinstance(sequence.action, Await):
+                    worker.wait(candidates, *sequence.action)
+            drafting.append(sequence)
         for sequence in waiting:
             sequence.advance(None)
         seconds = self._clock() - began
@@ -223,7 +230,9 @@ class DraftRunner:
         return None if sequence.draft.name is None else self.drafters.get(sequence.draft.name)
 
     def _worker_of(self, sequence: TokenSequence) -> DraftWorker | None:
-        return self.worker if sequence.decoder.drafting == "parallel" else None
+        if sequence.decoder.drafting != "parallel":
+            return None
+        return self.worker if sequence.request.client is None else self.clients
 
     def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outpace.core import registry
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import UserError, check_whole, require, unknown
 from outpace.core.options import CheckedOptions, number, whole
 from outpace.models.files.reading import read_named_text
 from outpace.tools.definitions import AUTO, FORMATS
@@ -44,8 +44,9 @@ class ServerOptions:
     `names`: names of the model in requests. `methods`: methods, drafters and rules that a request may choose besides
     the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
     empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
-    reporting them in a header. `tool_prompt`: describe tools in the system message if the chat template ignores them.
-    `tool_parser`: the form in which the model writes calls, `auto` for that of its chat template and all others.
+    reporting them in a header. `draft_port`: where clients join that draft for themselves; None: nowhere.
+    `tool_prompt`: describe tools in the system message if the chat template ignores them. `tool_parser`: the form in
+    which the model writes calls, `auto` for that of its chat template and all others.
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +56,7 @@ class ServerOptions:
     hosts: tuple[str, ...] = ()
     insecure: bool = False
     methods: tuple[str, ...] = ()
+    draft_port: int | None = None
     strict: bool = False
     tool_prompt: bool = False
     tool_parser: str = AUTO
@@ -66,6 +68,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_whole("port", self.port, 0, 65535)
+        if self.draft_port is not None:
+            check_whole("draft_port", self.draft_port, 0, 65535)
+            require("draft_port", "remote", "grpc")
         if self.host not in LOCAL_HOSTS and not self.keys and not self.insecure:
             raise UserError(
                 f"host {self.host} can be reached from other machines: set API keys by --api-key-file or"

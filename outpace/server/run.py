@@ -228,7 +228,7 @@ def listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started: Callable[[], None]) -> None:
+def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started: Callable[[Service], None]) -> None:
     """Serve until a signal. `on_started` is called when requests are accepted."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     service = Service(llm, options)
@@ -240,7 +240,7 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started:
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
         if server.started:
-            on_started()
+            on_started(service)
         await task
 
     run_loop(run)

@@ -49,17 +49,31 @@ class Service:
         self.is_draining = False
         self._executor = ThreadPoolExecutor(NUM_WORKERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients: Any = None  # those that draft for themselves
+        if options.draft_port is not None:
+            from outpace.server.drafting import ClientListener
+
+            self._clients = ClientListener(self)
 
     def begin(self) -> None:
-        """Start the engine's thread. Must be called in the event loop."""
+        """Start the engine's thread, and let drafting clients join. Must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
+        if self._clients is not None:
+            self._clients.start(self._loop)
         self.thread.start()
 
     def end(self) -> None:
         """Stop the engine's thread, which ends all answers."""
         self.is_draining = True
+        if self._clients is not None:
+            self._clients.close()
         self.thread.stop(10.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def draft_port(self) -> int | None:
+        """The port where clients join that draft for themselves."""
+        return None if self._clients is None else self._clients.port
 
     @property
     def is_stuck(self) -> bool:
@@ -88,10 +102,23 @@ class Service:
         `to_request` converts the body in a worker thread. `reservation` is the request's place in the queue if it has
         one already.
         """
+
+        def prepare() -> tuple[GenerationRequest, ChoiceGroup]:
+            request = to_request(body, self)
+            choices = list(choices_of(request, self.llm, key))
+            return request, ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
+
+        return await self.submit(prepare, reservation)
+
+    async def submit(
+        self, prepare: Callable[[], tuple[T, ChoiceGroup]], reservation: Reservation | None = None
+    ) -> tuple[T, ChoiceGroup]:
+        """Admit what `prepare`, which runs in a worker thread, returns, and submit its choices to the engine; see
+        `start`."""
         self.check_ready()
         reservation = reservation or self.admission.reserve()
         try:
-            request, group = await self.run_in_thread(self._prepare, to_request, body, key)
+            request, group = await self.run_in_thread(prepare)
             self.admission.admit(group)
         finally:
             reservation.release()
@@ -108,13 +135,6 @@ class Service:
             self.leave(group)
             raise group.failure
         return request, group
-
-    def _prepare(
-        self, to_request: Callable[[Any, Service], GenerationRequest], body: Any, key: str
-    ) -> tuple[GenerationRequest, ChoiceGroup]:
-        request = to_request(body, self)
-        choices = list(choices_of(request, self.llm, key))
-        return request, ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
 
     def leave(self, group: ChoiceGroup) -> None:
         """Forget a request whose response has ended, and abort its choices that still run."""

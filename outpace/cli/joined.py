@@ -1,0 +1,43 @@
+"""Opening a target on another machine: --target grpc://HOST:PORT, with the draft model here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from outpace.cli import display
+from outpace.core.errors import UserError, require
+
+if TYPE_CHECKING:
+    from outpace.cli.options import ModelFlags
+    from outpace.cluster.remote_target import RemoteTarget
+
+OWN_FLAGS = ("target", "draft", "drafter", "threads", "options")  # those of ModelFlags that concern the draft
+
+
+def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool) -> RemoteTarget:
+    """Load the draft model for a target on another machine. UserError for flags that its server decides."""
+    require("a target on another machine", "remote", "grpc")
+    from outpace.card.link import read_address
+    from outpace.cluster.draft_model import build_card_drafter, load_own_draft
+    from outpace.cluster.remote_target import RemoteTarget
+    from outpace.core.lazy import set_num_threads
+
+    defaults = type(model)()
+    for one in fields(model):
+        if one.name not in OWN_FLAGS and getattr(model, one.name) != getattr(defaults, one.name):
+            raise UserError(
+                f"--target is on another machine, which decides this: leave out --{one.name.replace('_', '-')}"
+            )
+    drafts = model.draft or []
+    if len(drafts) > 1:
+        raise UserError("a target on another machine takes one draft model, these are several: name one")
+    address = read_address(str(model.target))
+    if model.threads is not None:
+        set_num_threads(model.threads)
+    with display.loading_bar(quiet) as progress:
+        draft = load_own_draft(drafts[0] if drafts else None, model.options, progress)
+    drafter = build_card_drafter(model.drafter or "model", draft, extra)
+    return RemoteTarget(address, draft, drafter, os.environ.get("OUTPACE_API_KEY"))

@@ -1,0 +1,365 @@
+"""A target on a server of another machine (`outpace serve --draft-port`), and a draft model here that drafts for it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from outpace.api.params import SamplingParams, read_params
+from outpace.api.prompts import Prompt, tokens_of
+from outpace.api.stream import Result
+from outpace.api.text import Piece, StopStrings, TextAssembler
+from outpace.card import link
+from outpace.card.cache import CandidateLayer
+from outpace.card.link import Address, Outbox
+from outpace.card.loop import Close, Correct, Open
+from outpace.card.protocol_pb2 import FromDrafter, FromTarget, Pong
+from outpace.card.wire import Identity, ProtocolError, SentRequest, identity_of, metadata, parser, request_message
+from outpace.cluster.draft_thread import DraftThread, NewLayer, joined
+from outpace.core.errors import UserError
+from outpace.core.stats import RoundStats, summarize
+from outpace.core.types import Drafter, Request
+from outpace.engine.build import find_rule
+from outpace.models.runtimes import Loaded
+
+PAUSES = (0.2, 1.0, 5.0, 5.0, 5.0)  # seconds before each new try of an answer whose link was torn
+PATIENCE = 60.0  # seconds of silence after which the link counts as torn; a prompt may be read for long
+_POLL_SECONDS = 0.2
+_NOT_SENT = ("logprobs", "bad_words", "response_format", "structured_outputs", "prediction")
+_REFUSALS = ("UNAUTHENTICATED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+
+
+class TornLinkError(RuntimeError):
+    """The link ended before the answer did."""
+
+
+class RemoteTarget(AbstractContextManager["RemoteTarget"]):
+    """Answers prompts by a target on another machine, for which a draft model of this process drafts.
+
+    It has what commands use of an `LLM`: `stream`, `tokenizer`, `target` (the draft, under the target's address).
+    """
+
+    method = "card"
+
+    def __init__(self, address: Address, draft: Loaded, drafter: Drafter, key: str | None = None) -> None:
+        """`key`: an API key of the server."""
+        link.grpc()
+        self.address, self._key, self.own = address, key, identity_of(draft)
+        draft.model.vocab_size = self.own.num_tokens  # the target may lack rows that pad the draft
+        self.tokenizer, self.draft = draft.tokenizer, draft
+        self.target = replace(draft, name=str(address), notice=None)
+        self._keys = itertools.count(1)
+        self._sending: dict[int, Callable[[CandidateLayer, float], None]] = {}  # by the drafter's key
+        self._thread = DraftThread(drafter, self._send)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the drafter."""
+        self._thread.stop()
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, choice: int = 0, **options: Any
+    ) -> RemoteStream:
+        """Start an answer; see `LLM.stream`. UserError for parameters that no link carries."""
+        params, defaults = read_params(sampling_params, options), SamplingParams()
+        for name in _NOT_SENT:
+            if getattr(params, name) not in ("", getattr(defaults, name)):
+                raise UserError(f"{name} is not available from a target on another machine, leave it out")
+        tokens = tokens_of(prompt, self.tokenizer)
+        own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
+        request = Request(
+            prompt=tuple(tokens),
+            rule=find_rule("auto", params.sampling),
+            max_tokens=params.max_tokens,
+            sampling=params.sampling,
+            seed=params.seed,
+            choice=choice,
+            stop_ids=own_ends.union(params.stop_token_ids),
+            adjustments=params.adjustments(self.tokenizer),
+        )
+        hidden = own_ends.union(() if params.include_stop_str_in_output else params.stop_token_ids)
+        stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
+        echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
+        return RemoteStream(self, request, text, echo)
+
+    def open(self, send: Callable[[CandidateLayer, float], None], request: Request, next_id: int) -> int:
+        """Let the drafter draft a request; return its key. `send` is called in the drafter's thread."""
+        key = next(self._keys)
+        self._sending[key] = send
+        self._thread.post(Open(key, request, next_id))
+        return key
+
+    def post(self, message: Any) -> None:
+        """Send the drafter a message."""
+        self._thread.post(message)
+
+    def close_request(self, key: int) -> None:
+        """End the drafting of a request."""
+        del self._sending[key]
+        self._thread.post(Close(key))
+
+    def check_drafter(self) -> None:
+        """Warn if the drafter has failed."""
+        if (failure := self._thread.failure) is not None:
+            warnings.warn(f"the drafter failed ({failure}); continuing without it", stacklevel=2)
+
+    def connect(self) -> JoinedConnection:
+        return JoinedConnection(self.address, self.own, self._key)
+
+    def _send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
+        if (send := self._sending.get(key)) is not None:
+            send(layer, seconds)
+
+
+class JoinedConnection(AbstractContextManager["JoinedConnection"]):
+    """One stream to a target, for one answer, with a thread that reads it."""
+
+    def __init__(self, address: Address, own: Identity, key: str | None) -> None:
+        self._address = address
+        self._channel = link.open_channel(address)
+        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(joined)
+        self._inbox: SimpleQueue[FromTarget | Exception] = SimpleQueue()
+        call = self._channel.stream_stream(f"/{link.SERVICE}/Join", FromDrafter.SerializeToString, parser(FromTarget))
+        self.outbox.put(FromDrafter(hello=own.hello))
+        self._call = call(iter(self.outbox), metadata=metadata(key))
+        self._reader = threading.Thread(target=self._read, name="outpace-drafter-reader", daemon=True)
+        self._reader.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.outbox.close()
+        self._call.cancel()
+        self._channel.close()
+        self._reader.join()
+
+    def receive(self, seconds: float) -> FromTarget | Exception | None:
+        """Return the next message or the error that ended the stream; None if neither comes within `seconds`."""
+        try:
+            return self._inbox.get(timeout=seconds)
+        except Empty:
+            return None
+
+    def _read(self) -> None:
+        module = link.grpc()
+        try:
+            for message in self._call:
+                self._inbox.put(message)
+            self._inbox.put(TornLinkError(f"{self._address} ended the link"))
+        except module.RpcError as error:
+            code, details = error.code().name, error.details() or ""
+            if code in _REFUSALS:
+                self._inbox.put(UserError(f"the target at {self._address} refused this request: {details}"))
+            else:
+                self._inbox.put(TornLinkError(f"no link to {self._address} ({details})"))
+        except Exception as error:
+            self._inbox.put(error)
+
+
+class RemoteStream:
+    """One answer of a `RemoteTarget`: an iterator over its Pieces. `finish()` reads to the end, `abort()` ends it.
+
+    If the link is torn, the same request is sent again: its text is a function of the request, so what was handed out
+    already is skipped.
+    """
+
+    def __init__(self, owner: RemoteTarget, request: Request, text: TextAssembler, echo: str) -> None:
+        self._owner, self._request, self._text, self._echo = owner, request, text, echo
+        self._tokens: list[int] = []  # handed to `text`
+        self._texts: list[str] = []
+        self._steps: list[RoundStats] = []
+        self._began, self._first, self._ended = time.perf_counter(), 0.0, 0.0
+        self._reason: str | None = None
+        self._is_aborted = self._has_warned = False
+        self._pieces = self._iterate()
+
+    def __iter__(self) -> Generator[Piece, None, None]:
+        return self._pieces
+
+    @property
+    def choice(self) -> int:
+        """The number of this answer among several to one prompt."""
+        return self._request.choice
+
+    def abort(self) -> None:
+        """End the answer and return at once; safe in signal handlers and in any thread."""
+        self._is_aborted = True
+
+    def close(self) -> None:
+        """End the answer here."""
+        self.abort()
+        self._pieces.close()
+
+    def finish(self) -> Result:
+        """Read the answer to its end and return all of it."""
+        for _ in self._pieces:
+            pass
+        decoding, later = self._ended - self._first, len(self._tokens) - (self._steps[0].emitted if self._steps else 0)
+        return Result(
+            text="".join(self._texts),
+            tokens=tuple(self._tokens),
+            finish_reason=self._reason or "abort",
+            method=self._owner.method,
+            seed=self._request.seed,
+            seconds=max(self._ended - self._began, 0.0),
+            time_to_first_token=max(self._first - self._began, 0.0),
+            tokens_per_second=max(later, 0) / decoding if decoding > 0 else 0.0,
+            figures=summarize(self._steps),
+            choice=self.choice,
+            prompt_tokens=len(self._request.prompt),
+            rounds=tuple(self._steps),
+        )
+
+    def _iterate(self) -> Generator[Piece, None, None]:
+        pauses = iter(PAUSES)
+        if self._echo:
+            yield self._shown(Piece(self._echo, (), False))
+        while self._reason is None and not self._is_aborted:
+            written = len(self._tokens)
+            try:
+                yield from self._attempt()
+            except TornLinkError as error:
+                pauses = iter(PAUSES) if len(self._tokens) > written else pauses
+                pause = next(pauses, None) if self._tokens else None  # a first try that fails is reported
+                if pause is None:
+                    raise UserError(str(error)) from None
+                if not self._has_warned:
+                    warnings.warn(f"{error}; the answer goes on when there is a link again", stacklevel=2)
+                self._has_warned = True
+                self._sleep(pause)
+        self._owner.check_drafter()
+        self._text.finish()
+        yield from self._news()
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._is_aborted and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))
+
+    def _attempt(self) -> Iterator[Piece]:
+        """Send the request, draft for it and hand out its pieces until it ends or the link does."""
+        with self._owner.connect() as connection:
+            connection.outbox.put(FromDrafter(request=request_message(self._request)))
+            answer = _Answer(self._owner, connection, self._request)
+            try:
+                silent_since = time.monotonic()
+                while self._reason is None and not self._is_aborted:
+                    message = connection.receive(_POLL_SECONDS)
+                    if isinstance(message, Exception):
+                        raise message
+                    if message is not None:
+                        silent_since = time.monotonic()
+                        self._take(answer, message)
+                        yield from self._news()
+                    elif time.monotonic() > silent_since + PATIENCE:
+                        raise TornLinkError(f"the link to {self._owner.address} was silent for {PATIENCE:g} seconds")
+            except ProtocolError as error:
+                raise UserError(f"the target at {self._owner.address} sent what makes no sense: {error}") from None
+            finally:
+                answer.end()
+
+    def _take(self, answer: _Answer, message: FromTarget) -> None:
+        """Take the tokens of a message, up to the end of the answer."""
+        for correction in answer.take(message):
+            self._first = self._first or time.perf_counter()
+            start = answer.length - len(correction.correction.tokens)
+            new = list(correction.correction.tokens)[max(len(self._tokens) - start, 0) :]
+            if not new:  # handed out before the link was torn
+                continue
+            kept = self._cut(new, answer.most_tokens)
+            hit = "primary" if correction.correction.root_id > 0 else "miss"
+            self._steps.append(RoundStats(0, len(kept) - 1, len(kept), hit=hit))
+            stopped = self._text.watch(kept, len(kept) - 1)
+            self._tokens += kept if stopped is None else kept[:stopped]
+            self._ended = time.perf_counter()
+            if stopped is not None:
+                self._reason = "stop"
+            if self._reason is not None:
+                return
+        if answer.finish_reason is not None:
+            self._reason = self._reason or answer.finish_reason
+
+    def _cut(self, tokens: list[int], most: int) -> list[int]:
+        """Cut a round's tokens at the end of the answer, as the target does."""
+        kept = list[int]()
+        for token in tokens:
+            kept.append(token)
+            if token in self._request.stop_ids:
+                self._reason = "stop"
+            elif len(self._tokens) + len(kept) >= most:
+                self._reason = "length"
+            if self._reason is not None:
+                break
+        return kept
+
+    def _news(self) -> Iterator[Piece]:
+        while self._text.has_news:
+            yield self._shown(self._text.pieces.popleft())
+
+    def _shown(self, piece: Piece) -> Piece:
+        self._texts.append(piece.text)
+        return piece
+
+
+class _Answer:
+    """The drafter's side of one stream: passes what the target says to the drafter, and its layers to the stream."""
+
+    def __init__(self, owner: RemoteTarget, connection: JoinedConnection, request: Request) -> None:
+        self._owner, self._connection, self._request = owner, connection, request
+        self._sent: SentRequest | None = None
+        self._key: int | None = None
+        self._has_hello = False
+        self._own = owner.own
+        self.length, self.most_tokens = 0, request.max_tokens
+        self.finish_reason: str | None = None
+
+    def take(self, message: FromTarget) -> Iterator[Correct]:
+        """Take a message; yield its corrections. UserError if the target refuses the request."""
+        if message.HasField("hello"):
+            if misfit := self._own.misfit(message.hello):
+                raise UserError(f"the target at {self._owner.address} does not fit: {misfit}")
+            longest = message.hello.max_positions
+            self._own = self._own._replace(max_positions=max(longest, 1))
+            self.most_tokens = min(self.most_tokens, longest - len(self._request.prompt))
+            self._has_hello = True
+        if not self._has_hello:
+            raise ProtocolError("a stream begins with a hello")
+        if message.HasField("ping"):
+            self._connection.outbox.put(FromDrafter(pong=Pong(number=message.ping.number)))
+        for event in message.events:
+            kind = event.WhichOneof("content")
+            if kind == "open":
+                self.end()
+                self._sent = SentRequest(self._request, event.open.next_id)
+                self._key = self._owner.open(self._send, self._request, event.open.next_id)
+            elif kind == "close":
+                if event.close.error:
+                    raise UserError(f"the target at {self._owner.address} refused: {event.close.error}")
+                self.finish_reason = event.close.finish_reason or "abort"
+            else:
+                if self._sent is None or self._key is None:
+                    raise ProtocolError("an event came before its request was opened")
+                found = self._sent.read(self._key, event, self._own)
+                self._owner.post(found)
+                if isinstance(found, Correct):
+                    self.length = found.correction.length
+                    yield found
+
+    def end(self) -> None:
+        """End the drafting."""
+        if self._key is not None:
+            self._owner.close_request(self._key)
+            self._key = None
+
+    def _send(self, layer: CandidateLayer, seconds: float) -> None:
+        if self._sent is not None:
+            self._sent.note(layer)
+            self._connection.outbox.put(NewLayer(0, layer, seconds))
