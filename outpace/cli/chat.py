@@ -10,6 +10,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
+from outpace.cli.joined import open_any
 from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
 from outpace.core.errors import UserError
 
@@ -65,7 +66,7 @@ def chat(
         with process.at_safe_points():
             _talk(RemoteChat(remote, sampling, system), remote.model)
         return
-    with process.at_safe_points(), model.open_any(ctx.obj) as llm:
+    with process.at_safe_points(), open_any(model, ctx.obj) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
         _talk(LocalChat(llm, sampling, system, color), f"{llm.target.name} by {llm.method}")

@@ -11,10 +11,18 @@ from outpace.cli import display
 from outpace.core.errors import UserError, require
 
 if TYPE_CHECKING:
+    from outpace.api.llm import LLM
     from outpace.cli.options import ModelFlags
     from outpace.cluster.remote_target import RemoteTarget
 
 OWN_FLAGS = ("target", "draft", "drafter", "threads", "options")  # those of ModelFlags that concern the draft
+
+
+def open_any(model: ModelFlags, extra: Mapping[str, Any], *, quiet: bool = False) -> LLM | RemoteTarget:
+    """Load the models, or the draft alone for a target on another machine."""
+    from outpace.card.link import is_address
+
+    return open_remote_target(model, extra, quiet) if is_address(model.target) else model.open(extra, quiet=quiet)
 
 
 def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool) -> RemoteTarget:

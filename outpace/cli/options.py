@@ -14,7 +14,6 @@ from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
-    from outpace.cluster.remote_target import RemoteTarget
 
 TEXT, PENALTIES = "Text", "Penalties and bans"
 SEED = "Seed of the sampling: the same seed gives the same text."
@@ -194,16 +193,6 @@ class ModelFlags:
         " same prompt before.",
         panel=METHOD,
     )
-
-    def open_any(self, extra: Mapping[str, Any], *, quiet: bool = False) -> LLM | RemoteTarget:
-        """Load the models, or the draft alone for a target on another machine."""
-        from outpace.card.link import is_address
-
-        if not is_address(self.target):
-            return self.open(extra, quiet=quiet)
-        from outpace.cli.joined import open_remote_target
-
-        return open_remote_target(self, extra, quiet)
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""

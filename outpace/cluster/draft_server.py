@@ -30,7 +30,7 @@ class DraftServer(AbstractContextManager["DraftServer"]):
         self.own, self.has_ended = own, threading.Event()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._streams: dict[int, tuple[_Stream, int]] = {}  # by the drafter's key: stream, and the target's key
+        self._streams: dict[int, tuple[TargetStream, int]] = {}  # by the drafter's key: stream, and the target's key
         self._listener = Listener("Draft", parser(FromTarget), self._begin, authenticate)
         self._thread = DraftThread(drafter, self._send, self.has_ended.set)
 
@@ -58,11 +58,11 @@ class DraftServer(AbstractContextManager["DraftServer"]):
             raise RefusedError("INVALID_ARGUMENT", "a stream begins with a hello")
         if misfit := self.own.misfit(first.hello):
             raise RefusedError("FAILED_PRECONDITION", misfit)
-        stream = _Stream(self)
+        stream = TargetStream(self)
         stream.outbox.put(FromDrafter(hello=self.own.hello))
         return stream.outbox, stream.take, stream.end
 
-    def open(self, stream: _Stream, their_key: int, sent: SentRequest, next_id: int) -> int | None:
+    def open(self, stream: TargetStream, their_key: int, sent: SentRequest, next_id: int) -> int | None:
         """Start a request and return the drafter's key; None if there are too many."""
         with self._lock:
             if len(self._streams) >= MAX_REQUESTS:
@@ -88,7 +88,7 @@ class DraftServer(AbstractContextManager["DraftServer"]):
             stream.send(their_key, layer, seconds)
 
 
-class _Stream:
+class TargetStream:
     """One target's stream: its requests by its own keys. A key of None: not drafted, because there were too many."""
 
     def __init__(self, server: DraftServer) -> None:

@@ -248,7 +248,7 @@ class RemoteStream:
         """Send the request, draft for it and hand out its pieces until it ends or the link does."""
         with self._owner.connect() as connection:
             connection.outbox.put(FromDrafter(request=request_message(self._request)))
-            answer = _Answer(self._owner, connection, self._request)
+            answer = JoinedAnswer(self._owner, connection, self._request)
             try:
                 silent_since = time.monotonic()
                 while self._reason is None and not self._is_aborted:
@@ -266,7 +266,7 @@ class RemoteStream:
             finally:
                 answer.end()
 
-    def _take(self, answer: _Answer, message: FromTarget) -> None:
+    def _take(self, answer: JoinedAnswer, message: FromTarget) -> None:
         """Take the tokens of a message, up to the end of the answer."""
         for correction in answer.take(message):
             self._first = self._first or time.perf_counter()
@@ -309,7 +309,7 @@ class RemoteStream:
         return piece
 
 
-class _Answer:
+class JoinedAnswer:
     """The drafter's side of one stream: passes what the target says to the drafter, and its layers to the stream."""
 
     def __init__(self, owner: RemoteTarget, connection: JoinedConnection, request: Request) -> None:

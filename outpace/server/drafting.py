@@ -69,11 +69,11 @@ class ClientListener:
             raise RefusedError("INVALID_ARGUMENT", "a stream begins with a hello")
         if misfit := self.own.misfit(first.hello):
             raise RefusedError("FAILED_PRECONDITION", misfit)
-        stream = _Stream(self, key)
+        stream = ClientStream(self, key)
         stream.outbox.put(FromTarget(hello=self.own.hello))
         return stream.outbox, stream.take, stream.end
 
-    def answer(self, stream: _Stream, request: Request) -> None:
+    def answer(self, stream: ClientStream, request: Request) -> None:
         """Answer a request."""
         asyncio.run_coroutine_threadsafe(self._answer(stream, request), self._loop)
 
@@ -82,7 +82,7 @@ class ClientListener:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(group.wake)
 
-    async def _answer(self, stream: _Stream, request: Request) -> None:
+    async def _answer(self, stream: ClientStream, request: Request) -> None:
         """Answer a request until it ends or its client is gone."""
         service, began = self._service, time.perf_counter()
         record: dict[str, Any] = {"id": new_id("req_"), "method": "Join", "path": "/grpc", "key": stream.key}
@@ -110,7 +110,7 @@ class ClientListener:
         finally:
             logs.write("request", **record, seconds=round(time.perf_counter() - began, 4))
 
-    def _prepare(self, stream: _Stream, request: Request) -> tuple[tuple[Choice], ChoiceGroup]:
+    def _prepare(self, stream: ClientStream, request: Request) -> tuple[tuple[Choice], ChoiceGroup]:
         """Build the choice of a request; ApiError if its context is full."""
         if len(request.prompt) >= self.own.max_positions:
             most = self.own.max_positions
@@ -122,7 +122,7 @@ class ClientListener:
         return (choice,), ChoiceGroup((choice,), (request.prompt,), stream.key)
 
 
-class _Stream(DraftingClient):
+class ClientStream(DraftingClient):
     """One client's stream, with one request."""
 
     def __init__(self, listener: ClientListener, key: str) -> None:

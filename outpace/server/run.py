@@ -247,8 +247,13 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started:
 
 
 def make_server(app: Middleware, service: Service) -> Server:
-    """Return a server for an application, with our connections instead of uvicorn's, and none of its logs."""
+    """Return a server for an application, with our connections instead of uvicorn's, and none of its logs. UserError if
+    the port for drafting clients is not available."""
     options = service.options
+    if options.draft_port is not None:
+        from outpace.server.drafting import ClientListener
+
+        service.clients = ClientListener(service)
     config = uvicorn.Config(
         app,
         http=type("Connection", (BoundedConnection,), {"limits": options.limits, "middleware": app}),

@@ -49,31 +49,27 @@ class Service:
         self.is_draining = False
         self._executor = ThreadPoolExecutor(NUM_WORKERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._clients: Any = None  # those that draft for themselves
-        if options.draft_port is not None:
-            from outpace.server.drafting import ClientListener
-
-            self._clients = ClientListener(self)
+        self.clients: Any = None  # a `ClientListener`, if clients may draft for themselves
 
     def begin(self) -> None:
         """Start the engine's thread, and let drafting clients join. Must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
-        if self._clients is not None:
-            self._clients.start(self._loop)
+        if self.clients is not None:
+            self.clients.start(self._loop)
         self.thread.start()
 
     def end(self) -> None:
         """Stop the engine's thread, which ends all answers."""
         self.is_draining = True
-        if self._clients is not None:
-            self._clients.close()
+        if self.clients is not None:
+            self.clients.close()
         self.thread.stop(10.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @property
     def draft_port(self) -> int | None:
         """The port where clients join that draft for themselves."""
-        return None if self._clients is None else self._clients.port
+        return None if self.clients is None else self.clients.port
 
     @property
     def is_stuck(self) -> bool:
