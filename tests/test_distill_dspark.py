@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import block_heads
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from distill_files import silent, target_folder
+from heads import silent_target
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from test_distill_heads import TAPS, TARGETS, head_settings, sample_of
 
@@ -256,3 +259,35 @@ def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> No
         shape_from_options("2", str(run.out / "draft"), 0, None)
     with pytest.raises(UserError, match="folder of a DSpark head"):
         shape_from_options("3", str(run.target), 0, None)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "z-lab"])
+def test_a_public_head_goes_on_by_the_formulas(layout: str, tmp_path: Path) -> None:
+    """It keeps its own embedding and output layer, which differ from the target's; other variants are refused."""
+    target, weights = silent_target(tmp_path, "target")
+    save_file(weights, target / "model.safetensors")
+    config = block_heads.block_config(**block_heads.DSPARK)
+    head = block_heads.write_block(tmp_path / "head", layout, **block_heads.DSPARK)
+    shape = shape_from_options("3", str(head), 0, None)
+    student = new_student(target, shape, vocab_ids(head), taps=block_heads.TAPS)
+    dspark.write(tmp_path / "again", student, target, shape, {})
+    hidden = np.random.default_rng(0).standard_normal((3, 9, block_heads.WIDTH)).astype(np.float32)
+    known = torch.from_numpy(np.pad(hidden, ((0, 0), (0, 1), (0, 0))).swapaxes(0, 1).reshape(1, 10, -1))
+    text = torch.arange(40, 50)[None]
+    packed = PackedRows(text, torch.arange(10)[None], torch.zeros_like(text), torch.arange(10), known)
+    reference = block_heads.BlockReference(config, block_heads.block_tensors(config))
+    again = new_student(target, replace(shape, draft=tmp_path / "again"), student.ids, taps=block_heads.TAPS)
+    for found, bound in ((student, 1e-4), (again, 0.3)):  # the second was rounded to bfloat16
+        with torch.no_grad():
+            outputs = found.blocks(packed, torch.tensor([9]))[0, 0]
+            for path in ([49], [49, 7, 200]):
+                slot, before = len(path) - 1, torch.tensor(path[-1:])
+                wanted, confidence = reference.below(hidden, path)
+                scores, odds = found.scores(outputs[slot][None], before), found.confidence(outputs[slot][None], before)
+                assert np.abs(scores[0].numpy() - wanted).max() < bound
+                assert odds is not None
+                assert float(odds.sigmoid()) == pytest.approx(confidence, abs=bound / 10)
+    for changes in ({"markov_head_type": "gated"}, {"sample_from_anchor": False}, {"is_causal": True}):
+        other = block_heads.write_block(tmp_path / str(changes), "z-lab", **block_heads.DSPARK | changes)
+        with pytest.raises(UserError, match="such heads are not trained"):
+            new_student(target, replace(shape, draft=other), student.ids, taps=block_heads.TAPS)

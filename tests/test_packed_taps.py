@@ -71,11 +71,23 @@ def test_computed_states_are_the_recorded_ones_but_for_rounding(target: Path) ->
     assert largest_error(target, (0, 2, 3)) > 5
 
 
-def first_losses(kind: str, target: Path, text: str, folder: Path) -> tuple[list[float], float]:
+def test_half_precision_is_near(target: Path) -> None:
+    """As on a GPU: matrices are bfloat16, norms and residuals are not."""
+    packed, half = batch(target, "without").packed, PackedTarget(target, TAPS, "cpu")
+    half._is_half = True
+    found, wanted = half.taps(packed), packed.taps
+    assert wanted is not None
+    assert found.dtype == torch.float32
+    is_matrix = {value.dim() > 1: value.dtype for value in half._layers.tensors.values()}
+    assert is_matrix == {True: torch.bfloat16, False: torch.float32}
+    assert 1e-4 < (found - wanted).norm() / wanted.norm() < 0.05
+
+
+def first_losses(kind: str, target: Path, text: str, folder: Path, device: str = "cpu") -> tuple[list[float], float]:
     """Return the losses of the first steps, and the agreement after them."""
-    student = KINDS[kind].new_student(target, DraftShape(), None, "cpu", TAPS)
-    source, options = PackedTarget(target, TAPS, "cpu").taps, TrainOptions(rows=2, length=LENGTH, tokens=1000, warmup=2)
-    trainer = Trainer(student, target.parents[1] / text, folder, options, source)
+    student = KINDS[kind].new_student(target, DraftShape(), None, device, TAPS)
+    options = TrainOptions(rows=2, length=LENGTH, tokens=1000, warmup=2)
+    trainer = Trainer(student, target.parents[1] / text, folder, options, PackedTarget(target, TAPS, device).taps)
     batches = trainer._batches()
     losses = [trainer._step(next(batches)) for _ in range(6)]
     return losses, agreement(student, trainer._packer, samples_of(target, text)).top1
@@ -89,6 +101,17 @@ def test_training_by_computed_states_is_that_by_stored_ones(kind: str, target: P
     assert np.std(stored) > 0.01
     assert computed == pytest.approx(stored, rel=0.005)
     assert same == pytest.approx(top1, abs=0.02)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of CUDA is here")
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_training_on_a_gpu_is_that_on_a_cpu(kind: str, target: Path, tmp_path: Path) -> None:
+    (here, _), (there, _) = (
+        first_losses(kind, target, "without", tmp_path / device, device) for device in ("cpu", "cuda")
+    )
+    assert there[0] == pytest.approx(here[0], rel=0.03)  # products are bfloat16
+    assert there == pytest.approx(here, rel=0.15)
 
 
 @pytest.fixture
