@@ -90,8 +90,8 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
         return head
     is_speculators = "speculators_model_type" in config
     own = fields_of(config, "transformer_layer_config") if is_speculators else config
+    _check_count("num_hidden_layers", size(own, "num_hidden_layers", 1), files)
     layers = _layer_config(files, own, max_positions)
-    _check_count("num_hidden_layers", layers.num_layers, files)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layers.hidden_size))
     read = READERS.get(kind, _read_joined if kind in JOINED else _read_eagle)
     head = read(
