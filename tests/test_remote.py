@@ -513,6 +513,8 @@ def test_the_generated_code_is_current(tmp_path: Path) -> None:
         (["draft-worker", "--listen", "0.0.0.0:0"], "host 0.0.0.0 can be reached from other machines"),
         (["draft-worker", "--listen", "here"], "it must be HOST:PORT"),
         (["draft-worker", "--draft-length", "3"], "unknown option"),
+        (["doctor", "--link", "127.0.0.1:1"], "it must be grpc://HOST:PORT"),
+        (["doctor", "--link", "grpc://127.0.0.1:1"], "no link to 127.0.0.1:1"),
         (["generate", "x", "--worker", "grpc://no-such-host.invalid:1"], "is not known"),
         (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--draft", "none"], "the draft model is at"),
         (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--drafter", "ngram"], "name 'ngram' there"),
@@ -548,6 +550,12 @@ def test_the_commands(run: Run, tiny_folder: str) -> None:
             assert "warning" not in err
             if not sampled:
                 assert found["tokens"] == json.loads(plain)["tokens"]
+        code, out, err = run("doctor", "--link", address, "--target", tiny_folder, "--json")
+        assert code == 0, err
+        found = json.loads(out)
+        assert 0 < found["round_trip_seconds"] <= found["round_trip_p99_seconds"]
+        assert min(found["bytes_per_second_up"], found["bytes_per_second_down"]) > 1e5
+        assert found["acceptance"] is None or set(found["speedups"]) == {"card", "planned", "pearl", "ssd"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 143
     finally:

@@ -178,12 +178,13 @@ class Connection(AbstractContextManager["Connection"]):
     def is_ping_due(self) -> bool:
         return time.monotonic() > self._last_ping + POLL_SECONDS
 
-    def ping(self) -> None:
-        """Ask for a sign of life, by which the round trip is measured."""
+    def ping(self, padding: int = 0, answer_bytes: int = 0) -> None:
+        """Ask for a sign of life, by which the round trip is measured; for one of that many bytes, each way."""
         self._num_pings += 1
         self._last_ping = time.monotonic()
         self._sent[self._num_pings] = self._last_ping
-        self._outbox.put(FromTarget(ping=Ping(number=self._num_pings)))
+        ping = Ping(number=self._num_pings, padding=bytes(padding), answer_bytes=answer_bytes)
+        self._outbox.put(FromTarget(ping=ping))
 
     def trip(self, number: int) -> float | None:
         """Return the seconds since a ping; None if it was not sent, or answered before."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import display, head_report, process
+from outpace.cli import display, head_report, link_report, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, install_command
@@ -58,19 +58,29 @@ def doctor(
         " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
     ),
     draft: str | None = flag(None, "Examine a trained head: answer a dozen prompts and report what may be wrong."),
-    target: str | None = flag(None, "The head's target; the default is the one that the head names."),
+    link: str | None = flag(
+        None, "Time the link to an outpace draft-worker, grpc://HOST:PORT, and simulate which method pays over it."
+    ),
+    target: str | None = flag(
+        None, "The head's target, by default the one that the head names; or the target at this end of --link."
+    ),
 ) -> None:
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
-    if draft is None and target is not None:
-        raise UserError("--target names the target of a head: name the head with --draft")
-    if draft is not None:
+    if draft is None and link is None and target is not None:
+        raise UserError("--target names the target of a head or of a link: name one with --draft or --link")
+    if link is not None and draft is not None:
+        raise UserError("--link and --draft are two examinations, name one of them")
+    if link is not None:
+        found = link_report.examine(link, target, quiet=as_json)
+    elif draft is not None:
         found = head_report.examine(target, draft, quiet=as_json)
     else:
         found = _clean_cache() if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)
-    elif draft is not None:
-        display.stdout().print(_grid(head_report.rows_of(found)))
+    elif link is not None or draft is not None:
+        report = head_report if link is None else link_report
+        display.stdout().print(_grid(report.rows_of(found)))
     elif clean:
         for line in _clean_report(found):
             display.stdout().print(line, soft_wrap=True)
