@@ -44,6 +44,7 @@ from outpace.models.heads.config import HeadConfig
 from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
 from outpace.models.heads.eagle3 import EagleModel, FeatureSession
 from outpace.models.heads.specformer import SpecFormerModel
+from outpace.models.heads.steering import Steering
 
 T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
@@ -182,6 +183,19 @@ class ToySlots(SpecFormerModel, ToyHead):
                     rows.append(self._row(known))
                     known.append(int(rows[-1].argmax()))
         return SparseLogits(torch.stack(rows) if rows else torch.empty(0, self.vocab_size), None, self.vocab_size)
+
+
+class ToySteered(QuickToy):
+    """A toy with a steering, which does not change what it predicts, because its layers have no MLPs."""
+
+    def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0) -> None:
+        super().__init__(vocab_size, order, seed)
+        ones, zeros = torch.ones(vocab_size), torch.zeros(vocab_size)
+        self.steering = Steering((1,), order, _same, _same, ones, zeros, lambda rows: rows.repeat(1, order))
+
+
+def _same(rows: Any) -> Any:
+    return rows
 
 
 class Watched(draft_model.ModelDrafter):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from constraints import Table, rings
-from doubles import Outcome, QuickToy, ToyBlock, ToyHead, ToySlots, decode, make_request, write
+from doubles import Outcome, QuickToy, ToyBlock, ToyHead, ToySlots, ToySteered, decode, make_request, write
 from timed import Stopwatch, Timed
 from turns import one_of
 
@@ -39,9 +39,9 @@ pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
 TARGET = QuickToy(16, 3, 0)
 NEAR = QuickToy(16, 3, 0)
 NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
-HEADS: dict[str, dict[str, Any]] = {  # by the drafter that runs them, and by quality
+HEADS: dict[str, dict[str, Any]] = {  # and a steered draft: by the drafter that runs them, and by quality
     name: {"perfect": head(16, 3, 0), "partial": head(16, 3, 0), "garbage": head(16, 2, 99)}
-    for name, head in {"eagle": ToyHead, "block": ToyBlock, "specformer": ToySlots}.items()
+    for name, head in {"eagle": ToyHead, "block": ToyBlock, "specformer": ToySlots, "steered": ToySteered}.items()
 }
 for by_quality in HEADS.values():
     by_quality["partial"]._tables = NEAR._tables

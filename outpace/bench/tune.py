@@ -71,7 +71,11 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     singles = [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
     setups: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
         AUTO: (draft, {"method": AUTO}),
-        **({} if draft is not None and draft.is_head else {PLANNED: (draft, {"method": PLANNED, "drafter": drafter})}),
+        **(
+            {}
+            if draft is not None and draft.reads_target
+            else {PLANNED: (draft, {"method": PLANNED, "drafter": drafter})}
+        ),
         PLAIN: (None, {"method": PLAIN}),
         **{f"{SINGLE}{one.name}": (one, {"method": AUTO}) for one in singles},
     }

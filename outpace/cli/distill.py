@@ -65,10 +65,12 @@ class ShapeFlags:
     kind: str = flag(
         "standalone",
         "Kind of draft: standalone, a small model; eagle3, dspark or specformer, a head that reads the target's hidden"
-        " states.",
+        " states; steered, a draft whose MLPs these states bias.",
     )
     layers: str = flag("3", "Layers of the draft: a number, or the target's layers, as in 0,14,29 or 0-24,26-29.")
-    init: str = flag("layers", "Start from the target's layers (layers) or a draft (folder, or shipped).")
+    init: str = flag(
+        "layers", "Start from the target's layers (layers) or a draft (folder, or shipped; steered: shipped)."
+    )
     vocab: int = flag(0, "Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.")
 
 
@@ -77,7 +79,7 @@ class TrainingFlags:
     """The training."""
 
     panel: ClassVar[str] = "Training"
-    learning_rate: float = flag(0.001, "The highest learning rate.")
+    learning_rate: float | None = flag(None, "The highest learning rate; the default depends on --kind.")
     cooldown: float = flag(1.0, "Share of training over which the learning rate falls.")
     warmup: int = flag(40, "Steps over which the learning rate rises.")
     batch_rows: int | None = flag(None, "Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.")
@@ -211,7 +213,7 @@ def _options(
     seed: int,
 ) -> DistillOptions:
     from outpace.distill.evaluate import EvaluationOptions
-    from outpace.distill.kinds import KINDS
+    from outpace.distill.kinds import KINDS, LEARNING_RATES
     from outpace.distill.kinds.standalone import resolve_draft
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
@@ -227,13 +229,15 @@ def _options(
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
     if shape.kind not in KINDS:
         raise unknown("kind", shape.kind, KINDS)
+    rate = training.learning_rate
+    rate = LEARNING_RATES.get(shape.kind, TrainOptions.learning_rate) if rate is None else rate
     says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
     taps_says = f"taps is {text.taps!r}, it must be numbers of layers as in 2,15,27"
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
         seed=seed,
         loss=LossOptions(training.token_weight, training.distribution_weight),
-        **common_fields(training, TrainOptions),
+        **common_fields(training, TrainOptions) | {"learning_rate": rate},
     )
     return DistillOptions(
         target=target,

@@ -22,6 +22,7 @@ from outpace.models.files.find import shipped_model
 from outpace.models.heads.files import open_head
 from outpace.models.heads.load import kind_of_head
 from outpace.models.heads.reader import read_head
+from outpace.models.heads.steering import open_steering
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.runtimes import RUNTIMES
 
@@ -90,11 +91,13 @@ class DistillOptions(CheckedOptions):
         return self.device.startswith("cpu")
 
     def taps_of(self, config: Mapping[str, Any], sizes: LlamaConfig) -> tuple[int, ...]:
-        """Return the layers whose hidden states the draft reads: the named ones, those of the head whose training
+        """Return the layers whose hidden states the draft reads: the named ones, those of the draft whose training
         continues, or those of the kind. UserError for layers that the target, with this config.json, does not have."""
         num_layers, taps, draft = sizes.num_layers, self.taps, self.shape.draft
         if taps is None and draft is not None and kind_of_head(draft) is not None:
             taps = read_head(open_head(draft), config, sizes.max_positions, num_layers).taps
+        elif taps is None and draft is not None and self.kind == "steered" and (steering := open_steering(draft)):
+            taps = steering.taps
         taps = KINDS[self.kind].default_taps(num_layers) if taps is None else taps
         for layer in taps:
             check_whole("a layer of taps", layer, 0, num_layers)

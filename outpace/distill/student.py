@@ -62,13 +62,16 @@ class Student:
         right = self.logits(batch.packed).argmax(1) == batch.labels.top[:, 0]
         return torch.stack([right.roll(-place) for place in range(length)], 1)
 
-    def logits(self, batch: PackedRows) -> Tensor:
+    def logits(self, batch: PackedRows, mlp_bias: Tensor | None = None) -> Tensor:
         """Return the logits of the draft's vocabulary at the positions that have a loss: float32 [scored, ids]."""
-        (x,) = self.hidden_states(batch, [self.config.num_layers])
+        (x,) = self.hidden_states(batch, [self.config.num_layers], mlp_bias)
         return F.linear(self._normed(x.flatten(0, 1)[batch.scored], NORM), self._head).float()
 
-    def hidden_states(self, batch: PackedRows, layers: Sequence[int]) -> list[Tensor]:
-        """Return the residual stream after each number of layers in `layers`: [rows, length, hidden] each."""
+    def hidden_states(self, batch: PackedRows, layers: Sequence[int], mlp_bias: Tensor | None = None) -> list[Tensor]:
+        """Return the residual stream after each number of layers in `layers`: [rows, length, hidden] each.
+
+        `mlp_bias` [rows, length, layers, MLP width] is added to the MLPs' up projections.
+        """
         config, tables = self.config, dict[int | None, tuple[Tensor, Tensor]]()
         for number, rotation in enumerate(config.rotations):
             tables[number] = rope_tables(config.head_dim, rotation, batch.positions)
@@ -78,16 +81,20 @@ class Student:
         found = {0: x}
         for layer in range(config.num_layers):
             table, mask = tables.get(config.rotation(layer)), masks[config.window(layer)]
-            x = self._layer(f"model.layers.{layer}.", x, table, mask)
+            bias = None if mlp_bias is None else mlp_bias[:, :, layer]
+            x = self._layer(f"model.layers.{layer}.", x, table, mask, bias)
             if layer + 1 in layers:
                 found[layer + 1] = x
         return [found[layer] for layer in layers]
 
-    def _layer(self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
-        """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding."""
+    def _layer(
+        self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor, mlp_bias: Tensor | None = None
+    ) -> Tensor:
+        """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding.
+        `mlp_bias`: [rows, length, MLP width]."""
         query, key, value = self._heads(prefix, self._normed(x, prefix + "input_layernorm.weight"), table)
         attended = attention(query, key, value, mask.to(query.dtype), self.config.attention_scale)
-        return self._finish_layer(prefix, x, attended)
+        return self._finish_layer(prefix, x, attended, mlp_bias)
 
     def _heads(self, prefix: str, h: Tensor, table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of normed inputs, a key for each query head: [rows, heads, length, d]."""
@@ -103,7 +110,7 @@ class Student:
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
         return query, key, value
 
-    def _finish_layer(self, prefix: str, x: Tensor, attended: Tensor) -> Tensor:
+    def _finish_layer(self, prefix: str, x: Tensor, attended: Tensor, mlp_bias: Tensor | None = None) -> Tensor:
         """Add what was attended to, [rows, heads, length, d], and the MLP's output."""
         config = self.config
         attended = self._linear(prefix + "self_attn.o_proj", attended.transpose(1, 2).flatten(2))
@@ -113,6 +120,7 @@ class Student:
             gate, up = self._linear(prefix + GATE_UP, h).chunk(2, dim=-1)
         else:
             gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
+        up = up if mlp_bias is None else up + mlp_bias
         gate = F.gelu(gate, approximate="tanh") if config.activation == GELU else F.silu(gate)
         return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + MLP_OUTPUT_NORM)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
-from outpace.core.lazy import lazy_sha256
 from outpace.distill.options import TEXT, DistillOptions, stage_lock
 from outpace.distill.progress_display import Progress, StageProgress
 from outpace.distill.prompts import collect, is_held_out, prompt_hash, read_prompts
@@ -27,6 +26,7 @@ from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, make
 from outpace.models.base import Model, check_needs
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import locate, shipped_model
+from outpace.models.heads.steering import runtime_name
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer
@@ -92,12 +92,11 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
 
 def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int]) -> dict[str, str]:
     """Describe what writes the text: hidden states differ by weights, tokenizer, chat template and precision."""
-    template = (tokenizer.chat_template or "").encode("utf-8", "surrogatepass")
     origin = {
         "weights": weights_digest(locate(str(spec))),
         "tokenizer": tokenizer.fingerprint[:16],
-        "template": lazy_sha256(template).hexdigest()[:16],
-        "runtime": f"{type(model).__name__} {getattr(model, 'precision', model.dtype)}",
+        "template": tokenizer.template_digest,
+        "runtime": runtime_name(model),
     }
     return origin | ({TAPS: tap_list(taps)} if taps else {})
 

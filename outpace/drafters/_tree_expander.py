@@ -209,7 +209,7 @@ class TreeExpander:
         tokens are read in the same forward; the frontier's nodes stay pending."""
         self._catch_up([job.state for job in jobs])
         parts = [self._part(*job) for job in jobs]
-        held = self.model.score_held(parts)
+        held = self._score([job.state for job in jobs], parts)
         for (state, _, frontier), part in zip(jobs, parts, strict=True):
             if missing := len(part.tokens) - len(frontier):
                 state.session.keep(range(missing), range(missing, len(part.tokens)))
@@ -228,7 +228,7 @@ class TreeExpander:
         text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
         parents = [PREFIX, *range(pending, pending + len(text) - 1)]
         part = Part(session, self.clamp_ids(text), parents, range(missing, len(text)))
-        log_q = log_softmax(host_array(self.model.score_held([part]).wide()).astype(np.float64))  # [tokens, vocab]
+        log_q = log_softmax(host_array(self._score([state], [part]).wide()).astype(np.float64))  # [tokens, vocab]
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 
@@ -302,9 +302,13 @@ class TreeExpander:
         """Read the next chunk of missing committed tokens."""
         starts = [state.start + state.session.length for state in states]
         texts = [self.clamp_ids(state.tokens[at : at + CHUNK]) for state, at in zip(states, starts, strict=True)]
-        self.model.score_held([chain(state.session, text) for state, text in zip(states, texts, strict=True)])
+        self._score(states, [chain(state.session, text) for state, text in zip(states, texts, strict=True)])
         for state in states:
             state.session.keep(range(CHUNK))
+
+    def _score(self, states: Sequence[ExpansionState], parts: Sequence[Part]) -> SparseLogits:
+        """Run one forward over a part of each state's session."""
+        return self.model.score_held(parts)
 
     def begin(self, state: ExpansionState) -> None:
         """Move the start of an empty session, or of one whose window is full, to the text's last `window` tokens."""

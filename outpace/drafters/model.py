@@ -73,12 +73,16 @@ class ModelDrafter(Drafter):
     capabilities = Capabilities(
         (Source("model", runs_model=True),), q_at_leaves=True, cost="a forward of the draft model for each layer"
     )
+    expander_type = TreeExpander
+    state_type = ModelState
 
     def __init__(self, model: Model, options: Options) -> None:
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
-        self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
+        self._expander = self.expander_type(
+            model, options.width, options.tree_nodes, options.floor, window, proposed=count
+        )
         self._draws = DrawCounts.read(options.draws)
         self._pick_models = PickModels()
         self._multi_step = MultiStepExpander(model, self._pick_models, options)
@@ -86,7 +90,7 @@ class ModelDrafter(Drafter):
 
     def open(self, request: Request) -> ModelState:
         session, pick_model = self._expander.open(request), self._pick_models.of(request)
-        return ModelState(request, session=session, pick_model=pick_model)
+        return self.state_type(request, session=session, pick_model=pick_model)
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> None:
         """Run one forward of the draft model over the frontiers of all trees, and another one where another drafter's

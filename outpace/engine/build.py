@@ -150,11 +150,11 @@ def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | 
         raise UserError(f"rule {rule} does not go with method auto, use it with method {', '.join(others)} or {last}")
     if chosen is not None and not chosen.traits.same_text:
         return "speculative"
-    is_head = draft is not None and draft.is_head  # the drafter of a head cannot run in parallel with the target
-    if tuned and not (is_head and registry.find("decoders", tuned).drafting == "parallel"):
+    reads_target = draft is not None and draft.reads_target
+    if tuned and not (reads_target and registry.find("decoders", tuned).drafting == "parallel"):
         return tuned
     has_own_gpu = draft is not None and _device(draft) != _device(target) and str(_device(draft)).startswith("cuda")
-    return PLANNED if has_own_gpu else AUTO
+    return PLANNED if has_own_gpu and not reads_target else AUTO
 
 
 def _takes(method: str, rule: str) -> bool:

@@ -157,8 +157,9 @@ class Part(NamedTuple):
     logit row, from models that can; see `SparseLogits`.
 
     The other fields need capabilities of the model. `hidden_rows`: new nodes whose hidden states are returned.
-    `length`: the nodes follow only this many of the committed tokens. `mlp_bias` [layers, MLP width] is added to the
-    MLPs' up projections. `inputs` [nodes, width] replace the tokens' embeddings.
+    `length`: the nodes follow only this many of the committed tokens. `mlp_bias`, [layers, MLP width] for all nodes or
+    [nodes, layers, MLP width], is added to the MLPs' up projections. `inputs` [nodes, width] replace the tokens'
+    embeddings.
     """
 
     session: Any
@@ -210,6 +211,7 @@ class Model(SupportsMultiStep):
     num_layers: int = 0  # number of layers; 0: unknown
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
     mask_token: int | None = None  # token that marks a position to predict, in models trained to draft in parallel
+    steering: Any = None  # of a draft: biases its MLPs by the target's hidden states, see models/heads/steering.py
     capabilities: frozenset[Capability] = frozenset()
     inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to

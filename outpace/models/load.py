@@ -19,6 +19,7 @@ from outpace.models.files.pairs import find_draft
 from outpace.models.files.reading import read_optional_json
 from outpace.models.heads.config import DRAFTERS, fields_of, head_kind, holds_mtp
 from outpace.models.heads.load import kind_of_head, load_head
+from outpace.models.heads.steering import attach_steering
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 
@@ -146,10 +147,11 @@ def open_draft(
 
 
 def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
-    """Limit the draft to the target's tokens and return it; UserError if their tokens differ."""
+    """Return the draft limited to the target's tokens, with its steering if it has one; UserError if their tokens
+    differ or the steering does not fit."""
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
         advice = "drafter translated takes a draft with another tokenizer"
         raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}; {advice}")
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
-    return draft
+    return attach_steering(draft, target)

@@ -52,6 +52,11 @@ class Loaded:
     is_head: bool = False
 
     @property
+    def reads_target(self) -> bool:
+        """Whether it is a draft that reads the target's hidden states, so it cannot run in parallel with the target."""
+        return self.is_head or self.drafter == "steered"
+
+    @property
     def precision(self) -> str:
         precision: str = self.model.precision
         return precision

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outpace.distill.kinds import dspark, eagle3, specformer, standalone
+from outpace.distill.kinds import dspark, eagle3, specformer, standalone, steered
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.student import Student
 from outpace.models.files.checkpoint import Checkpoint
@@ -38,4 +38,11 @@ class TrainedKind(Protocol):
         """Replace the draft in `folder`; the old one is kept if that fails. `origin`: what wrote the text."""
 
 
-KINDS: dict[str, TrainedKind] = {"standalone": standalone, "eagle3": eagle3, "dspark": dspark, "specformer": specformer}
+KINDS: dict[str, TrainedKind] = {
+    "standalone": standalone,
+    "eagle3": eagle3,
+    "dspark": dspark,
+    "specformer": specformer,
+    "steered": steered,
+}
+LEARNING_RATES = {"steered": steered.LEARNING_RATE}  # of kinds whose default is not that of TrainOptions

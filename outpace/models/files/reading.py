@@ -155,7 +155,7 @@ class SafetensorsFile:
             table = json.loads(self._mapped[_LENGTH : self._start])
         except Exception as error:  # safetensors raises its own error, OSError or a bare Exception
             raise UserError(f"{path} is not a whole safetensors file ({error!s:.200})") from error
-        table.pop("__metadata__", None)
+        self.metadata: dict[str, str] = table.pop("__metadata__", None) or {}
         self.entries = {
             name: SafetensorsEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
             for name, entry in table.items()

@@ -133,6 +133,11 @@ class Tokenizer:
         return self._templates["default"].text if self.has_template else None
 
     @property
+    def template_digest(self) -> str:
+        """A short hash of the default chat template."""
+        return lazy_sha256((self.chat_template or "").encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    @property
     def template_text(self) -> str:
         """The texts of all chat templates, joined."""
         return "\n".join(template.text for template in self._templates.values())

@@ -53,8 +53,7 @@ class Forest:
         self.logit_rows: list[int] = []
         self.extras: dict[str, Any] = {}
         self.best = -1
-        for number, part in enumerate(parts):
-            self._add_extras(number, part, mlp_width)
+        for part in parts:
             if part.logit_rows:
                 self.best = part.best if self.best in (-1, part.best) else 0
             first = len(self.tokens)
@@ -66,7 +65,7 @@ class Forest:
             start = length if part.length is None else part.length
             # a tree may extend past the context; those nodes are never committed
             self.positions += [min(start + depth, last_position) for depth in depths]
-            self.sessions.append((session.store, length, before, len(part.tokens), visible))
+            self._add_spans(part, (session.store, length, before, len(part.tokens), visible), mlp_width)
 
     def arrays(self, rope_table: np.ndarray) -> tuple[Any, ...]:
         """Return the arguments of the kernels' `forward`: sessions, tokens, the rows' rotations, and logit rows.
@@ -89,14 +88,25 @@ class Forest:
         self.extras |= {"shown": np.array(rows, np.int32), "layers": np.array(layers, np.int32), "hidden": hidden}
         return hidden
 
-    def _add_extras(self, number: int, part: Part, mlp_width: int) -> None:
-        if part.length is not None:
-            self._add("gaps", number, part.session.length - part.length)
-        if part.inputs is not None:
-            self._add("inputs", number, host_floats(part.inputs))
-        if part.mlp_bias is not None:
-            bias = host_floats(part.mlp_bias)
-            self._add("steer", number, np.pad(bias, [(0, 0), (0, mlp_width - bias.shape[1])]))
+    def _add_spans(self, part: Part, rows: NativeRows, mlp_width: int) -> None:
+        """Add a part's rows as one span, or as a span for each node if their MLPs have different biases."""
+        store, length, before, count, visible = rows
+        bias = None if part.mlp_bias is None else host_floats(part.mlp_bias)
+        bias = bias if bias is None else np.pad(bias, [*[(0, 0)] * (bias.ndim - 1), (0, mlp_width - bias.shape[-1])])
+        inputs = None if part.inputs is None else host_floats(part.inputs)
+        spans = [(0, count, visible)]
+        if bias is not None and bias.ndim == 3:
+            firsts = [node * (before + count) for node in range(count)]
+            spans = [(node, 1, visible[first : first + before + node + 1]) for node, first in enumerate(firsts)]
+        for node, size, sees in spans:
+            number = len(self.sessions)
+            self.sessions.append((store, length, before + node, size, sees))
+            if part.length is not None:
+                self._add("gaps", number, part.session.length - part.length)
+            if inputs is not None:
+                self._add("inputs", number, inputs[node : node + size])
+            if bias is not None:
+                self._add("steer", number, bias if bias.ndim == 2 else bias[node])
 
     def _add(self, name: str, number: int, value: Any) -> None:
         self.extras.setdefault(name, {})[number] = value

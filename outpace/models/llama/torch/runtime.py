@@ -208,7 +208,7 @@ class Llama(Model):
         gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
         for rows in sessions:
             if rows.mlp_bias is not None:
-                up[rows.rows] += rows.mlp_bias[number].to(up)
+                up[rows.rows] += rows.mlp_bias[..., number, :].to(up)
         return self._add(layer.down, layer.down_norm, self._activation(gate).mul_(up), x)
 
     def _attend(self, number: int, rows: SessionRows, qkv: Tensor, out: Tensor) -> None:

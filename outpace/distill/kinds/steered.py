@@ -1,0 +1,145 @@
+"""The kind steered: a draft whose MLPs are biased by the target's hidden states at the last verified position.
+
+SD2, Steering Pretrained Drafters during Speculative Decoding, arXiv:2511.09844. The draft itself is not trained, and
+the steering begins at zero. In each batch the token at position t is steered by the hidden states at t - d, for one
+offset d. `models/heads/steering.py` runs what this module writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.distill.batches import PackedRows, TrainingBatch
+from outpace.distill.kinds import eagle3, standalone
+from outpace.distill.kinds.standalone import LAYERS, SHIPPED, DraftShape, draft_config, target_config
+from outpace.distill.losses import LossOptions, loss
+from outpace.distill.student import Student
+from outpace.distill.taps import TAPS, tap_list
+from outpace.models.files.cache import replaced_folder
+from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_index
+from outpace.models.files.packed import TOKENIZER_FILES
+from outpace.models.heads.steering import DELTA, EPS, FC, FILE, NORM, NORM_BIAS, open_steering, steering_shapes
+from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+
+LEARNING_RATE = 3e-4
+OFFSETS = 8  # the largest distance from a token to the hidden states that steer it
+
+default_taps, vocab_ids = eagle3.default_taps, standalone.vocab_ids
+
+
+class SteeredStudent(Student):
+    """A draft whose steering is trained; its own weights stay as they are."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tensors: Mapping[str, Tensor],
+        ids: Tensor | None,
+        steering: Mapping[str, Tensor],
+        taps: Sequence[int],
+    ) -> None:
+        super().__init__(config, {**tensors, **steering}, ids)
+        self.taps = tuple(taps)
+        for name, value in self.tensors.items():
+            value.requires_grad_(name in steering)
+
+    def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
+        offset = 1 + int(batch.packed.tokens.sum()) % OFFSETS  # so that a step depends on its batch alone
+        return loss(self.steered_logits(batch.packed, offset), batch.labels, options)
+
+    def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
+        """As in `Student`; a chain's n-th token is predicted with the hidden states n positions before its parent."""
+        best = batch.labels.top[:, 0]
+        steps = [self.steered_logits(batch.packed, 1 + step).argmax(1) == best for step in range(length)]
+        return torch.stack([right.roll(-step) for step, right in enumerate(steps)], 1)
+
+    def steered_logits(self, batch: PackedRows, offsets: Tensor | int) -> Tensor:
+        """Return `logits` where each token is steered by the hidden states this number of positions before it; one
+        without such a position in its text is not steered. `offsets`: int64 [rows, length], or one for all."""
+        distances = torch.as_tensor(offsets, device=self.device).expand_as(batch.positions)
+        places = torch.arange(batch.tokens.shape[1], device=self.device) - distances
+        features = self.features(batch).take_along_dim(places.clamp_min(0)[..., None], 1)
+        bias = F.linear(features, self.tensors[DELTA]) * (batch.positions >= distances)[..., None]
+        return self.logits(batch, bias.unflatten(-1, (self.config.num_layers, -1)))
+
+    def features(self, batch: PackedRows) -> Tensor:
+        """Return the features of the target's hidden states: [rows, length, hidden]."""
+        assert batch.taps is not None
+        fused = F.linear(batch.taps, self.tensors[FC]).float()
+        return F.layer_norm(fused, fused.shape[-1:], self.tensors[NORM], self.tensors[NORM_BIAS], EPS)
+
+
+def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
+    """Return the shape of the draft to steer, by default the shipped one; UserError if there is none."""
+    if layers != DraftShape.layers or vocab:
+        raise UserError("the kind steered keeps the shape of its draft: leave out --layers and --vocab")
+    try:
+        return standalone.shape_from_options(layers, SHIPPED if init == LAYERS else init, vocab, target)
+    except UserError as error:
+        if init == LAYERS:
+            raise UserError(
+                f"no draft comes with outpace for {target}: name the draft to steer with --init FOLDER"
+            ) from error
+        raise
+
+
+def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained tensors; UserError for a draft that does not fit the target, or whose steering
+    reads other layers."""
+    standalone.trained_shapes(target, shape)
+    shapes = steering_shapes(
+        from_dict(draft_config(target.config, shape)), len(taps), target_config(target).hidden_size
+    )
+    if (steering := open_steering(_draft_of(shape))) is not None:
+        if steering.taps != tuple(taps):
+            own = tap_list(steering.taps)
+            raise UserError(f"the draft {shape.draft} reads the layers {own}, not {tap_list(taps)}: name --taps {own}")
+        steering.check_shapes(shapes)
+    return shapes
+
+
+def new_student(
+    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
+) -> SteeredStudent:
+    """Return the draft with a steering of zero, or the steered draft to continue training."""
+    draft = standalone.new_student(target, shape, ids)
+    steering = open_steering(_draft_of(shape))
+    if steering is None:
+        shapes = steering_shapes(draft.config, len(taps), draft.config.hidden_size)
+        tensors = {name: torch.zeros(size) for name, size in shapes.items()}
+        tensors[FC], tensors[NORM] = torch.eye(draft.config.hidden_size).repeat(1, len(taps)), torch.ones(shapes[NORM])
+    else:
+        tensors = {name: torch.from_numpy(steering.array(name).copy()) for name in (FC, NORM, NORM_BIAS, DELTA)}
+    tensors, own = ({name: value.to(device) for name, value in some.items()} for some in (tensors, draft.tensors))
+    return SteeredStudent(draft.config, own, None if ids is None else ids.to(device), tensors, taps)
+
+
+def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
+    """Replace the draft in `folder` by a copy of the steered draft's files and its steering, in bfloat16; the old one
+    is kept if that fails."""
+    from safetensors.torch import save_file
+
+    draft = _draft_of(shape)
+    parts = read_index(draft / INDEX).values() if (draft / INDEX).is_file() else ()
+    stored = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.trained.items()}
+    described = {name: origin[name] for name in ("tokenizer", "template", "weights", "runtime") if name in origin}
+    with replaced_folder(folder) as unfinished:
+        for name in ("config.json", SINGLE, INDEX, VOCAB_FILE, *TOKENIZER_FILES, *set(parts)):
+            if (draft / name).is_file():
+                shutil.copyfile(draft / name, unfinished / name)
+        save_file(stored, unfinished / FILE, {"format": "pt", TAPS: tap_list(student.taps), **described})
+
+
+def _draft_of(shape: DraftShape) -> Path:
+    """Return the folder of the draft to steer."""
+    if shape.draft is None:
+        raise UserError("the kind steered needs a draft to steer: name it with --init FOLDER")
+    return shape.draft

@@ -1,0 +1,179 @@
+"""Steering of a draft model by the target's hidden states. SD2, arXiv:2511.09844.
+
+`fc` joins the hidden states of several layers at one position to a feature, which is normed. From it `delta` computes
+a bias for the up projection of each of the draft's MLPs: down(act(gate) * (up + bias)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+from outpace.core.lazy import torch
+from outpace.models.base import Capability, Model
+from outpace.models.files.cache import weights_digest
+from outpace.models.files.reading import SafetensorsFile
+from outpace.models.heads.medusa import Product, native_products
+from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.native.runtime import NativeLlama, host_floats
+from outpace.models.runtimes import Loaded
+
+FILE = "steering.safetensors"
+FC, NORM, NORM_BIAS, DELTA = "fc.weight", "norm.weight", "norm.bias", "delta.weight"
+EPS = 1e-5  # of the norm
+TAPS = "taps"  # in the metadata
+
+
+def steering_shapes(draft: LlamaConfig, taps: int, target_width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors for a draft, and for a target of this width with this number of taps."""
+    width = draft.hidden_size
+    outputs = draft.num_layers * draft.intermediate_size
+    return {FC: (width, taps * target_width), NORM: (width,), NORM_BIAS: (width,), DELTA: (outputs, width)}
+
+
+class SteeringFile:
+    """The steering in a draft's folder. `taps`: numbers of the target's layers after which it reads hidden states.
+    `trained_on`: digests of the target's weights, tokenizer and chat template, and its runtime."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self.path = SafetensorsFile(path), path
+        self.trained_on = {**self._file.metadata}
+        taps = self.trained_on.get(TAPS, "")
+        if not taps.replace(",", "").isdecimal():
+            raise UserError(f"{path}: taps is {taps!r:.50}, it must be numbers of layers as in 2,15,27")
+        self.taps = tuple(map(int, taps.split(",")))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file.entries
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor as float32."""
+        return self._file.raw(name).float32()
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless the file holds these tensors with these shapes, and finite values."""
+        for name, shape in shapes.items():
+            found = self._file.entries[name].shape if name in self else None
+            if found != shape:
+                raise UserError(
+                    f"{self.path}: tensor {name!r} has shape {found and list(found)}, expected {list(shape)}"
+                )
+            if not self._file.raw(name).is_finite():
+                raise UserError(f"{self.path} is damaged: tensor {name!r} holds values that are not finite")
+
+    def check_target(self, target: Loaded) -> None:
+        """Raise UserError, naming the difference, if this is a steering for another target."""
+        found = {"tokenizer": target.tokenizer.fingerprint[:16], "template": target.tokenizer.template_digest}
+        if target.files is not None:
+            found["weights"] = weights_digest(target.files())
+        for name, value in found.items():
+            if self.trained_on.get(name, value) != value:
+                raise UserError(
+                    f"{self.path} was trained for a target with another {name} than {target.name}: {name}"
+                    f" {self.trained_on[name]}, not {value}; without this file its folder is a plain draft"
+                )
+
+
+def open_steering(folder: Path) -> SteeringFile | None:
+    """Open the steering in a draft's folder; None if there is none. UserError if it is damaged."""
+    path = folder / FILE
+    return SteeringFile(path) if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Steering:
+    """The steering of a loaded draft, which arrays or tensors of its runtime go through.
+
+    `receive` returns hidden states as that runtime computes with them; `fuse` and `widen` multiply rows by the two
+    matrices. `norm` and `norm_bias` [width]: the weights of the norm in between.
+    """
+
+    taps: tuple[int, ...]
+    num_layers: int
+    receive: Callable[[Any], Any]
+    fuse: Product
+    norm: Any
+    norm_bias: Any
+    widen: Product
+
+    @property
+    def width(self) -> int:
+        """Size of a feature."""
+        return len(self.norm)
+
+    def features(self, hidden: Any) -> Any:
+        """Return the features of the target's hidden states: [taps, rows, target's width] to [rows, width]."""
+        rows = self.receive(hidden).swapaxes(0, 1)
+        return layer_norm(self.fuse(rows.reshape(len(rows), -1)), self.norm, self.norm_bias)
+
+    def biases(self, features: Any) -> Any:
+        """Return the biases of the up projections: [rows, width] to [rows, layers, MLP width]."""
+        return self.widen(features).reshape(len(features), self.num_layers, -1)
+
+
+def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
+    """Apply a layer norm, computed in float32, to the rows of an array or a tensor."""
+    if isinstance(x, np.ndarray):
+        centred = x - x.mean(axis=-1, keepdims=True)
+        return centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + np.float32(EPS)) * weight + bias
+    wide = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), EPS)
+    return wide.to(x.dtype)
+
+
+def attach_steering(draft: Loaded, target: Loaded) -> Loaded:
+    """Return the draft with the steering in its folder, if there is one, which drafter `steered` then uses; UserError
+    for a steering that does not fit the target or the draft."""
+    path = draft.files() if draft.files is not None else None
+    file = open_steering(path) if path is not None else None
+    if file is None:
+        return draft
+    target.model.check_capability(Capability.HIDDEN)
+    draft.model.check_capability(Capability.MLP_BIAS)
+    file.check_target(target)
+    config = draft.model.config
+    file.check_shapes(steering_shapes(config, len(file.taps), target.model.config.hidden_size))
+    if max(file.taps) > target.model.max_hidden_layer:
+        raise UserError(
+            f"{file.path} reads the hidden states after layer {max(file.taps)}, and {target.name} gives those after"
+            f" layer {target.model.max_hidden_layer} at most"
+        )
+    draft.model.steering = _load(file, draft.model)
+    notice, runtime = draft.notice, runtime_name(target.model)
+    if file.trained_on.get("runtime", runtime) != runtime:
+        other = f"the steering was trained on hidden states of {file.trained_on['runtime']}, not {runtime}"
+        notice = f"{notice}; {other}" if notice else other
+    return replace(draft, drafter="steered", notice=notice)
+
+
+def runtime_name(model: Model) -> str:
+    """Return the names of a model's runtime and precision, on which its hidden states depend."""
+    return f"{type(model).__name__} {getattr(model, 'precision', model.dtype)}"
+
+
+def _load(file: SteeringFile, draft: Any) -> Steering:
+    """Load a steering into the draft's runtime: in int8 for the kernels, otherwise in its type."""
+    num_layers = draft.num_layers
+    if isinstance(draft, NativeLlama):
+        product = native_products(file, draft.options)
+        norms = file.array(NORM), file.array(NORM_BIAS)
+        return Steering(file.taps, num_layers, host_floats, product("fc"), *norms, product("delta"))
+    device, dtype = draft.device, draft.dtype
+
+    def fetch(name: str) -> Any:
+        return torch.from_numpy(np.array(file.array(name))).to(device=device, dtype=dtype)
+
+    fc, delta, linear = fetch(FC), fetch(DELTA), torch.nn.functional.linear
+    return Steering(
+        file.taps,
+        num_layers,
+        lambda hidden: torch.as_tensor(hidden).to(device, dtype),
+        lambda rows: linear(rows, fc),
+        fetch(NORM),
+        fetch(NORM_BIAS),
+        lambda rows: linear(rows, delta),
+    )
