@@ -8,6 +8,8 @@ from typing import Any
 from mutation_checks import Original
 from part_mutations import mutation, nothing
 
+from outpace.card import wire
+from outpace.card.wire import LayerLimit, SentRequest
 from outpace.core.types import Row
 from outpace.engine import target_runner
 from outpace.grammar import matcher, schema
@@ -49,6 +51,17 @@ def limits_nothing(is_redundant: Original) -> Original:
     return lambda keyword, schema: True
 
 
+def of_any_length(read: Original) -> Original:
+    """Take a correction whatever the text's length was before it."""
+
+    def mutated(self: SentRequest, message: Any, own: Any) -> Any:
+        self._length = message.length - len(message.tokens)
+        return read(self, message, own)
+
+    return mutated
+
+
+REMOTE = "test_remote.py::test_"
 LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.py::test_", "test_grammar.py::test_"
 MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
@@ -59,6 +72,9 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     ("test_server_errors.py::test_", "json_depth_is_bounded", request_body, "_check_json", nothing),
     ("test_tools.py::test_", "every_split_of_a_transcript_gives_the_same_deltas", CallParser, "push", at_each_chunk),
     (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_is_redundant", limits_nothing),
+    (REMOTE, "a_senseless_layer_is_refused", wire, "check", nothing),
+    (REMOTE, "a_million_nodes_are_refused", LayerLimit, "count", nothing),
+    (REMOTE, "a_senseless_correction_is_refused", SentRequest, "_read_correction", of_any_length),
     (GRAMMAR, "a_question_is_asked_once", matcher._CachedResult, "holds", of_any_text),
 ]
 SERVER_MUTATIONS = [
