@@ -28,6 +28,7 @@ from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
+from outpace.models.runtimes import Loaded
 from outpace.models.text.infill import infill_prompt
 from outpace.planning.profile import Profile, subject
 
@@ -119,8 +120,10 @@ class LLM(AbstractContextManager["LLM"]):
         build = BuildOptions(
             method, drafter, rule, worker, draft_device=draft_device, draft_dtype=draft_dtype, **numbers
         )
-        if build.is_remote and draft is not None:
-            raise UserError(f"the draft model is at {worker}: name {draft!r} there, not here")
+        if build.is_remote:
+            if draft is not None and not isinstance(draft, Loaded):
+                raise UserError(f"the draft model is at {worker}: name {draft!r} there, not here")
+            draft = None  # one that is loaded is for other methods of a comparison
         target, loading, part_options = _split_kwargs(target, more)
         options = replace(options or LoadOptions(), **loading)
         self.target, self.draft = load_pair(target, draft, options, build, tokenizer=tokenizer, progress=progress)
