@@ -13,7 +13,7 @@ from heads import exact_pair
 from joined_heads import exact_joined
 from medusa_heads import exact_medusa
 from mutation_checks import Mutation, Original
-from slot_heads import exact_slots
+from slot_heads import exact_slots, exact_states
 
 from outpace.api.llm import LLM
 from outpace.drafters._feature_drafter import FeatureDrafter
@@ -22,7 +22,7 @@ from outpace.models.heads.dflash import BlockDraft
 from outpace.models.heads.eagle3 import FeatureSession, JoinedModel
 from outpace.models.heads.medusa import MedusaModel
 from outpace.models.heads.native import NativeHead, NativeJoined
-from outpace.models.heads.specformer import SlotModel
+from outpace.models.heads.specformer import SlotModel, SpecFormerModel
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -88,6 +88,10 @@ def one_layer_deeper(layer: Original) -> Original:
     return lambda self, request, depth, paths: layer(self, request, min(depth + 1, LENGTH - 1), paths)
 
 
+def shift_columns(fuse: Original) -> Original:
+    return lambda self, hidden: np.roll(fuse(self, hidden), self.head.target_width // 2, 1)
+
+
 def without_embedding(embed: Original) -> Original:
     return lambda self, tokens: 0.0 * embed(self, tokens)
 
@@ -133,6 +137,8 @@ HEAD_MUTATIONS = [
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
     _mutation("features of EAGLE-1 are not normed", JoinedModel, "fuse", without_norm, exact_joined),
     _mutation("fc reads embedding and feature in the wrong order", eagle3, "join_rows", swap_sides, exact_joined),
+    _mutation("SpecFormer reads older features", SpecFormerModel, "fuse", shift_features, exact_states),
+    _mutation("SpecFormer reads a part of another layer", SpecFormerModel, "fuse", shift_columns, exact_states),
     _mutation("SpecFormer reads no embedding", NativeJoined, "embed", without_embedding, exact_slots),
     _mutation("SpecFormer reads the token before", NativeJoined, "embed", embedding_of_token_before, exact_slots),
     _mutation("SpecFormer's slots are in another order", SlotModel, "score_outputs", reverse_slots, exact_slots),

@@ -132,10 +132,10 @@ MISTAKES = (
 
 def exact_slots(folder: Path) -> tuple[Path, Path]:
     """Write a target whose next token follows from the last one, and a head that drafts its next SLOTS tokens, to
-    `folder`/cycled and `folder`/slots.
+    `folder`/cycled and `folder`/slots; to `folder`/states a head that does so from the last hidden state alone.
 
     The target writes the tokens of a cycle. Their codes are the corners of a circle in the dimensions 0 and 1, and slot
-    i turns the code of the last token by i + 1 steps. CONSTANT keeps the length of all rows the same.
+    i turns the code of the last token by i steps.
     """
     target, weights = silent_target(folder, "cycled")
     angles = 2 * np.pi * np.arange(VOCAB) / CYCLE
@@ -146,12 +146,23 @@ def exact_slots(folder: Path) -> tuple[Path, Path]:
     save_file(weights | {"model.embed_tokens.weight": codes, "lm_head.weight": output}, target / "model.safetensors")
     head = {name: np.zeros_like(value) for name, value in slot_tensors(CONFIG).items()}
     head = {name: np.ones_like(value) if "norm" in name else value for name, value in head.items()}
-    head["fc.weight"][:2, :2] = np.eye(2)
     for slot in range(SLOTS):
-        angle = 2 * np.pi * slot / CYCLE
-        turn = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
-        head["slots.weight"][slot * WIDTH : slot * WIDTH + 2, :2] = turn
+        head["slots.weight"][slot * WIDTH : slot * WIDTH + 2, :2] = _turn(slot)
+    reads_state = np.zeros_like(head["fc.weight"])
+    head["fc.weight"][:2, :2] = np.eye(2)
+    reads_state[:2, -WIDTH : 2 - WIDTH] = _turn(1)
+    write_folder(folder / "states", CONFIG, head | {"fc.weight": reads_state})
     return target, write_folder(folder / "slots", CONFIG, head)
+
+
+def exact_states(folder: Path) -> tuple[Path, Path]:
+    """Do the same; return the target and the head that reads hidden states."""
+    return exact_slots(folder)[0], folder / "states"
+
+
+def _turn(steps: int) -> np.ndarray:
+    angle = 2 * np.pi * steps / CYCLE
+    return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
 
 
 CYCLE = 16

@@ -155,15 +155,17 @@ def test_the_text_is_that_of_plain_decoding(
         plain = [one.tokens for one in llm.generate([*PROMPTS], plain=True, ignore_eos=True, **asked)]
         drafted = llm.generate([*PROMPTS], ignore_eos=True, **asked)
     assert [one.tokens for one in drafted] == plain
-    assert sum(one.figures.drafted for one in drafted) > 0
+    assert sum(one.figures.drafted for one in drafted) > 0 or method == "auto"
 
 
+@pytest.mark.parametrize("name", ["slots", "states"])
 @pytest.mark.parametrize("options", [{}, {"graphs": "eager"}, {"dtype": "bfloat16"}, {"dtype": "int8"}], ids=str)
-def test_a_head_that_is_right_by_construction_is_accepted(options: dict[str, str], folder: Path) -> None:
-    """Also by a request with the first one's text as its prefix, by several answers, and where requests pause."""
+def test_a_head_that_is_right_by_construction_is_accepted(options: dict[str, str], name: str, folder: Path) -> None:
+    """Also by a request with the first one's text as its prefix, and by several answers. In prompts the last state does
+    not determine the next token, so the first draft from states is wrong."""
     target = load_model(folder / "cycled", **({"dtype": "float32"} | options))
     prompt, shape = target.tokenizer.encode(PROMPTS[1] * 6), {"width": 1, "draft_length": SLOTS}
-    with LLM(target, load_draft(folder / "slots", target), method="speculative", profile=False, **shape) as llm:
+    with LLM(target, load_draft(folder / name, target), method="speculative", profile=False, **shape) as llm:
         for asked, more in (
             (prompt, {}),
             ([*prompt, *prompt[:7]], {}),
@@ -172,7 +174,7 @@ def test_a_head_that_is_right_by_construction_is_accepted(options: dict[str, str
             plain = llm.generate([asked], plain=True, max_tokens=40, ignore_eos=True, **more)
             drafted = llm.generate([asked], max_tokens=40, ignore_eos=True, **more)
             assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-            assert drafted[0].figures.mean_accepted_length > 0.9 * (SLOTS + 1)
+            assert drafted[0].figures.mean_accepted_length > 0.85 * (SLOTS + 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,12 +184,12 @@ def test_paused_requests_keep_the_heads_state(dtype: str, targets: Any, folder: 
     prompts = [target.tokenizer.encode(one) for one in ("one two ", "three four ", "five six ")]
     options: dict[str, Any] = {"method": "speculative", "profile": False, "reuse": False, "width": 1}
     options |= {"draft_length": SLOTS}
-    with LLM(target, load_draft(folder / "slots", target), **options) as llm:
+    with LLM(target, load_draft(folder / "states", target), **options) as llm:
         whole = llm.generate(prompts, max_tokens=200, ignore_eos=True)
         slots = [256, 160]
         memory = llm.engine.drafting.drafters["specformer"].capabilities.memory
         needed = target.model.stored_bytes(slots) + memory(slots)
-    with LLM(target, load_draft(folder / "slots", target), kv_memory=needed / 2**30, **options) as llm:
+    with LLM(target, load_draft(folder / "states", target), kv_memory=needed / 2**30, **options) as llm:
         release = llm.engine.memory.release
         llm.engine.memory.release = lambda one: (pauses.append(one.finish_reason), release(one))  # type: ignore[method-assign, assignment]
         found = llm.generate(prompts, max_tokens=200, ignore_eos=True)

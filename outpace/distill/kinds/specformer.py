@@ -76,6 +76,7 @@ class SpecFormerStudent(Student):
                     lambda x, labels=labels: loss(self._scores(x), labels, options),
                     outputs[rows, slot],
                     use_reentrant=False,
+                    preserve_rng_state=False,
                 )
                 total = total + DECAY**slot * found
                 weights += DECAY**slot
