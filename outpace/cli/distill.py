@@ -86,6 +86,9 @@ class TrainingFlags:
     length: int = flag(512, "Tokens in a row.")
     token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
     distribution_weight: float = flag(0.8, "Weight of the KL divergence in the loss.")
+    glancing: float = flag(
+        0.0, "Share of a block's wrongly predicted tokens that training shows to it; falls to 0. Only for dspark."
+    )
     save_every: float = flag(180.0, "Seconds between checkpoints.")
 
 
@@ -236,7 +239,7 @@ def _options(
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
         seed=seed,
-        loss=LossOptions(training.token_weight, training.distribution_weight),
+        loss=LossOptions(training.token_weight, training.distribution_weight, training.glancing),
         **common_fields(training, TrainOptions) | {"learning_rate": rate},
     )
     return DistillOptions(
