@@ -62,10 +62,10 @@ class ShapeFlags:
     """The shape of the draft."""
 
     panel: ClassVar[str] = "Draft"
-    kind: str = flag(
-        "standalone",
+    kind: str | None = flag(
+        None,
         "Kind of draft: standalone, a small model; eagle3, dspark or specformer, a head that reads the target's hidden"
-        " states; steered, a draft whose MLPs these states bias.",
+        " states; steered, a draft whose MLPs these states bias. The default is chosen by device and target.",
     )
     layers: str = flag("3", "Layers of the draft: a number, or the target's layers, as in 0,14,29 or 0-24,26-29.")
     init: str = flag(
@@ -184,7 +184,7 @@ def _pack(folder: Path, options: DistillOptions, as_json: bool) -> None:
 
 def _run(options: DistillOptions, as_json: bool) -> None:
     """Run the requested stages, or the evaluation of a draft, and show the results."""
-    from outpace.distill import report, run
+    from outpace.distill import choice, report, run
     from outpace.distill.options import DRAFT, START
     from outpace.distill.progress_display import ProgressDisplay
 
@@ -198,6 +198,8 @@ def _run(options: DistillOptions, as_json: bool) -> None:
         display.print_json(found.as_dict())
     else:
         display.stdout().print(report.table(found))
+    if found.tokens_per_second:
+        display.say(choice.verdict(found.tokens_per_second, options.draft))
     run.save_evaluation(options, found)
     try:
         display.say(f"plot: {run.write_plot(options, found)}")
@@ -215,6 +217,7 @@ def _options(
     device: str,
     seed: int,
 ) -> DistillOptions:
+    from outpace.distill.choice import choose_kind
     from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.kinds import KINDS, LEARNING_RATES
     from outpace.distill.kinds.standalone import resolve_draft
@@ -223,6 +226,7 @@ def _options(
     from outpace.distill.prompts import BUILT_IN
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
+    from outpace.models.files.find import shipped_model
 
     for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):
         check_whole(name, value, 1)
@@ -230,10 +234,14 @@ def _options(
         check_whole("batch_rows", training.batch_rows, 1)
     has_gpu = not device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
-    if shape.kind not in KINDS:
-        raise unknown("kind", shape.kind, KINDS)
+    kind, has_shape = shape.kind or "standalone", shape != ShapeFlags(kind=shape.kind)
+    if shape.kind is None and text.stage == "all" and not has_shape and text.taps is None:
+        kind, why = choose_kind(out, device, shipped_model().stem if target is None else Path(target).name)
+        display.say(f"kind: {kind}, because {why}; --kind names another")
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
     rate = training.learning_rate
-    rate = LEARNING_RATES.get(shape.kind, TrainOptions.learning_rate) if rate is None else rate
+    rate = LEARNING_RATES.get(kind, TrainOptions.learning_rate) if rate is None else rate
     says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
     taps_says = f"taps is {text.taps!r}, it must be numbers of layers as in 2,15,27"
     train = TrainOptions(
@@ -255,9 +263,9 @@ def _options(
         device=device,
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
         tasks=tuple(evaluation.tasks or ()),
-        kind=shape.kind,
+        kind=kind,
         taps=None if text.taps is None else tuple(numbers(text.taps, int, taps_says)),
-        shape=KINDS[shape.kind].shape_from_options(shape.layers, shape.init, shape.vocab, target),
+        shape=KINDS[kind].shape_from_options(shape.layers, shape.init, shape.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
         train=train,
         evaluation=EvaluationOptions(evaluation.judged, seed=seed),

@@ -78,6 +78,7 @@ class Evaluation:
     speed: ModelTimes
     predicted: Mapping[int, float] = field(default_factory=dict)  # speedup at temperature 0, by draft length
     where: str = ""  # runtime and threads
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)  # of plain decoding and by draft, if compared
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "cost": self.speed.cost}

@@ -7,10 +7,12 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
+from outpace.distill.choice import TRAINED, tokens_per_second
 from outpace.distill.evaluate import Evaluation, evaluate
 from outpace.distill.kinds import KINDS
 from outpace.distill.kinds.standalone import draft_config, new_student, target_config, write_draft
@@ -27,6 +29,7 @@ from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, resolve
 from outpace.models.files.packed import pack
+from outpace.models.files.pairs import shipped_draft
 from outpace.models.heads.load import kind_of_head
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
@@ -186,7 +189,14 @@ def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evalua
     target = load_model(options.target, loading)
     draft = load_draft(options.draft, target, loading)
     tasks = evaluation_prompts(options.tasks, options.prompts)
-    return evaluate(target, draft, tasks, options.evaluation, lambda figures: progress("judgement", figures))
+    found = evaluate(target, draft, tasks, options.evaluation, lambda figures: progress("judgement", figures))
+    if options.stage != "all":
+        return found
+    drafts, before = {TRAINED: draft}, options.shape.draft or shipped_draft(options.target_name)
+    if before is not None:
+        drafts[f"the draft {Path(before).name}"] = load_draft(str(before), target, loading)
+    prompts = [text for row in zip_longest(*tasks.values()) for text in row if text]  # the tasks take turns
+    return replace(found, tokens_per_second=tokens_per_second(target, drafts, prompts, options.evaluation.seed))
 
 
 def save_evaluation(options: DistillOptions, found: Evaluation) -> None:

@@ -1,0 +1,87 @@
+"""What `outpace distill` chooses: the kind of draft where none is named, and the draft to use by measured speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from distill_files import prompts_file, run_command, target_folder
+from distill_files import target as target
+
+from outpace.distill import run
+from outpace.distill.choice import PLAIN, TRAINED, choose_kind, tokens_per_second, verdict
+from outpace.models.load import load_draft, load_model
+
+SHIPPED = "SmolLM2-135M-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("known", "device", "name", "kind"),
+    [
+        (None, "cpu", "another", "standalone"),
+        (None, "cpu", SHIPPED, "steered"),
+        (None, "cuda:1", SHIPPED, "eagle3"),
+        ("dspark", "cpu", SHIPPED, "dspark"),
+    ],
+)
+def test_the_kind_depends_on_the_run_the_device_and_the_target(
+    tmp_path: Path, known: str | None, device: str, name: str, kind: str
+) -> None:
+    if known:
+        (tmp_path / "run.json").write_text(json.dumps({"kind": known}))
+    chosen, reason = choose_kind(tmp_path, device, name)
+    assert chosen == kind
+    assert reason
+
+
+def test_the_kind_is_said_and_a_run_ends_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder(tmp_path / "target", {"num_hidden_layers": 3})
+    asked = prompts_file(tmp_path / "asked.jsonl", 300)
+    given = ["--target", target, "--prompts", asked, "--answer-tokens", 8, "--rows", 32, "--judged", 2]
+    given += ["--length", 64, "--epochs", 1, "--tokens", 200, "--out", tmp_path / "out"]
+    assert run_command(*given) == 0
+    said = capsys.readouterr().err
+    assert "kind: standalone, because on a CPU" in said
+    assert f"tokens/s by --method auto on held-out prompts: {PLAIN} " in said
+    saved = json.loads((tmp_path / "out" / run.EVALUATION).read_text())
+    assert list(saved["tokens_per_second"]) == [PLAIN, TRAINED]
+    assert run_command(*given, "--stage", "judge") == 0
+    assert "tokens/s by" not in capsys.readouterr().err, "another command compares nothing"
+
+
+def test_speeds_are_those_of_whole_answers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that each answer moves by a second per token and draft; the first answers are not counted."""
+    now = [0.0]
+    loaded = load_model(str(target))
+    draft = load_draft("layers:0", loaded)
+
+    class Stated:
+        def __init__(self, target: object, draft: object, **_: object) -> None:
+            self.seconds = 1.0 if draft is None else 0.5
+
+        def __enter__(self) -> Stated:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def generate(self, prompts: list[object], **_: object) -> list[object]:
+            now[0] += 4 * self.seconds
+            return [type("Result", (), {"tokens": [1, 2, 3, 4]})]
+
+    monkeypatch.setattr("outpace.distill.choice.LLM", Stated)
+    monkeypatch.setattr("outpace.distill.choice.time.perf_counter", lambda: now[0])
+    assert tokens_per_second(loaded, {TRAINED: draft}, ["a", "b"]) == {PLAIN: 1.0, TRAINED: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "advice"),
+    [
+        ({PLAIN: 9.0, TRAINED: 8.0}, "use no draft"),
+        ({PLAIN: 9.0, TRAINED: 12.0, "the draft old": 11.0}, "use --draft out/draft"),
+        ({PLAIN: 9.0, TRAINED: 10.0, "the draft old": 11.0}, "keep the draft old"),
+    ],
+)
+def test_the_fastest_is_advised(speeds: dict[str, float], advice: str) -> None:
+    assert verdict(speeds, "out/draft").endswith(f"; {advice}")
