@@ -265,6 +265,33 @@ def test_wrong_drafts_do_not_change_the_text(site: Served, llm: outpace.LLM) -> 
     site.wait_idle()
 
 
+@pytest.mark.parametrize("seconds", [0.5, 1e9])
+def test_a_slow_client_does_not_hold_up_others(site: Served, llm: outpace.LLM, seconds: float) -> None:
+    """The client drafts nothing of use, and says that a draft step takes it this long."""
+    own, ended = identity_of(llm.target), threading.Event()
+    prepared = llm.prepare("hello world", outpace.SamplingParams(max_tokens=2000, ignore_eos=True))
+
+    def sent() -> Iterator[FromDrafter]:
+        yield FromDrafter(hello=own.hello)
+        yield FromDrafter(request=request_message(prepared.request))
+        while not ended.wait(0.01):
+            message = FromDrafter(seconds=seconds)
+            message.layers.add(root_id=-(1 << 40))
+            yield message
+
+    client = threading.Thread(target=call, args=(port_of(site), sent()))
+    client.start()
+    try:
+        time.sleep(1.0)
+        began = time.monotonic()
+        site.complete("hello", temperature=0, max_tokens=5, ignore_eos=True)
+        assert time.monotonic() < began + 5
+    finally:
+        ended.set()
+        client.join()
+    site.wait_idle()
+
+
 def test_the_servers_keys_and_limits_hold(tiny_folder: str) -> None:
     keys = frozenset([hashlib.sha256(KEY.encode()).digest()])
     limits = ServerLimits(max_requests_per_key=1)

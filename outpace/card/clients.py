@@ -14,6 +14,7 @@ from outpace.card.restarting import PATIENCE, TRIP_SECONDS
 from outpace.card.worker import DraftWorker
 from outpace.core.types import Request
 
+LONGEST_WAIT = 0.1  # seconds, because all requests wait
 _NUM_TRIPS = 9  # round trips that are remembered
 
 
@@ -25,6 +26,7 @@ class DraftingClient(ABC):
         self.step_seconds = 0.01
         self._trips = deque[float](maxlen=_NUM_TRIPS)
         self._num_received, self._silent_since = 0, -1
+        self._longest_wait = LONGEST_WAIT  # halved by each wait in vain
         self.has_gone = False
 
     @property
@@ -54,8 +56,11 @@ class DraftingClient(ABC):
         if cache is None or self.has_gone or received == self._silent_since:
             return
         trip = TRIP_SECONDS + PATIENCE * self.round_trip_seconds
-        cache.wait(layers, PATIENCE * self.step_seconds * (max(layers, depth) + 1) + trip, depth)
-        if self._num_received == received and not cache.has_grown(layers, depth):
+        seconds = PATIENCE * self.step_seconds * (max(layers, depth) + 1) + trip
+        cache.wait(layers, min(seconds, self._longest_wait), depth)
+        has_grown = cache.has_grown(layers, depth)
+        self._longest_wait = LONGEST_WAIT if has_grown else self._longest_wait / 2
+        if self._num_received == received and not has_grown:
             self._silent_since = received
 
     def leave(self) -> None:

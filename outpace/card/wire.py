@@ -37,6 +37,7 @@ M = TypeVar("M", bound=ProtobufMessage)
 PROTOCOL_VERSION = 1
 MAX_NODES = 1 << 16  # of a layer, and of a request between two corrections
 MAX_PADDING = 1 << 20  # bytes of a ping
+LONGEST_STEP = 1.0  # seconds that a drafter can make a target believe in: waits are multiples of it
 _LARGEST_ID = 1 << 62
 _LOWEST = -1e6  # log of a chance
 
@@ -317,9 +318,9 @@ class LayerLimit:
 
 
 def read_seconds(value: float) -> float:
-    """Return the seconds of a draft step; ProtocolError for a value that is none."""
+    """Return the seconds of a draft step, at most LONGEST_STEP; ProtocolError for a value that is none."""
     check(math.isfinite(value) and value >= 0.0, f"{value} was sent as the seconds of a draft step")
-    return value
+    return min(value, LONGEST_STEP)
 
 
 def metadata(key: str | None) -> list[tuple[str, str]]:
