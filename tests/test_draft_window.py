@@ -13,7 +13,8 @@ from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters.model import ModelDrafter, ModelState, Options
+from outpace.drafters._model_drafter import ModelState
+from outpace.drafters.model import ModelDrafter, Options
 from outpace.models.base import Part
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.rules.greedy import Greedy

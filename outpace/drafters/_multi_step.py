@@ -106,16 +106,16 @@ class MultiStepCache:
 class MultiStepExpander:
     """Takes draft steps in advance, and hands out their proposals one step at a time."""
 
-    def __init__(self, model: Model, pick_models: PickModels, options: Any) -> None:
-        """`options`: those of drafter `model`. UserError if several steps are requested and the model takes one at a
-        time."""
-        if model.several_steps is None and options.steps not in (None, 1):
+    def __init__(self, model: Model, pick_models: PickModels, options: Any, steps: int | None) -> None:
+        """`options`: `ModelOptions`. `steps`: draft steps in one graph; None: as many as rounds take, where that saves
+        time. UserError for several, if the model takes one at a time."""
+        if model.several_steps is None and steps not in (None, 1):
             raise UserError(
-                f"steps is {options.steps}, and {type(model).__name__} takes one at a time: several need a draft with"
+                f"steps is {steps}, and {type(model).__name__} takes one at a time: several need a draft with"
                 " graphs, on a GPU or by graphs eager"
             )
         self._model, self._pick_models, self._options = model, pick_models, options
-        self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
+        self._chosen = 1 if steps is None and not model.several_steps else steps
         self.takes_several = self._chosen != 1
         self._usual = _FIRST
         self.num_steps = 1  # draft steps of the present growth: see `DraftState`

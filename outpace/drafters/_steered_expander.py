@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.core.logits import SparseLogits
+from outpace.drafters._model_drafter import ModelState
 from outpace.drafters._tree_expander import CHUNK, TreeExpander
-from outpace.drafters.model import ModelState
 from outpace.models.base import Part
 from outpace.models.heads.eagle3 import stack_rows
 

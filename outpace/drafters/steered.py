@@ -14,27 +14,18 @@ from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, number, parsed, whole
 from outpace.core.types import Capabilities, Observation, Source
-from outpace.drafters._sampled import DrawCounts
+from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
 from outpace.drafters._steered_expander import SteeredExpander, SteeredState
-from outpace.drafters.model import ModelDrafter
-from outpace.drafters.model import Options as ModelOptions
 from outpace.models.base import Model
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions):
-    """As those of drafter `model`."""
-
-    width: int = whole(4, 1, 512)
-    tree_nodes: int = whole(256, 2, 1 << 20)
-    floor: float = number(0.005, 0.0, 1.0)
-    draft_window: int | None = whole(None, 0)
-    draws: str = parsed("2,1", DrawCounts.read)
+class Options(ModelOptions):
+    """One draft step is taken at a time."""
 
 
-class SteeredDrafter(ModelDrafter):
+class SteeredDrafter(BaseModelDrafter):
     """Drafts as drafter `model` does, with a steered draft model."""
 
     capabilities = Capabilities(
@@ -48,7 +39,7 @@ class SteeredDrafter(ModelDrafter):
     _expander: SteeredExpander
 
     def __init__(self, model: Model, options: Options) -> None:
-        super().__init__(model, ModelOptions(**vars(options), steps=1))
+        super().__init__(model, options)
         self.capabilities = replace(self.capabilities, needs=Needs(layers=model.steering.taps, prompt=True))
 
     def observe(self, state: Any, seen: Observation) -> None:

@@ -7,7 +7,7 @@ drafts a block, as with DFlash, and a session stores nothing but the feature of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import host_floats
 from outpace.models.llama.native.weights import Packing
 from outpace.models.options import INT8
-
-if TYPE_CHECKING:
-    from outpace.models.heads.steering import SteeringFile
 
 Product = Callable[[Any], Any]  # of rows with a matrix, plus its bias
 
@@ -91,7 +88,7 @@ class MedusaModel(BlockModel):
         return BlockDraft(self.head, self.markov, logits, None)
 
 
-def native_products(files: HeadFiles | SteeringFile, options: NativeOptions) -> Callable[[str], Product]:
+def native_products(files: Any, options: NativeOptions) -> Callable[[str], Product]:
     """Return a function that packs a matrix of the file, with its bias, for the kernels: in int8."""
     packing, threads, none = Packing(kernels, options.threads or 1), options.threads or 1, np.zeros(0, np.float32)
     heads = kernels.Heads(1, 1, 2, "float32", 1e-6)  # a model without layers has none

@@ -21,7 +21,6 @@ from outpace.models.files.reading import SafetensorsFile
 from outpace.models.heads.medusa import Product, native_products
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.runtime import NativeLlama, host_floats
-from outpace.models.runtimes import Loaded
 
 FILE = "steering.safetensors"
 FC, NORM, NORM_BIAS, DELTA = "fc.weight", "norm.weight", "norm.bias", "delta.weight"
@@ -66,8 +65,8 @@ class SteeringFile:
             if not self._file.raw(name).is_finite():
                 raise UserError(f"{self.path} is damaged: tensor {name!r} holds values that are not finite")
 
-    def check_target(self, target: Loaded) -> None:
-        """Raise UserError, naming the difference, if this is a steering for another target."""
+    def check_target(self, target: Any) -> None:
+        """Raise UserError, naming the difference, if this is a steering for another target, which is loaded."""
         found = {"tokenizer": target.tokenizer.fingerprint[:16], "template": target.tokenizer.template_digest}
         if target.files is not None:
             found["weights"] = weights_digest(target.files())
@@ -125,7 +124,7 @@ def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
     return wide.to(x.dtype)
 
 
-def attach_steering(draft: Loaded, target: Loaded) -> Loaded:
+def attach_steering(draft: Any, target: Any) -> Any:
     """Return the draft with the steering in its folder, if there is one, which drafter `steered` then uses; UserError
     for a steering that does not fit the target or the draft."""
     path = draft.files() if draft.files is not None else None
