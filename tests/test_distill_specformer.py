@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.core.stats import merge_stats
+from outpace.distill import evaluate
 from outpace.distill.batches import PackedRows, Packer, read_samples
 from outpace.distill.kinds.specformer import (
     SLOTS,
@@ -191,6 +192,15 @@ def test_the_estimate_is_that_of_real_decoding(run: DistillOptions) -> None:
     assert figures.accepted > 0
     assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
     assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
+
+
+def test_a_head_is_evaluated_by_the_time_of_all_slots(run: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "CONTEXT", 16)  # as for a target of short texts
+    evaluation = evaluate.EvaluationOptions(prompts=3, max_tokens=8)
+    found = distill(replace(run, stage="judge", tasks=run.prompts, evaluation=evaluation), silent)
+    assert found is not None
+    assert found.speed.drafts_blocks
+    assert all(row.chain >= 1.0 for row in found.rows)
 
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from outpace.api.llm import LLM
-from outpace.core import theory
+from outpace.core import registry, theory
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.stats import Positions, RunStats, merge_stats, rates
 from outpace.distill.progress_display import Progress
 from outpace.models.base import chain
 from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import FeatureSession
+from outpace.models.heads.specformer import SpecFormerModel
 from outpace.models.load import Loaded
 from outpace.models.options import FILE
 
@@ -137,11 +138,12 @@ def _measure_acceptance(
     options: EvaluationOptions,
 ) -> Acceptance:
     encoded = [target.tokenizer.encode_prompt(text) for text in prompts]
+    has_floor = hasattr(registry.find("drafters", draft.drafter).Options, "floor")
 
     def decode(nodes: int, width: int, depth: int) -> RunStats:
         # the last round of an answer may draft past its end, which counts too
         shape: dict[str, Any] = {"nodes": nodes + 1, "width": width, "draft_length": depth}
-        shape |= {} if isinstance(draft.model, BlockModel) else {"floor": 0.0}
+        shape |= {"floor": 0.0} if has_floor else {}
         with LLM(target, draft, method="speculative", drafter=draft.drafter, batch=4, **shape) as llm:
             results = llm.generate(encoded, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
         return merge_stats([result.figures for result in results])
@@ -169,8 +171,8 @@ def _time_models(target: Any, draft: Any) -> ModelTimes:
 
     The measurements alternate, so that a disturbance affects all of them.
     """
-    counts, drafts_blocks = range(1, POSITIONS + 2), isinstance(draft, BlockModel)
-    step = _timed_block(draft) if drafts_blocks else _timed_pass(draft, 1)
+    counts, drafts_blocks = range(1, POSITIONS + 2), isinstance(draft, BlockModel | SpecFormerModel)
+    step = _timed_block(draft) if isinstance(draft, BlockModel) else _timed_pass(draft, 1)
     passes = [lambda: statistics.fmean(step() for _ in range(CHAIN)), *(_timed_pass(target, count) for count in counts)]
     times = list(zip(*([timed() for timed in passes] for _ in range(TIMED)), strict=True))
     draft_step, *rest = (statistics.median(column) for column in times)
@@ -200,7 +202,8 @@ def _timed_pass(model: Any, rows: int) -> Callable[[], float]:
     context = min(CONTEXT, model.max_positions // 2)
     session = model.open(context + 1, max(rows, context) + 1)
     if isinstance(session, FeatureSession):
-        session.add_features(model.fuse(torch.ones(len(model.head.taps), 2 * context, model.head.target_width)))
+        read = context + rows * CHAIN * TIMED
+        session.add_features(model.fuse(torch.ones(len(model.head.taps), read, model.head.target_width)))
     model.score([chain(session, [1] * context)])
     keep = list(range(context))
 
