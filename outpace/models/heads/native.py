@@ -82,7 +82,7 @@ class NativeHead(NativeLlama):
         if self.head.fc_norm:
             scales = np.stack([self.own[f"fc_norm.{tap}.weight"] for tap in range(len(self.head.taps))])
             rows = rms_norm(rows, scales, self.config.rms_norm_eps)
-        return rows.reshape(len(rows), -1)
+        return rows.reshape(len(rows), rows.shape[1] * rows.shape[2])  # there may be no rows
 
     def received(self, hidden: Any) -> np.ndarray:
         return host_floats(hidden)
