@@ -216,12 +216,8 @@ METHODS = {
     "auto": Method("gpu", {"method": "auto", "profile": False}),
     "auto, draft on the CPU": Method("cpu", {"method": "auto", "profile": False}),
 }
-IN_BATCHES = (
-    "plain",
-    "sequential, 4 steps",
-    "auto",
-    "auto, draft on the CPU",
-)  # methods measured with several requests
+# Methods measured with several requests.
+IN_BATCHES = ("plain", "sequential, 4 steps", "auto", "auto, draft on the CPU")
 PROMPTS_OF, TOKENS_OF = {"8B": 6, "32B": 3}, {"8B": 96, "32B": 64}  # at most, since large targets write slowly
 
 

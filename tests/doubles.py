@@ -160,8 +160,8 @@ class ToyBlock(BlockModel, QuickToy):
 
 
 class ToySlots(SpecFormerModel, ToyHead):
-    """A head whose features do not matter: its slots predict as the toy does after all tokens but the first, and their
-    own best tokens."""
+    """A SpecFormer head that ignores its features: its slots predict what the toy would write after the text without
+    its first token."""
 
     head = cast(HeadConfig, SimpleNamespace(taps=(1,), block=3))
 
@@ -186,7 +186,7 @@ class ToySlots(SpecFormerModel, ToyHead):
 
 
 class ToySteered(QuickToy):
-    """A toy with a steering, which does not change what it predicts, because its layers have no MLPs."""
+    """A toy with a steering that changes no prediction, because a toy has no MLPs."""
 
     def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0) -> None:
         super().__init__(vocab_size, order, seed)

@@ -72,9 +72,9 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     ("test_server_errors.py::test_", "json_depth_is_bounded", request_body, "_check_json", nothing),
     ("test_tools.py::test_", "every_split_of_a_transcript_gives_the_same_deltas", CallParser, "push", at_each_chunk),
     (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_is_redundant", limits_nothing),
-    (REMOTE, "a_senseless_layer_is_refused", wire, "check", nothing),
+    (REMOTE, "an_invalid_layer_is_refused", wire, "check", nothing),
     (REMOTE, "a_million_nodes_are_refused", LayerLimit, "count", nothing),
-    (REMOTE, "a_senseless_correction_is_refused", SentRequest, "_read_correction", of_any_length),
+    (REMOTE, "an_invalid_correction_is_refused", SentRequest, "_read_correction", of_any_length),
     (GRAMMAR, "a_question_is_asked_once", matcher._CachedResult, "holds", of_any_text),
 ]
 SERVER_MUTATIONS = [

@@ -127,7 +127,7 @@ def test_drafts_are_accepted_and_others_run_as_before(site: Served, tiny_folder:
     site.wait_idle()
 
 
-def test_a_torn_link_is_dialled_again_and_the_text_goes_on(site: Served, tiny_folder: str) -> None:
+def test_a_broken_link_is_dialled_again_and_the_text_goes_on(site: Served, tiny_folder: str) -> None:
     relay = Relay(port_of(site))
     chance = random.Random(4)
     try:
@@ -148,7 +148,7 @@ def test_a_torn_link_is_dialled_again_and_the_text_goes_on(site: Served, tiny_fo
             text, said = collect_warnings(read)
             assert text == plain
             assert len(said) == 1
-            assert "the answer goes on when there is a link again" in said[0]
+            assert "the answer continues when the link is back" in said[0]
     finally:
         relay.close()
     site.wait_idle()
@@ -201,7 +201,7 @@ def call(port: int, sent: Iterator[Any]) -> tuple[list[FromTarget], str, str]:
     return found, "OK", ""
 
 
-def test_senseless_messages_end_their_stream_alone(site: Served, llm: outpace.LLM) -> None:
+def test_invalid_messages_end_their_stream_alone(site: Served, llm: outpace.LLM) -> None:
     own, chance = identity_of(llm.target), random.Random(2)
     prepared = llm.prepare("hello world", outpace.SamplingParams(max_tokens=50, ignore_eos=True))
     plain = site.complete("hello world", **_fields({"max_tokens": 50, "ignore_eos": True})).choice["text"]

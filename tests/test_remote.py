@@ -1,4 +1,4 @@
-"""A drafter on another machine: the same text through delays, cuts, partitions and nonsense, and no leftovers."""
+"""A drafter on another machine: the same text through delays, cuts, silences and invalid messages, and no leftovers."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ except UserError as error:
 
 
 def messages(seed: int) -> Iterator[FromTarget]:
-    """Yield messages that parse, and make no sense sooner or later."""
+    """Yield messages that parse, and sooner or later an invalid one."""
     chance = random.Random(seed)
 
     def number() -> int:
@@ -327,7 +327,7 @@ def hello() -> FromTarget:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.long)])
-def test_senseless_messages_end_their_stream_alone(count: int) -> None:
+def test_invalid_messages_end_their_stream_alone(count: int) -> None:
     with drafting() as (server, relay):
         worker = worker_of(relay)
         drive = Drive(worker)
@@ -352,7 +352,7 @@ def test_other_bytes_end_the_stream(sent: list[Any]) -> None:
         assert call(relay.goal, iter(sent))[1] in ("INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 
 
-def test_noise_on_the_port_harms_nobody() -> None:
+def test_random_bytes_on_the_port_do_no_harm() -> None:
     chance = random.Random(1)
     with drafting() as (_, relay):
         worker = worker_of(relay)
@@ -375,19 +375,19 @@ GOOD = Layer(key=1, id_steps=[1, 1], parent_steps=[1, 1], tokens=[1, 2], roles=[
     [
         ({"tokens": [1, 16]}, "token 16 was sent, allowed are 0 to 15"),
         ({"tokens": [1]}, "different lengths"),
-        ({"id_steps": [1, 0]}, "do not rise"),
+        ({"id_steps": [1, 0]}, "do not increase"),
         ({"id_steps": [-5, 1]}, "out of range"),
         ({"parent_steps": [1, 0]}, "before its parent"),
         ({"parent_steps": [1, -1]}, "before its parent"),
-        ({"log_probs": [-0.5, float("nan")]}, "chance"),
-        ({"log_probs": [0.1, -1.0]}, "chance"),
-        ({"log_probs": [-float("inf"), -1.0]}, "chance"),
+        ({"log_probs": [-0.5, float("nan")]}, "log probability nan"),
+        ({"log_probs": [0.1, -1.0]}, "allowed are -1e\\+06 to 0"),
+        ({"log_probs": [-float("inf"), -1.0]}, "log probability -inf"),
         ({"roles": [0, 9]}, "role 9"),
         ({"root_id": 2**63 - 1}, "out of range"),
         ({"alias": -4}, "alias"),
     ],
 )
-def test_a_senseless_layer_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_an_invalid_layer_is_refused(changes: dict[str, Any], says: str) -> None:
     bad = Layer()
     bad.CopyFrom(GOOD)
     for name, value in changes.items():
@@ -409,7 +409,7 @@ def test_a_million_nodes_are_refused() -> None:
         count_all()
 
 
-def test_a_senseless_drafter_ends_its_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_layers_end_their_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it sends is drawn anew at each layer; the text stays the target's."""
     chance, encode = random.Random(3), wire.layer_message
 
@@ -429,7 +429,7 @@ def test_a_senseless_drafter_ends_its_link_alone(monkeypatch: pytest.MonkeyPatch
             drive.until_drafted()
 
         (said,) = driven(worker, work)
-    assert "sent what makes no sense" in said
+    assert "sent an invalid message" in said
 
 
 def test_a_drafter_that_fails_ends_its_server() -> None:
@@ -471,11 +471,11 @@ def test_a_layer_of_16_nodes_takes_about_10_bytes_a_node() -> None:
         ([], 0, -1, "a correction to length 0"),
         ([1], 2, -1, "where 1 was expected"),
         ([1], 1, 0, "root 0"),
-        ([1], 1, 3, "root 3 was sent, which no layer had"),
+        ([1], 1, 3, "root 3 was sent, and no layer had this node"),
         ([16], 1, -1, "token 16"),
     ],
 )
-def test_a_senseless_correction_is_refused(tokens: list[int], length: int, root_id: int, says: str) -> None:
+def test_an_invalid_correction_is_refused(tokens: list[int], length: int, root_id: int, says: str) -> None:
     sent = SentRequest(make_request([1, 2]), 3)
     event = wire.event_message(Correct(1, Correction(tokens, length, root_id)))
     with pytest.raises(ProtocolError, match=says):

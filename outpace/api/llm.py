@@ -123,7 +123,7 @@ class LLM(AbstractContextManager["LLM"]):
         if build.is_remote:
             if draft is not None and not isinstance(draft, Loaded):
                 raise UserError(f"the draft model is at {worker}: name {draft!r} there, not here")
-            draft = None  # one that is loaded is for other methods of a comparison
+            draft = None  # bench passes a loaded draft to all methods
         target, loading, part_options = _split_kwargs(target, more)
         options = replace(options or LoadOptions(), **loading)
         self.target, self.draft = load_pair(target, draft, options, build, tokenizer=tokenizer, progress=progress)

@@ -1,48 +1,38 @@
-"""Clients of a server that draft their requests themselves, on their own machines."""
+"""The server's side of clients that draft for their own requests."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 
 from outpace.card.cache import CandidateCache, CandidateLayer
 from outpace.card.loop import Close, Message
-from outpace.card.restarting import PATIENCE, TRIP_SECONDS
+from outpace.card.restarting import DrafterTimes
 from outpace.card.worker import DraftWorker
 from outpace.core.types import Request
 
 LONGEST_WAIT = 0.1  # seconds, because all requests wait
-_NUM_TRIPS = 9  # round trips that are remembered
 
 
-class DraftingClient(ABC):
-    """One request, which a client drafts: the target's side of its stream."""
+class DraftingClient(DrafterTimes, ABC):
+    """A client with one request, for which it drafts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.cache: CandidateCache | None = None  # once the engine has opened the request
-        self.step_seconds = 0.01
-        self._trips = deque[float](maxlen=_NUM_TRIPS)
-        self._num_received, self._silent_since = 0, -1
+        self.has_left = False
         self._longest_wait = LONGEST_WAIT  # halved by each wait in vain
-        self.has_gone = False
-
-    @property
-    def round_trip_seconds(self) -> float:
-        return statistics.median(self._trips) if self._trips else 0.0
-
-    def note_trip(self, seconds: float) -> None:
-        """Record the duration of a round trip."""
-        self._trips.append(seconds)
 
     @abstractmethod
     def post(self, message: Message) -> None:
-        """Send the client a message when the link is free; returns at once."""
+        """Queue a message to the client; returns at once."""
 
     def insert(self, layers: Sequence[CandidateLayer], seconds: float) -> None:
-        """Insert layers from the client; drop those that come before the engine has opened the request."""
+        """Insert layers from the client; drop those that arrive before the engine has opened the request.
+
+        `seconds`: duration of its draft step.
+        """
         self._num_received += 1
         for layer in layers:
             if self.cache is not None:
@@ -51,27 +41,22 @@ class DraftingClient(ABC):
             self.step_seconds += 0.1 * (seconds - self.step_seconds)
 
     def wait(self, layers: int, depth: int) -> None:
-        """Wait for a draft, but not again after a wait that timed out without any message."""
-        received, cache = self._num_received, self.cache
-        if cache is None or self.has_gone or received == self._silent_since:
+        """Wait for the client's layers, for a time that becomes shorter if none come."""
+        if self.cache is None or self.has_left:
             return
-        trip = TRIP_SECONDS + PATIENCE * self.round_trip_seconds
-        seconds = PATIENCE * self.step_seconds * (max(layers, depth) + 1) + trip
-        cache.wait(layers, min(seconds, self._longest_wait), depth)
-        has_grown = cache.has_grown(layers, depth)
-        self._longest_wait = LONGEST_WAIT if has_grown else self._longest_wait / 2
-        if self._num_received == received and not has_grown:
-            self._silent_since = received
+        has_grown = self._wait_for(self.cache, layers, depth, self._longest_wait)
+        if has_grown is not None:
+            self._longest_wait = LONGEST_WAIT if has_grown else self._longest_wait / 2
 
     def leave(self) -> None:
-        """End all waiting: the client is gone."""
-        self.has_gone = True
+        """End all waits, because the client is gone."""
+        self.has_left = True
         if self.cache is not None:
             self.cache.give_up()
 
 
 class ClientWorker(DraftWorker):
-    """Sends each request to the client that drafts it."""
+    """Passes the messages of each request to the client that drafts it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +80,7 @@ class ClientWorker(DraftWorker):
         super().open(key, request, cache)
 
     def client_of(self, cache: CandidateCache) -> DraftingClient | None:
-        """Return the client of a request."""
+        """Return the client whose layers go to a cache."""
         return next((client for client in self._by_key.values() if client.cache is cache), None)
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Streams between two machines by gRPC: addresses, channels, servers, and what waits to be sent."""
+"""gRPC streams between two machines: addresses, both ends of a stream, and queues of messages to send."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import hmac
 import os
 import socket
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from outpace.core.errors import UserError, require
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from outpace.card.wire import Identity
+
 T = TypeVar("T")
 SCHEMES = ("grpc", "grpcs")
 SERVICE = "outpace.v1.Drafting"
-HELLO_SECONDS = 10.0  # for the first message of a stream
+NO_HELLO = "the first message of a stream must be a hello"
+HELLO_SECONDS = 10.0  # timeout of a stream's first message
 MAX_STREAMS = 64
 MAX_MESSAGE = 4 << 20  # bytes
 _CLOSE_SECONDS = 2.0
@@ -27,13 +34,17 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.keepalive_time_ms", 20_000),  # a machine that vanished is noticed after 40 seconds at the latest
+    ("grpc.keepalive_time_ms", 20_000),  # a lost machine is noticed within 40 seconds
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),  # with it, a port in use would not be an error
 )
+
+
+class LinkError(RuntimeError):
+    """The link to another machine ended or is silent."""
 
 
 class Address(NamedTuple):
@@ -49,12 +60,12 @@ class Address(NamedTuple):
 
 
 def is_address(text: Any) -> bool:
-    """Whether a text names another machine rather than a model or a worker of this one."""
+    """Return whether a text is an address of another machine, by its scheme."""
     return isinstance(text, str) and text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 def read_address(text: str) -> Address:
-    """Read grpc://HOST:PORT or grpcs://HOST:PORT; UserError for anything else, and for a host that is not known."""
+    """Read grpc://HOST:PORT or grpcs://HOST:PORT; UserError for anything else, or an unknown host."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
@@ -70,7 +81,7 @@ def read_address(text: str) -> Address:
 
 
 def read_listen_address(text: str) -> tuple[str, int]:
-    """Read HOST:PORT, to listen on."""
+    """Read the HOST:PORT to listen on; UserError for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--listen is {text!r}, it must be HOST:PORT, as in 0.0.0.0:8100")
@@ -80,15 +91,15 @@ def read_listen_address(text: str) -> tuple[str, int]:
 def grpc() -> Any:
     """Import gRPC; UserError if the extra is missing."""
     require("a link to another machine", "remote", "grpc")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log repeats what a status says
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log repeats the text of a status
     import grpc as module
 
     return module
 
 
 def open_channel(address: Address) -> Any:
-    """Return a channel, which connects when it is used. With TLS, GRPC_DEFAULT_SSL_ROOTS_FILE_PATH may name a file with
-    certificates to trust."""
+    """Return a channel, which connects on its first call. With TLS, GRPC_DEFAULT_SSL_ROOTS_FILE_PATH may name a file of
+    trusted certificates."""
     module = grpc()
     options = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # each channel connects anew
     if not address.is_secure:
@@ -97,20 +108,20 @@ def open_channel(address: Address) -> Any:
 
 
 class Outbox(Generic[T]):
-    """What waits to be sent. Iterating it, as a thread of gRPC does, joins what has piled up meanwhile."""
+    """A queue of items to send. A thread of gRPC iterates over it; queued items are sent together, as one message."""
 
-    def __init__(self, join: Callable[[list[T]], Any]) -> None:
-        """`join` makes one message of all that waits."""
-        self._join, self._items = join, SimpleQueue[T | None]()
+    def __init__(self, message_type: type[Any], add: Callable[[Any, T], None]) -> None:
+        """`add` adds an item to a message; items that are messages of this type are merged."""
+        self._type, self._add, self._items = message_type, add, SimpleQueue[T | None]()
         self._is_closed = False
         self.error: Exception | None = None  # why it was closed
 
     def put(self, item: T) -> None:
-        """Send an item when the link is free; returns at once."""
+        """Queue an item; returns at once."""
         self._items.put(item)
 
     def close(self, error: Exception | None = None) -> None:
-        """Send nothing more than what waits already."""
+        """End the stream after the items that are already queued. `error`: the reason, if it is a failure."""
         if not self._is_closed:
             self.error, self._is_closed = error, True
         self._items.put(None)
@@ -118,36 +129,92 @@ class Outbox(Generic[T]):
     def __iter__(self) -> Iterator[Any]:
         is_open = True
         while is_open:
-            waiting, item = list[T](), self._items.get()
+            message, item = self._type(), self._items.get()
+            is_empty = item is None
             while item is not None:
-                waiting.append(item)
+                message.MergeFrom(item) if isinstance(item, self._type) else self._add(message, item)
                 try:
                     item = self._items.get_nowait()
                 except Empty:
                     break
             is_open = item is not None
-            if waiting:
-                yield self._join(waiting)
+            if not is_empty:
+                yield message
+
+
+class DialedStream(AbstractContextManager["DialedStream"]):
+    """A stream that this side opens. Its own thread reads messages; `outbox` holds those to send."""
+
+    def __init__(
+        self,
+        address: Address,
+        call: str,
+        hello: Any,
+        parse: Callable[[bytes], Any],
+        outbox: Outbox[Any],
+        key: str | None,
+    ) -> None:
+        """`hello`: the first message. `parse` reads the other side's messages. `key`: an API key."""
+        self.address, self.outbox = address, outbox
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._channel = open_channel(address)
+        start = self._channel.stream_stream(f"/{SERVICE}/{call}", serialize, parse)
+        outbox.put(hello)
+        metadata = [("authorization", f"Bearer {key}")] if key else []
+        self._call = start(iter(outbox), metadata=metadata)
+        self._reader = threading.Thread(target=self._read, name="outpace-link-reader", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.outbox.close()
+        self._call.cancel()
+        self._channel.close()
+        self._reader.join()
+
+    def receive(self, seconds: float) -> Any:
+        """Return the next message, or the exception that ended the stream; None if neither comes within `seconds`."""
+        try:
+            return self._inbox.get(timeout=seconds)
+        except Empty:
+            return None
+
+    @abstractmethod
+    def error_of(self, code: str, details: str) -> Exception:
+        """Return the exception for a stream that ended with this gRPC status, OK included."""
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                self._inbox.put(message)
+            self._inbox.put(self.error_of("OK", ""))
+        except grpc().RpcError as error:
+            self._inbox.put(self.error_of(error.code().name, error.details() or ""))
+        except Exception as error:
+            self._inbox.put(error)
 
 
 class RefusedError(Exception):
-    """A stream that this side ends with a status: the name of its code, and a sentence."""
+    """Ends a stream with a gRPC status."""
 
     def __init__(self, code: str, text: str) -> None:
+        """`code`: the status's name. `text`: a sentence for the other side's user."""
         super().__init__(text)
         self.code = code
 
 
 def match_key(given: str, keys: Collection[bytes]) -> str | None:
-    """Return a short id of an API key, None if its SHA-256 hash is not among `keys`. All of them are compared, in
-    constant time."""
+    """Return a short id of an API key; None if its SHA-256 hash is not among `keys`. All are compared in constant
+    time."""
     digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
     matches = [hmac.compare_digest(digest, key) for key in keys]
     return digest.hex()[:12] if any(matches) else None
 
 
 def authenticator(keys: Collection[bytes]) -> Callable[[str], str]:
-    """Return the function that checks the API keys of streams; without `keys` none is needed."""
+    """Return a function that checks the API key of a stream and returns its id; without `keys` none is needed."""
 
     def authenticate(given: str) -> str:
         found = match_key(given, keys) if keys else ""
@@ -165,18 +232,20 @@ class Listener(AbstractContextManager["Listener"]):
     def __init__(
         self,
         call: str,
+        own: Identity,
         parse: Callable[[bytes], Any],
-        begin: Callable[[Any, str], tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]],
+        begin: Callable[[str], tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]],
         authenticate: Callable[[str], str],
     ) -> None:
-        """`begin` takes the first message of a stream and the id of its key, and returns the stream's outbox, the
-        function that takes the further messages, and the one that is called at its end. `authenticate` returns the id
-        of an API key. All of these may raise RefusedError."""
+        """`own`: this side's model, which a stream's hello must match. `begin` takes the id of a stream's API key and
+        returns its outbox, the function that takes its messages after the hello, and the function to call at its end.
+        `authenticate` returns the id of an API key. The functions may raise RefusedError."""
+        self._own = own
         module = grpc()
         self._grpc, self._begin, self._authenticate = module, begin, authenticate
         self._pool = ThreadPoolExecutor(MAX_STREAMS, "outpace-link")
         self._server = module.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS)
-        handler = module.stream_stream_rpc_method_handler(self._serve, parse, _serialize)
+        handler = module.stream_stream_rpc_method_handler(self._serve, parse, serialize)
         self._server.add_generic_rpc_handlers((module.method_handlers_generic_handler(SERVICE, {call: handler}),))
 
     def bind(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
@@ -206,7 +275,8 @@ class Listener(AbstractContextManager["Listener"]):
         end: Callable[[], None] = _nothing
         try:
             key = self._authenticate(_bearer(context.invocation_metadata()))
-            outbox, take, end = self._begin(self._first(incoming, context), key)
+            self._check_hello(incoming, context)
+            outbox, take, end = self._begin(key)
             context.add_callback(outbox.close)
             reader = threading.Thread(target=_read, args=(incoming, take, outbox), name="outpace-link-reader")
             reader.daemon = True
@@ -219,21 +289,25 @@ class Listener(AbstractContextManager["Listener"]):
         finally:
             end()
 
-    def _first(self, incoming: Iterator[Any], context: Any) -> Any:
-        """Return the first message of a stream; RefusedError if it does not come in time."""
+    def _check_hello(self, incoming: Iterator[Any], context: Any) -> None:
+        """Read the first message of a stream; RefusedError if it is late, no hello, or from a different model."""
         timer = threading.Timer(HELLO_SECONDS, context.cancel)
         timer.daemon = True
         timer.start()
         try:
-            return next(incoming)
+            first = next(incoming)
         except Exception:
-            raise RefusedError("DEADLINE_EXCEEDED", "a stream begins with a hello, none came") from None
+            raise RefusedError("DEADLINE_EXCEEDED", "no hello was received, a stream must begin with one") from None
         finally:
             timer.cancel()
+        if not first.HasField("hello"):
+            raise RefusedError("INVALID_ARGUMENT", NO_HELLO)
+        if mismatch := self._own.mismatch(first.hello):
+            raise RefusedError("FAILED_PRECONDITION", mismatch)
 
 
 def _read(incoming: Iterator[Any], take: Callable[[Any], None], outbox: Outbox[Any]) -> None:
-    """Take the messages of a stream until it ends; an exception ends it."""
+    """Take the messages of a stream until it ends; an exception from `take` ends it."""
     from outpace.card.wire import ProtocolError
 
     try:
@@ -250,7 +324,8 @@ def _read(incoming: Iterator[Any], take: Callable[[Any], None], outbox: Outbox[A
         outbox.close(error)
 
 
-def _serialize(message: Any) -> bytes:
+def serialize(message: Any) -> bytes:
+    """Return the bytes of a message."""
     data: bytes = message.SerializeToString()
     return data
 

@@ -1,12 +1,15 @@
 """The base of workers whose drafter runs in another process or on another machine, and may end before the worker does.
 
-A thread of the worker runs one drafter after another. Requests move to a new drafter with all that was committed.
+A thread of the worker runs one drafter after another. A new drafter receives each request with all committed tokens.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,10 +25,11 @@ from outpace.core.types import Request
 POLL_SECONDS = 0.5  # interval of checks whether the drafter answers and whether the program has ended
 PATIENCE = 2.0  # longest wait, in average forwards per requested layer
 TRIP_SECONDS = 0.005  # plus a round trip of messages
+_NUM_TRIPS = 9  # the latest round trips, whose median counts
 
 
-class OtherDrafter(Protocol):
-    """The other end: a drafter that takes messages."""
+class DistantDrafter(Protocol):
+    """A drafter in another process or on another machine."""
 
     def post(self, message: Message) -> None:
         """Send a message; returns at once."""
@@ -41,6 +45,41 @@ class DrafterEnd(Protocol):
     def again(self) -> bool: ...
 
 
+class DrafterTimes:
+    """The times of a drafter in another process or on another machine, and waits that they bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_seconds = 0.01  # moving average of its draft steps
+        self._trips = deque[float](maxlen=_NUM_TRIPS)
+        self._num_received = 0  # messages from the drafter
+        self._silent_since = -1  # value of `_num_received` when a wait timed out without a message
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """Median of the latest round trips; 0 if none was measured."""
+        return statistics.median(self._trips) if self._trips else 0.0
+
+    def note_trip(self, seconds: float) -> None:
+        """Record the duration of a round trip."""
+        self._trips.append(seconds)
+
+    def _wait_for(self, cache: CandidateCache, layers: int, depth: int, longest: float = math.inf) -> bool | None:
+        """Wait for layers in a cache, at most `longest` seconds; return whether they came.
+
+        After a wait that timed out without any message, return None at once until a message comes.
+        """
+        received = self._num_received
+        if received == self._silent_since:
+            return None
+        trip = TRIP_SECONDS + PATIENCE * self.round_trip_seconds
+        cache.wait(layers, min(PATIENCE * self.step_seconds * (max(layers, depth) + 1) + trip, longest), depth)
+        has_grown = cache.has_grown(layers, depth)
+        if self._num_received == received and not has_grown:
+            self._silent_since = received
+        return has_grown
+
+
 @dataclass
 class _KnownRequest:
     """A request as the owner knows it, so that any drafter can take it over. `drafter`: the last one that knows the
@@ -49,12 +88,12 @@ class _KnownRequest:
     request: Request
     cache: CandidateCache
     tokens: list[int] = field(default_factory=list)
-    drafter: OtherDrafter | None = None
+    drafter: DistantDrafter | None = None
     directives: DraftDirectives = UNRESTRICTED
 
 
-class RestartingWorker(DraftWorker):
-    """Keeps a drafter running elsewhere. The target decodes plainly while there is none.
+class RestartingWorker(DrafterTimes, DraftWorker):
+    """Keeps a distant drafter running. The target decodes plainly while there is none.
 
     A request is handed to a new drafter at its next correction. `failure` is set from a drafter's end until the next
     one drafts; after the last one it stays.
@@ -63,17 +102,14 @@ class RestartingWorker(DraftWorker):
     _thread_name = "outpace-drafter-owner"
 
     def __init__(self, pauses: Sequence[float], is_endless: bool = False) -> None:
-        """`pauses`: seconds before each restart; `is_endless`: the last pause is repeated, else the drafter is given
-        up after it. A subclass calls `_begin` when it can run a drafter."""
+        """`pauses`: seconds before each restart; `is_endless`: repeat the last pause instead of giving the drafter up
+        after it. A subclass calls `_begin` when it can run a drafter."""
         super().__init__()
         self._pauses, self._is_endless, self._num_failures = tuple(pauses), is_endless, 0
         self._requests: dict[int, _KnownRequest] = {}
-        self._ready: OtherDrafter | None = None  # the drafter, once it drafts
+        self._ready: DistantDrafter | None = None  # the drafter, once it drafts
         self._stopping = False
         self._wake_up: SimpleQueue[None] = SimpleQueue()
-        self.step_seconds = 0.01
-        self._num_received = 0  # messages from the drafter
-        self._silent_since = -1  # value of `_num_received` when a wait timed out without a message
         self._thread = threading.Thread(target=self._run, name=self._thread_name)
 
     def _begin(self) -> None:
@@ -93,16 +129,11 @@ class RestartingWorker(DraftWorker):
         return super().is_working and self.is_ready
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """Wait for the drafter, but not for one that is not ready or does not know the request, nor again after a
-        wait that timed out without any message."""
-        received, ready = self._num_received, self._ready
+        """Wait for the drafter, but not for one that is not ready or does not know the request; see `_wait_for`."""
+        ready = self._ready
         known = any(record.cache is cache and record.drafter is ready for record in self._requests.values())
-        if ready is None or not known or received == self._silent_since:
-            return
-        trip = TRIP_SECONDS + PATIENCE * self.round_trip_seconds
-        cache.wait(layers, PATIENCE * self.step_seconds * (max(layers, depth) + 1) + trip, depth)
-        if self._num_received == received and not cache.has_grown(layers, depth):
-            self._silent_since = received
+        if ready is not None and known:
+            self._wait_for(cache, layers, depth)
 
     def close(self) -> None:
         """End the drafter and wait for its end."""
@@ -117,7 +148,7 @@ class RestartingWorker(DraftWorker):
     def _run_drafter(self) -> DrafterEnd | None:
         """Run one drafter; return why it ended, or None after a requested stop."""
 
-    def _set_ready(self, drafter: OtherDrafter) -> None:
+    def _set_ready(self, drafter: DistantDrafter) -> None:
         self.failure = None
         self._ready = drafter
 

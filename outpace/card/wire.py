@@ -1,7 +1,6 @@
 """Messages between two machines: the classes of `protocol.proto`, checked and turned into those of `card/loop.py`.
 
-Whatever the other side sends is checked here. A message that is well formed but makes no sense raises a ProtocolError,
-which ends its stream and nothing else.
+All messages of the other side are checked here. An invalid one raises ProtocolError, which ends its stream only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from outpace_kernels import NodeDelta
 from outpace.card.cache import CandidateLayer, Correction
 from outpace.card.loop import Close, Correct, Message, Open, Pause, Resume, SetDirectives
 from outpace.card.protocol_pb2 import Correction as CorrectionMessage
-from outpace.card.protocol_pb2 import Directives, Event, Hello, Layer
+from outpace.card.protocol_pb2 import Directives, Event, FromTarget, Hello, Layer
 from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.core import registry
 from outpace.core.drafting import DraftDirectives
@@ -37,18 +36,18 @@ M = TypeVar("M", bound=ProtobufMessage)
 PROTOCOL_VERSION = 1
 MAX_NODES = 1 << 16  # of a layer, and of a request between two corrections
 MAX_PADDING = 1 << 20  # bytes of a ping
-LONGEST_STEP = 1.0  # seconds that a drafter can make a target believe in: waits are multiples of it
+LONGEST_STEP = 1.0  # seconds of a draft step that the other side may claim; waits are multiples of it
 _LARGEST_ID = 1 << 62
-_LOWEST = -1e6  # log of a chance
+_LOWEST = -1e6  # log probability that is sent
 
 
 class ProtocolError(Exception):
-    """The other side sent a message that makes no sense. The text is a sentence."""
+    """The other side sent an invalid message. The text is a sentence."""
 
 
 class Identity(NamedTuple):
-    """One side's model: the hash of its tokens and their number, which must be equal on both sides, its name, and a
-    hash of its weights. `max_positions`: the longest text."""
+    """The model of one side. `tokenizer`, a hash of its tokens, and `num_tokens` must be equal on both sides. `digest`:
+    a hash of its weights. `max_positions`: the longest text."""
 
     tokenizer: str
     num_tokens: int
@@ -67,7 +66,7 @@ class Identity(NamedTuple):
             max_positions=min(self.max_positions, 2**32 - 1),
         )
 
-    def misfit(self, hello: Hello) -> str | None:
+    def mismatch(self, hello: Hello) -> str | None:
         """Return how the other side differs, in a sentence that names both values; None if the two fit."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return f"protocol version {hello.protocol_version} was offered, {self.name} speaks {PROTOCOL_VERSION}"
@@ -83,14 +82,14 @@ def identity_of(loaded: Loaded) -> Identity:
     """Return the identity of a loaded model; UserError if it has no tokenizer."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
-        raise UserError(f"{loaded.name} has no tokenizer, by which two machines recognise that their tokens are equal")
+        raise UserError(f"{loaded.name} has no tokenizer, without which two machines cannot compare their tokens")
     digest = weights_digest(loaded.files()) if loaded.files else ""
     name, size = PurePath(str(loaded.name)).name, min(tokenizer.size, loaded.model.vocab_size)
     return Identity(tokenizer.fingerprint, size, name, digest, loaded.model.max_positions)
 
 
 def parser(kind: type[M]) -> Callable[[bytes], M | None]:
-    """Return the function that reads messages of a kind; None for bytes that are none, which ends the stream."""
+    """Return a function that parses messages of a class; it returns None for other bytes, which ends the stream."""
 
     def parse(data: bytes) -> M | None:
         try:
@@ -102,7 +101,7 @@ def parser(kind: type[M]) -> Callable[[bytes], M | None]:
 
 
 def check(holds: bool, what: str) -> None:
-    """Raise ProtocolError with a sentence unless something holds."""
+    """Raise ProtocolError with the sentence `what` unless the condition holds."""
     if not holds:
         raise ProtocolError(what)
 
@@ -114,7 +113,7 @@ def check_tokens(tokens: Iterable[int], num_tokens: int) -> None:
 
 
 def request_message(request: Request) -> RequestMessage:
-    """Encode what a drafter needs of a request. Constraints, banned texts and predictions stay here."""
+    """Encode what a drafter needs to know of a request: not its constraints, banned texts and prediction."""
     adjustments, sampling = request.adjustments or Adjustments(), request.sampling
     options = {name: str(value) for name, value in asdict(request.rule.options).items()}
     return RequestMessage(
@@ -139,7 +138,7 @@ def request_message(request: Request) -> RequestMessage:
 
 
 def read_request(message: RequestMessage, own: Identity) -> Request:
-    """Decode a request; ProtocolError for one that makes no sense here."""
+    """Decode a request; ProtocolError for an invalid one."""
     prompt = tuple(message.prompt)
     most = own.max_positions - 1
     check(0 < len(prompt) <= most, f"a prompt of {len(prompt)} tokens was sent, allowed are 1 to {most}")
@@ -182,7 +181,7 @@ def _rule(name: str, options: tuple[tuple[str, str], ...]) -> Rule:
     registry.check_known({f"rule {name}": kind}, dict(options))
     rule: Rule = kind(registry.build_options(kind, dict(options)))
     if not rule.traits.same_text:
-        raise UserError(f"rule {name} writes a text that depends on what was drafted, which no link carries")
+        raise UserError(f"rule {name} is not available over a link, because its text depends on the drafts")
     return rule
 
 
@@ -191,7 +190,7 @@ def _name_of(rule: Rule) -> str:
 
 
 def event_message(message: Message, sends_request: bool = True) -> Event:
-    """Encode a message to a drafter. Without `sends_request` the drafter knows the request."""
+    """Encode a message to a drafter. `sends_request`: whether `Open` contains the request, else the drafter has it."""
     event = Event(key=message.key)
     if isinstance(message, Open):
         event.open.next_id = message.next_id
@@ -211,8 +210,13 @@ def event_message(message: Message, sends_request: bool = True) -> Event:
     return event
 
 
+def add_message(whole: FromTarget, message: Message) -> None:
+    """Add a message to a drafter to what is sent together."""
+    whole.events.append(event_message(message))
+
+
 class SentRequest:
-    """What a drafter's side knows of a request from its messages, to check the next one."""
+    """A request as its messages describe it to the drafter's side, against which the next message is checked."""
 
     def __init__(self, request: Request, next_id: int) -> None:
         check(0 < next_id < _LARGEST_ID, f"first id {next_id} was sent, it must be above 0")
@@ -220,13 +224,13 @@ class SentRequest:
         self._last_root, self._next_id = 0, next_id
 
     def note(self, layer: CandidateLayer) -> None:
-        """Remember the ids of a layer that is sent: they may become roots."""
+        """Remember the ids of a layer that is sent, since its nodes may become roots."""
         ids = layer.nodes.columns()[0]
         if ids:
             self._next_id = max(self._next_id, ids[-1] + 1)
 
     def read(self, key: int, event: Event, own: Identity) -> Message:
-        """Decode any event but `open`; ProtocolError for one that makes no sense here."""
+        """Decode any event but `open`; ProtocolError for an invalid one."""
         kind = event.WhichOneof("content")
         if kind == "correction":
             return Correct(key, self._read_correction(event.correction, own))
@@ -236,7 +240,7 @@ class SentRequest:
             return Pause(key)
         if kind == "resume":
             return Resume(key)
-        check(kind == "close", f"request {event.key} was sent {kind or 'nothing'}")
+        check(kind == "close", f"request {event.key} was sent {kind or 'an empty event'}, not expected here")
         return Close(key)
 
     def _read_correction(self, message: CorrectionMessage, own: Identity) -> Correction:
@@ -244,9 +248,10 @@ class SentRequest:
         check_tokens(tokens, own.num_tokens)
         known = self._length + len(tokens)
         check(bool(tokens) and length == known, f"a correction to length {length} was sent, where {known} was expected")
-        check(len(self.request.prompt) + length <= own.max_positions, f"a text of {length} tokens is too long")
+        most = own.max_positions - len(self.request.prompt)
+        check(length <= most, f"an answer of {length} tokens was sent, allowed are {most}")
         is_miss = -_LARGEST_ID < root_id < self._last_root
-        check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, which no layer had")
+        check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, and no layer had this node")
         self._length, self._last_root = length, min(self._last_root, root_id)
         return Correction(tokens, length, root_id)
 
@@ -264,7 +269,7 @@ def _read_directives(message: Directives) -> DraftDirectives:
 
 
 def layer_message(key: int, layer: CandidateLayer) -> Layer:
-    """Encode a layer: about 10 bytes a node."""
+    """Encode a layer, in about 10 bytes per node."""
     ids, parents, tokens, roles, log_probs = layer.nodes.columns()
     return Layer(
         key=key,
@@ -279,7 +284,7 @@ def layer_message(key: int, layer: CandidateLayer) -> Layer:
 
 
 def read_layer(message: Layer, num_tokens: int) -> CandidateLayer:
-    """Decode a layer; ProtocolError for one that makes no sense."""
+    """Decode a layer; ProtocolError for an invalid one."""
     columns: list[Sequence[Any]] = [message.id_steps, message.parent_steps, message.tokens, message.roles]
     columns.append(message.log_probs)
     count = len(message.tokens)
@@ -287,18 +292,21 @@ def read_layer(message: Layer, num_tokens: int) -> CandidateLayer:
     check(count <= MAX_NODES, f"a layer has {count} nodes, at most {MAX_NODES} are allowed")
     ids = list(accumulate(message.id_steps))
     check(not ids or (ids[0] > 0 and ids[-1] < _LARGEST_ID), "a layer has an id out of range")
-    check(min(message.id_steps, default=1) > 0, "a layer has ids that do not rise")
+    check(min(message.id_steps, default=1) > 0, "the ids of a layer do not increase")
     check(min(message.parent_steps, default=1) > 0, "a layer has a node before its parent")
     parents = [*map(sub, ids, message.parent_steps)]
     check(min(parents, default=0) > -_LARGEST_ID, "a layer has an id out of range")
     check_tokens(message.tokens, num_tokens)
-    check(max(message.roles, default=0) <= Role.PROBE, f"a layer has role {max(message.roles, default=0)}")
-    chances = message.log_probs
-    check(all(_LOWEST <= chance <= 0.0 for chance in chances), "a layer has the log of a chance that is no such thing")
+    check(
+        max(message.roles, default=0) <= Role.PROBE,
+        f"role {max(message.roles, default=0)} was sent, allowed are 0 to 2",
+    )
+    wrong = next((value for value in message.log_probs if not _LOWEST <= value <= 0.0), None)
+    check(wrong is None, f"log probability {wrong} was sent, allowed are {_LOWEST:g} to 0")
     check(abs(message.root_id) < _LARGEST_ID, f"root {message.root_id} was sent, which is out of range")
     alias = message.alias if message.HasField("alias") else None
-    check(alias is None or 0 < alias < _LARGEST_ID, f"alias {alias} was sent, which is no id of a node")
-    nodes = NodeDelta((ids, parents, list(message.tokens), list(message.roles), list(chances)))
+    check(alias is None or 0 < alias < _LARGEST_ID, f"alias {alias} was sent, which is not the id of a node")
+    nodes = NodeDelta((ids, parents, list(message.tokens), list(message.roles), list(message.log_probs)))
     return CandidateLayer(message.root_id, nodes, alias)
 
 
@@ -318,11 +326,7 @@ class LayerLimit:
 
 
 def read_seconds(value: float) -> float:
-    """Return the seconds of a draft step, at most LONGEST_STEP; ProtocolError for a value that is none."""
-    check(math.isfinite(value) and value >= 0.0, f"{value} was sent as the seconds of a draft step")
+    """Check the seconds of a draft step, and return them, at most LONGEST_STEP."""
+    is_valid = math.isfinite(value) and value >= 0.0
+    check(is_valid, f"a draft step of {value} seconds was sent, it must be finite and at least 0")
     return min(value, LONGEST_STEP)
-
-
-def metadata(key: str | None) -> list[tuple[str, str]]:
-    """Return the metadata of a call with an API key."""
-    return [("authorization", f"Bearer {key}")] if key else []

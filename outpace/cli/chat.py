@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.joined import open_any
+from outpace.cli.open_models import open_any
 from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
 from outpace.core.errors import UserError
 

@@ -87,7 +87,9 @@ class TrainingFlags:
     token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
     distribution_weight: float = flag(0.8, "Weight of the KL divergence in the loss.")
     glancing: float = flag(
-        0.0, "Share of a block's wrongly predicted tokens that training shows to it; falls to 0. Only for dspark."
+        0.0,
+        "Tokens of a block that training shows to it, as a share of those that it predicts wrong; falls to 0. Only for"
+        " dspark.",
     )
     save_every: float = flag(180.0, "Seconds between checkpoints.")
 

@@ -62,14 +62,14 @@ def doctor(
         None, "Time the link to an outpace draft-worker, grpc://HOST:PORT, and simulate which method pays over it."
     ),
     target: str | None = flag(
-        None, "The head's target, by default the one that the head names; or the target at this end of --link."
+        None, "The head's target, by default the one that the head names; or the target on this side of --link."
     ),
 ) -> None:
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
     if draft is None and link is None and target is not None:
         raise UserError("--target names the target of a head or of a link: name one with --draft or --link")
     if link is not None and draft is not None:
-        raise UserError("--link and --draft are two examinations, name one of them")
+        raise UserError("--link and --draft cannot be combined, name one of them")
     if link is not None:
         found = link_report.examine(link, target, quiet=as_json)
     elif draft is not None:
@@ -163,7 +163,7 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
 def _is_installed(name: str) -> bool:
     try:
         return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the package that contains it is missing
         return False
 
 

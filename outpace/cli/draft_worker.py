@@ -59,7 +59,7 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
 
     host, port = read_listen_address(listen.listen)
     keys = read_api_keys(listen.api_key_file)
-    ServerOptions(  # which checks these
+    ServerOptions(  # checks these
         host=host,
         port=port,
         keys=keys,

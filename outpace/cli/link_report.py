@@ -12,14 +12,15 @@ from outpace.core.errors import UserError, require
 from outpace.core.stats import merge_stats
 
 if TYPE_CHECKING:
-    from outpace.card.remote import Connection
+    from outpace.card.remote import DrafterConnection
 
 NUM_PINGS, NUM_BLOCKS, BLOCK_BYTES = 50, 5, 1 << 19  # messages for the round trip; blocks for the rate, each way
-SECONDS = 30.0  # that one answer may take
+SECONDS = 30.0  # timeout of an answer
 NUM_PROMPTS, MAX_TOKENS = 2, 48  # of each built-in task of outpace bench; of an answer
 METHODS = ("card", "planned", "pearl", "ssd")
-LEAST, MOST = 0.05, 0.95  # acceptance rates that are simulated
+LEAST, MOST = 0.05, 0.95  # acceptance rates beyond these are simulated as these
 SIMULATED_ANSWERS, SIMULATED_TOKENS = 2, 128
+NO_ANSWER = f"the drafter did not answer within {SECONDS:g} seconds"
 PAYS = 1.05  # simulated speedup below which no method is named
 
 
@@ -29,7 +30,7 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
     from outpace.api.llm import load
     from outpace.bench.tasks import BUILT_IN, collect
     from outpace.card.link import read_address
-    from outpace.card.remote import Connection, RemoteWorker
+    from outpace.card.remote import DrafterConnection, RemoteWorker
     from outpace.card.wire import identity_of
 
     address, key = read_address(text), os.environ.get("OUTPACE_API_KEY")
@@ -39,7 +40,7 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
     ):
         worker = llm.engine.worker
         assert isinstance(worker, RemoteWorker)
-        with Connection(address, identity_of(llm.target), key) as connection:
+        with DrafterConnection(address, identity_of(llm.target), key) as connection:
             name = _greet(connection)
             found: dict[str, Any] = {"link": str(address), "draft": name, "target": llm.target.name}
             found |= _time(connection)
@@ -55,17 +56,15 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
     return found | {"speedups": _simulate(found)}
 
 
-def _greet(connection: Connection) -> str:
+def _greet(connection: DrafterConnection) -> str:
     """Wait for the other side's hello; return its name."""
-    from outpace.card.remote import RemoteEnd
-
     reply = connection.receive(SECONDS)
-    if reply is None or isinstance(reply, RemoteEnd):
-        raise UserError(str(reply.error) if reply is not None else "the drafter does not answer")
+    if reply is None or isinstance(reply, Exception):
+        raise UserError(str(reply or NO_ANSWER))
     return str(reply.hello.name)
 
 
-def _time(connection: Connection) -> dict[str, float]:
+def _time(connection: DrafterConnection) -> dict[str, float]:
     """Return the round trip's median and 99th percentile, in seconds, and the bytes per second each way."""
     trips = sorted(_trip(connection) for _ in range(NUM_PINGS))
     median = statistics.median(trips)
@@ -80,22 +79,20 @@ def _time(connection: Connection) -> dict[str, float]:
     }
 
 
-def _trip(connection: Connection, padding: int = 0, answer_bytes: int = 0) -> float:
+def _trip(connection: DrafterConnection, padding: int = 0, answer_bytes: int = 0) -> float:
     """Return the seconds of one message there and its answer back."""
-    from outpace.card.remote import RemoteEnd
-
     process.check()
     connection.ping(padding, answer_bytes)
     end = time.monotonic() + SECONDS
     while (left := end - time.monotonic()) > 0:
         reply = connection.receive(left)
-        if isinstance(reply, RemoteEnd):
-            raise UserError(str(reply.error))
+        if isinstance(reply, Exception):
+            raise UserError(str(reply))
         if reply is not None and reply.HasField("pong"):
             seconds = connection.trip(reply.pong.number)
             if seconds is not None:
                 return seconds
-    raise UserError(f"the drafter did not answer within {SECONDS:g} seconds")
+    raise UserError(NO_ANSWER)
 
 
 def _simulate(found: dict[str, Any]) -> dict[str, float]:

@@ -15,13 +15,8 @@ from outpace.cli import display, process
 from outpace.cli.flags import PassthroughCommand
 from outpace.core.errors import UserError
 
-WITH_PASSTHROUGH = (
-    "generate",
-    "chat",
-    "serve",
-    "draft-worker",
-    "demo",
-)  # commands that take the options of methods and drafters
+# Commands that take the options of methods and drafters.
+WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
 INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge", "forecast")  # Ctrl-C may end them at any point
 COMMANDS = (
     *("generate", "chat", "serve", "draft-worker", "demo", "bench", "distill", "tune"),

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from outpace.card.cache import CandidateLayer
-from outpace.card.link import Listener, Outbox, RefusedError
+from outpace.card.link import Listener, Outbox
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
 from outpace.card.wire import MAX_PADDING, Identity, SentRequest, check, parser, read_request
-from outpace.cluster.draft_thread import DraftThread, NewLayer, joined
+from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
 from outpace.core.types import Drafter
 
 MAX_REQUESTS = 64  # drafted at once; targets decode further ones plainly
@@ -26,12 +26,12 @@ class DraftServer(AbstractContextManager["DraftServer"]):
     """
 
     def __init__(self, drafter: Drafter, own: Identity, authenticate: Callable[[str], str] = lambda key: "") -> None:
-        """`own`: the draft's tokens. `authenticate` returns the id of an API key; RefusedError for a wrong one."""
+        """`own`: the draft model. `authenticate` returns the id of an API key; RefusedError for a wrong one."""
         self.own, self.has_ended = own, threading.Event()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[TargetStream, int]] = {}  # by the drafter's key: stream, and the target's key
-        self._listener = Listener("Draft", parser(FromTarget), self._begin, authenticate)
+        self._listener = Listener("Draft", own, parser(FromTarget), self._begin, authenticate)
         self._thread = DraftThread(drafter, self._send, self.has_ended.set)
 
     def listen(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
@@ -53,11 +53,7 @@ class DraftServer(AbstractContextManager["DraftServer"]):
         """Number of requests that are drafted now."""
         return len(self._streams)
 
-    def _begin(self, first: FromTarget, key: str) -> tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]:
-        if not first.HasField("hello"):
-            raise RefusedError("INVALID_ARGUMENT", "a stream begins with a hello")
-        if misfit := self.own.misfit(first.hello):
-            raise RefusedError("FAILED_PRECONDITION", misfit)
+    def _begin(self, key: str) -> tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]:
         stream = TargetStream(self)
         stream.outbox.put(FromDrafter(hello=self.own.hello))
         return stream.outbox, stream.take, stream.end
@@ -89,24 +85,25 @@ class DraftServer(AbstractContextManager["DraftServer"]):
 
 
 class TargetStream:
-    """One target's stream: its requests by its own keys. A key of None: not drafted, because there were too many."""
+    """One target's stream, with its requests by the target's keys. The drafter's key of a request is None if it is not
+    drafted, because there were too many."""
 
     def __init__(self, server: DraftServer) -> None:
         self._server = server
         self._requests: dict[int, tuple[int | None, SentRequest]] = {}
         self._lock = threading.Lock()  # the stream may end while a message is taken
         self._has_ended = False
-        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(joined)
+        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(FromDrafter, add_layer)
 
     def send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
-        """Send a layer when the link is free."""
+        """Queue a layer to the target."""
         known = self._requests.get(key)
         if known is not None:
             known[1].note(layer)
             self.outbox.put(NewLayer(key, layer, seconds))
 
     def take(self, message: FromTarget) -> None:
-        """Take a message after the first; ProtocolError for one that makes no sense."""
+        """Take a message after the hello; ProtocolError for an invalid one."""
         check(not message.HasField("hello"), "a second hello was sent")
         with self._lock:
             for event in message.events:
@@ -120,7 +117,10 @@ class TargetStream:
     def _take_event(self, event: Event) -> None:
         if event.WhichOneof("content") == "open":
             check(event.key not in self._requests, f"request {event.key} was opened twice")
-            check(len(self._requests) < 16 * MAX_REQUESTS, f"request {event.key} is one too many")
+            check(
+                len(self._requests) < 16 * MAX_REQUESTS,
+                f"request {event.key} was opened, and {16 * MAX_REQUESTS} are open already",
+            )
             request = read_request(event.open.request, self._server.own)
             sent = SentRequest(request, event.open.next_id)
             self._requests[event.key] = None, sent  # layers may come before `open` returns

@@ -1,4 +1,4 @@
-"""A drafter in a thread, whose layers are sent to other machines."""
+"""A drafter that runs in a thread and sends its layers to other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outpace.card.protocol_pb2 import FromDrafter
 from outpace.card.wire import layer_message
 from outpace.core.types import Drafter
 
-_POLL_SECONDS = 0.2  # how often an idle thread checks whether it is to end
+_POLL_SECONDS = 0.2  # interval in which an idle thread checks whether to end
 
 
 class NewLayer(NamedTuple):
@@ -68,13 +68,7 @@ class DraftThread:
             self._on_failure()
 
 
-def joined(waiting: list[NewLayer | FromDrafter]) -> FromDrafter:
-    """Join all that waits to be sent in one message."""
-    whole = FromDrafter()
-    for item in waiting:
-        if isinstance(item, FromDrafter):
-            whole.MergeFrom(item)
-        else:
-            whole.layers.append(layer_message(item.key, item.layer))
-            whole.seconds = item.seconds
-    return whole
+def add_layer(whole: FromDrafter, new: NewLayer) -> None:
+    """Add a layer to what is sent together."""
+    whole.layers.append(layer_message(new.key, new.layer))
+    whole.seconds = new.seconds

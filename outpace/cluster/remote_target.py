@@ -1,15 +1,13 @@
-"""A target on a server of another machine (`outpace serve --draft-port`), and a draft model here that drafts for it."""
+"""A target on another machine (`outpace serve --draft-port`), for which a draft model in this process drafts."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from outpace.api.params import SamplingParams, read_params
@@ -18,32 +16,28 @@ from outpace.api.stream import Result
 from outpace.api.text import Piece, StopStrings, TextAssembler
 from outpace.card import link
 from outpace.card.cache import CandidateLayer
-from outpace.card.link import Address, Outbox
+from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
 from outpace.card.loop import Close, Correct, Open
 from outpace.card.protocol_pb2 import FromDrafter, FromTarget, Pong
-from outpace.card.wire import Identity, ProtocolError, SentRequest, identity_of, metadata, parser, request_message
-from outpace.cluster.draft_thread import DraftThread, NewLayer, joined
+from outpace.card.wire import Identity, ProtocolError, SentRequest, identity_of, parser, request_message
+from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
 from outpace.core.errors import UserError
 from outpace.core.stats import RoundStats, summarize
 from outpace.core.types import Drafter, Request
 from outpace.engine.build import find_rule
 from outpace.models.runtimes import Loaded
 
-PAUSES = (0.2, 1.0, 5.0, 5.0, 5.0)  # seconds before each new try of an answer whose link was torn
-PATIENCE = 60.0  # seconds of silence after which the link counts as torn; a prompt may be read for long
+PAUSES = (0.2, 1.0, 5.0, 5.0, 5.0)  # seconds before each retry of an answer whose link broke
+PATIENCE = 60.0  # seconds of silence after which the link counts as broken; a long prompt takes time
 _POLL_SECONDS = 0.2
 _NOT_SENT = ("logprobs", "bad_words", "response_format", "structured_outputs", "prediction")
 _REFUSALS = ("UNAUTHENTICATED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 
-class TornLinkError(RuntimeError):
-    """The link ended before the answer did."""
-
-
 class RemoteTarget(AbstractContextManager["RemoteTarget"]):
-    """Answers prompts by a target on another machine, for which a draft model of this process drafts.
+    """Answers prompts by a target on another machine; its draft model is in this process.
 
-    It has what commands use of an `LLM`: `stream`, `tokenizer`, `target` (the draft, under the target's address).
+    Has what commands use of an `LLM`: `stream`, `tokenizer` and `target` (the draft, named by the target's address).
     """
 
     method = "card"
@@ -69,7 +63,7 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, choice: int = 0, **options: Any
     ) -> RemoteStream:
-        """Start an answer; see `LLM.stream`. UserError for parameters that no link carries."""
+        """Start an answer; see `LLM.stream`. UserError for parameters that are not sent."""
         params, defaults = read_params(sampling_params, options), SamplingParams()
         for name in _NOT_SENT:
             if getattr(params, name) not in ("", getattr(defaults, name)):
@@ -113,67 +107,40 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
         if (failure := self._thread.failure) is not None:
             warnings.warn(f"the drafter failed ({failure}); continuing without it", stacklevel=2)
 
-    def connect(self) -> JoinedConnection:
-        return JoinedConnection(self.address, self.own, self._key)
+    def connect(self) -> TargetConnection:
+        """Open a stream for one answer."""
+        return TargetConnection(self.address, self.own, self._key)
 
     def _send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
         if (send := self._sending.get(key)) is not None:
             send(layer, seconds)
 
 
-class JoinedConnection(AbstractContextManager["JoinedConnection"]):
-    """One stream to a target, for one answer, with a thread that reads it."""
+class TargetConnection(DialedStream):
+    """A stream to a target, for one answer."""
 
     def __init__(self, address: Address, own: Identity, key: str | None) -> None:
-        self._address = address
-        self._channel = link.open_channel(address)
-        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(joined)
-        self._inbox: SimpleQueue[FromTarget | Exception] = SimpleQueue()
-        call = self._channel.stream_stream(f"/{link.SERVICE}/Join", FromDrafter.SerializeToString, parser(FromTarget))
-        self.outbox.put(FromDrafter(hello=own.hello))
-        self._call = call(iter(self.outbox), metadata=metadata(key))
-        self._reader = threading.Thread(target=self._read, name="outpace-drafter-reader", daemon=True)
-        self._reader.start()
+        outbox: Outbox[NewLayer | FromDrafter] = Outbox(FromDrafter, add_layer)
+        super().__init__(address, "Join", FromDrafter(hello=own.hello), parser(FromTarget), outbox, key)
 
-    def __exit__(self, *error: object) -> None:
-        self.outbox.close()
-        self._call.cancel()
-        self._channel.close()
-        self._reader.join()
-
-    def receive(self, seconds: float) -> FromTarget | Exception | None:
-        """Return the next message or the error that ended the stream; None if neither comes within `seconds`."""
-        try:
-            return self._inbox.get(timeout=seconds)
-        except Empty:
-            return None
-
-    def _read(self) -> None:
-        module = link.grpc()
-        try:
-            for message in self._call:
-                self._inbox.put(message)
-            self._inbox.put(TornLinkError(f"{self._address} ended the link"))
-        except module.RpcError as error:
-            code, details = error.code().name, error.details() or ""
-            if code in _REFUSALS:
-                self._inbox.put(UserError(f"the target at {self._address} refused this request: {details}"))
-            else:
-                self._inbox.put(TornLinkError(f"no link to {self._address} ({details})"))
-        except Exception as error:
-            self._inbox.put(error)
+    def error_of(self, code: str, details: str) -> Exception:
+        if code == "OK":
+            return LinkError(f"{self.address} ended the link")
+        if code in _REFUSALS:
+            return UserError(f"the target at {self.address} refused this request: {details}")
+        return LinkError(f"no link to {self.address} ({details})")
 
 
 class RemoteStream:
     """One answer of a `RemoteTarget`: an iterator over its Pieces. `finish()` reads to the end, `abort()` ends it.
 
-    If the link is torn, the same request is sent again: its text is a function of the request, so what was handed out
-    already is skipped.
+    If the link breaks, the same request is sent again. Its text is a function of the request, so what was already
+    yielded is skipped.
     """
 
     def __init__(self, owner: RemoteTarget, request: Request, text: TextAssembler, echo: str) -> None:
         self._owner, self._request, self._text, self._echo = owner, request, text, echo
-        self._tokens: list[int] = []  # handed to `text`
+        self._tokens: list[int] = []  # already passed to `text`
         self._texts: list[str] = []
         self._steps: list[RoundStats] = []
         self._began, self._first, self._ended = time.perf_counter(), 0.0, 0.0
@@ -226,13 +193,13 @@ class RemoteStream:
             written = len(self._tokens)
             try:
                 yield from self._attempt()
-            except TornLinkError as error:
+            except LinkError as error:
                 pauses = iter(PAUSES) if len(self._tokens) > written else pauses
-                pause = next(pauses, None) if self._tokens else None  # a first try that fails is reported
+                pause = next(pauses, None) if self._tokens else None  # before the first token, a failure is reported
                 if pause is None:
                     raise UserError(str(error)) from None
                 if not self._has_warned:
-                    warnings.warn(f"{error}; the answer goes on when there is a link again", stacklevel=2)
+                    warnings.warn(f"{error}; the answer continues when the link is back", stacklevel=2)
                 self._has_warned = True
                 self._sleep(pause)
         self._owner.check_drafter()
@@ -245,10 +212,10 @@ class RemoteStream:
             time.sleep(min(left, _POLL_SECONDS))
 
     def _attempt(self) -> Iterator[Piece]:
-        """Send the request, draft for it and hand out its pieces until it ends or the link does."""
+        """Send the request, draft for it, and yield its pieces until it ends; LinkError if the link breaks."""
         with self._owner.connect() as connection:
             connection.outbox.put(FromDrafter(request=request_message(self._request)))
-            answer = JoinedAnswer(self._owner, connection, self._request)
+            answer = DraftedAnswer(self._owner, connection, self._request)
             try:
                 silent_since = time.monotonic()
                 while self._reason is None and not self._is_aborted:
@@ -260,19 +227,19 @@ class RemoteStream:
                         self._take(answer, message)
                         yield from self._news()
                     elif time.monotonic() > silent_since + PATIENCE:
-                        raise TornLinkError(f"the link to {self._owner.address} was silent for {PATIENCE:g} seconds")
+                        raise LinkError(f"the link to {self._owner.address} was silent for {PATIENCE:g} seconds")
             except ProtocolError as error:
-                raise UserError(f"the target at {self._owner.address} sent what makes no sense: {error}") from None
+                raise UserError(f"the target at {self._owner.address} sent an invalid message: {error}") from None
             finally:
                 answer.end()
 
-    def _take(self, answer: JoinedAnswer, message: FromTarget) -> None:
+    def _take(self, answer: DraftedAnswer, message: FromTarget) -> None:
         """Take the tokens of a message, up to the end of the answer."""
         for correction in answer.take(message):
             self._first = self._first or time.perf_counter()
             start = answer.length - len(correction.correction.tokens)
             new = list(correction.correction.tokens)[max(len(self._tokens) - start, 0) :]
-            if not new:  # handed out before the link was torn
+            if not new:  # already yielded before the link broke
                 continue
             kept = self._cut(new, answer.most_tokens)
             hit = "primary" if correction.correction.root_id > 0 else "miss"
@@ -309,10 +276,10 @@ class RemoteStream:
         return piece
 
 
-class JoinedAnswer:
-    """The drafter's side of one stream: passes what the target says to the drafter, and its layers to the stream."""
+class DraftedAnswer:
+    """One answer on the drafter's side: passes the target's messages to the drafter, and its layers to the target."""
 
-    def __init__(self, owner: RemoteTarget, connection: JoinedConnection, request: Request) -> None:
+    def __init__(self, owner: RemoteTarget, connection: TargetConnection, request: Request) -> None:
         self._owner, self._connection, self._request = owner, connection, request
         self._sent: SentRequest | None = None
         self._key: int | None = None
@@ -324,14 +291,14 @@ class JoinedAnswer:
     def take(self, message: FromTarget) -> Iterator[Correct]:
         """Take a message; yield its corrections. UserError if the target refuses the request."""
         if message.HasField("hello"):
-            if misfit := self._own.misfit(message.hello):
-                raise UserError(f"the target at {self._owner.address} does not fit: {misfit}")
+            if mismatch := self._own.mismatch(message.hello):
+                raise UserError(f"the target at {self._owner.address} does not fit: {mismatch}")
             longest = message.hello.max_positions
             self._own = self._own._replace(max_positions=max(longest, 1))
             self.most_tokens = min(self.most_tokens, longest - len(self._request.prompt))
             self._has_hello = True
         if not self._has_hello:
-            raise ProtocolError("a stream begins with a hello")
+            raise ProtocolError(NO_HELLO)
         if message.HasField("ping"):
             self._connection.outbox.put(FromDrafter(pong=Pong(number=message.ping.number)))
         for event in message.events:

@@ -94,7 +94,7 @@ FILE_PAGES = ("inactive_file", "active_file", "total_inactive_file", "total_acti
 
 
 def free_bytes(device: Any) -> int:
-    """Return the free memory of a device; on a GPU also what torch's allocator holds and does not use."""
+    """Return the free memory of a device; on a GPU, memory that torch holds unused counts too."""
     if not str(device).startswith("cuda"):
         return available_bytes()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

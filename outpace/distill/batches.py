@@ -113,7 +113,7 @@ def frequent_tokens(samples: Sequence[Sample], vocab: int, size: int, always: Se
 class Packer:
     """Packs samples into batches of `rows` rows of `length` tokens; `ids` is the draft's vocabulary (None: all).
 
-    `compute_taps` returns the target's hidden states for samples that have none stored; None: nothing reads them.
+    `compute_taps` returns the target's hidden states for samples that have none stored; None: the student reads none.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Packer:
         )
         answers = np.repeat(np.arange(len(chosen)), [len(rows) for rows in scored])
         labels = Labels(*map(self._to_device, (self._index[written], self._index[top], top_p, answers)))
-        if features is None and self._compute_taps is not None:  # last, since copies wait for the device
+        if features is None and self._compute_taps is not None:  # last, because copies wait for the device
             packed = replace(packed, taps=self._compute_taps(packed))
         return TrainingBatch(packed, labels, len(packed.scored))
 

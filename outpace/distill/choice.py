@@ -1,4 +1,4 @@
-"""What `outpace distill` decides where the user does not: the kind of draft to train, and which draft to use."""
+"""The choices of `outpace distill`: the kind of draft to train, and which draft to use."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def choose_kind(out: Path, device: str, target_name: str) -> tuple[str, str]:
     if known is not None:
         return known, f"{out} holds a training of this kind"
     if not device.startswith("cpu"):
-        return "eagle3", "a GPU writes enough text for a head, whose step costs little next to the target's pass"
+        return "eagle3", "a GPU writes enough text for a head, whose step is cheap next to the target's pass"
     if shipped_draft(target_name) is not None:
-        return "steered", f"a draft comes with outpace for {target_name}, and steering begins equal to it"
+        return "steered", f"a draft comes with outpace for {target_name}, and steering starts from it"
     return "standalone", "on a CPU a small model learns most from little text"
 
 
 def tokens_per_second(
     target: Loaded, drafts: Mapping[str, Loaded], prompts: Sequence[str], seed: int = 0
 ) -> dict[str, float]:
-    """Return the tokens/s of plain decoding and of `--method auto` with each draft, alone, greedy, prefill included.
+    """Return the tokens/s of plain decoding and of `--method auto` with each draft: one request at a time, greedy, with
+    prefill.
 
-    The answers are interleaved. The first prompt is answered once more before, which is not timed.
+    The methods take turns at each prompt, after an untimed answer to the first prompt.
     """
     encoded = [target.tokenizer.encode_prompt(text) for text in prompts[:COMPARED]]
     shared: dict[str, Any] = {"batch": 1, "reuse": False}
@@ -54,7 +55,7 @@ def tokens_per_second(
 
 
 def verdict(speeds: Mapping[str, float], draft: str) -> str:
-    """Say in one line which draft to use; `draft`: where the trained one lies."""
+    """Return one line that says which draft to use. `draft`: path of the trained one."""
     listed = ", ".join(f"{name} {speed:.4g}" for name, speed in speeds.items())
     best = max(speeds, key=speeds.__getitem__)
     advice = {PLAIN: "use no draft", TRAINED: f"use --draft {draft}"}.get(best, f"keep {best}")

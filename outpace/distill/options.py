@@ -89,7 +89,7 @@ class DistillOptions(CheckedOptions):
 
     @property
     def stores_taps(self) -> bool:
-        """Whether the text holds hidden states. On a GPU the training computes them faster than a disk returns them."""
+        """Whether the text holds hidden states. On a GPU training computes them faster than a disk would be read."""
         return self.device.startswith("cpu")
 
     def taps_of(self, config: Mapping[str, Any], sizes: LlamaConfig) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Computes the target's hidden states of packed rows as a training asks for them, for text without stored ones.
+"""Computes the target's hidden states during training, for text that does not hold them.
 
-On a GPU this takes less time than reading them from a disk, and the text is written by a captured loop that keeps none.
+On a GPU this is faster than reading them from a disk, and the captured loop that writes the text stores none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outpace.models.options import has_bfloat16
 
 
 class PackedTarget:
-    """The target's layers up to the last one of `taps`, frozen; they are loaded when they are first used.
+    """The target's layers up to the last one of `taps`; they are loaded on first use.
 
     Matrices are bfloat16 on a GPU that supports it, else float32.
     """

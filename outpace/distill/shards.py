@@ -90,7 +90,7 @@ class TextFolder:
 
     @property
     def prompt_share(self) -> float:
-        """Prompt tokens for each answer token; 0 without text."""
+        """Prompt tokens per answer token; 0 without text."""
         return self._prompt_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, answers: Sequence[WrittenAnswer]) -> None:

@@ -37,8 +37,7 @@ class Student:
 
     @classmethod
     def frozen(cls, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Student:
-        """Return layers that are not trained, of `tensors` as they are; without a final norm and output layer they have
-        hidden states only."""
+        """Return a student for `hidden_states` only: `tensors` are not copied or trained, and need no output layer."""
         student = cls.__new__(cls)
         student.config, student.ids, student.tensors = config, None, dict(tensors)
         return student
@@ -178,7 +177,7 @@ def rope_tables(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[T
 
 @lru_cache(maxsize=64)
 def _frequencies(head_dim: int, rotation: Rotation, device: torch.device) -> Tensor:
-    """Return the rotated pairs' frequencies on a device, which is not waited for at every step."""
+    """Return the frequencies of the rotated pairs; cached, because a copy to the device waits for it."""
     return frequencies_of(rotation.dim or head_dim, rotation._replace(dim=0)).to(device)
 
 

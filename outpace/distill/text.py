@@ -33,7 +33,7 @@ from outpace.models.text.tokenizer import Tokenizer
 
 MAX_PROMPT = 768  # tokens; longer prompts are skipped
 SHARD = 256  # answers
-MEASURED = 256  # prompts whose mean length is that of all, before there are answers
+MEASURED = 256  # prompts from which the mean length of all is estimated, before there are answers
 WINDOW = 512  # jobs sorted by prompt length, so that prompts of similar length are prefilled together
 
 
@@ -102,15 +102,15 @@ def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int])
 
 
 def _mean_length(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> float:
-    """Return the mean number of tokens of the first MEASURED prompts that are answered."""
+    """Return the mean number of tokens of the first MEASURED prompts, without those longer than `longest`."""
     lengths = [len(tokenizer.encode_prompt(text)) for text in texts[:MEASURED]]
     kept = [length for length in lengths if length <= longest]
     return sum(kept) / max(len(kept), 1)
 
 
 def _check_room(options: DistillOptions, written: int, prompts: float, tap_bytes: int, progress: Progress) -> None:
-    """Report the bytes of an answer token with its share of a prompt, `prompts` tokens; UserError if the tokens still
-    to be written do not fit on the disk."""
+    """Report the bytes per answer token, with its share of the prompts; UserError if the tokens still to be written do
+    not fit on the disk. `prompts`: prompt tokens per answer token."""
     stored = 4 + tap_bytes  # of every token: int32 id, and hidden states
     each = stored + 6 * options.writer.top + round(prompts * stored)  # int32 id and float16 value of each top token
     progress({"tokens": written, "bytes_per_token": each})

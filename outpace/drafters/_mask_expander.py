@@ -51,7 +51,7 @@ class RootExpander(FeatureExpander, MaskExpander):
 
 
 class FeatureMaskExpander(RootExpander):
-    """Scores the root and masks with a head, whose mask slots read a feature of their own."""
+    """Scores the root and mask slots with a head; the mask slots read a feature of their own."""
 
     model: EagleModel
 

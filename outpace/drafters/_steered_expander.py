@@ -15,15 +15,15 @@ from outpace.models.heads.eagle3 import stack_rows
 
 @dataclass
 class SteeredState(ModelState):
-    """A request's state. `features`: those of the last positions whose hidden states are known. `biases` [layers, MLP
-    width]: what the features of a position amount to, for the position before the root."""
+    """A request's state. By position: `features` [width] of the last positions with known hidden states, and `biases`
+    [layers, MLP width] of the position before the root."""
 
     features: dict[int, Any] = field(default_factory=dict)
     biases: dict[int, Any] = field(default_factory=dict)
 
     @property
     def held_prefix(self) -> int:
-        """The whole text, because missing features do not prevent drafting."""
+        """Length of the text: missing features do not prevent drafting."""
         return len(self.tokens)
 
 
@@ -76,7 +76,7 @@ class SteeredExpander(TreeExpander):
 
 
 def _bias_of(biases: Sequence[Any]) -> Any:
-    """Return the bias of nodes with these ones: one for all, if it is the same, and None if no node has any."""
+    """Return the bias of a part from its nodes' biases: one for all if they are the same, None if no node has one."""
     known = [one for one in biases if one is not None]
     if not known or all(one is known[0] for one in biases):
         return known[0] if known else None

@@ -2,9 +2,9 @@
 
 SD2, Steering Pretrained Drafters during Speculative Decoding, arXiv:2511.09844.
 
-All nodes below a root are steered by the features of the position before the root. Nodes that were expanded keep what
-steered them; committed tokens that are read later are steered by the features of the position before each. What has no
-such features, as a text whose beginning came from the prefix cache, is not steered.
+All nodes below a root are steered by the features of the position before the root. Nodes that were expanded keep
+their steering; committed tokens that are read later are steered by the features of the position before each. Without
+such features, as at the beginning of a text from the prefix cache, tokens are not steered.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class SteeredDrafter(BaseModelDrafter):
             self._expander.add_features(state, seen.seen.hidden, seen.seen.ids[0])
             return
         rows = {node: row for row, node in enumerate(seen.seen.ids)}
-        known = [rows[node] for node in seen.node_ids if node in rows]  # of several rounds, the last
+        known = [rows[node] for node in seen.node_ids if node in rows]  # those of the last round, if there are several
         self._expander.add_features(state, seen.seen.hidden[:, known], root + len(seen.node_ids) - len(known))
 
     def copy_prefix(self, state: Any, other: Any, length: int) -> None:
         state.features |= {place: row for place, row in other.features.items() if place < length}
 
     def close(self, state: Any) -> None:
-        """Keep the features alone, for requests that share this prefix."""
+        """Keep only the features, for requests that share this prefix."""
         self.pause(state)
 
 

@@ -28,7 +28,7 @@ HEAD_DRAFTERS = ("block", "eagle", "specformer")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED = "planned"  # the same with a drafter in parallel with the target
-REMOTE_METHOD = "card"  # where the drafter runs on another machine and no method is named
+REMOTE_METHOD = "card"  # the default if the drafter runs on another machine
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _engine_of(target: Loaded, worker: DraftWorker, settings: EngineOptions, nee
 
 
 def _build_remote_worker(options: BuildOptions, target: Loaded) -> DraftWorker:
-    """Dial the drafter on another machine; UserError if it is not known or refuses this target."""
+    """Connect to a drafter on another machine; UserError if the host is unknown or refuses this target."""
     address = read_address(str(options.worker))
     require("a drafter on another machine", "remote", "grpc")
     from outpace.card.remote import RemoteWorker

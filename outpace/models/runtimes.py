@@ -53,7 +53,7 @@ class Loaded:
 
     @property
     def reads_target(self) -> bool:
-        """Whether it is a draft that reads the target's hidden states, so it cannot run in parallel with the target."""
+        """Whether this draft reads the target's hidden states, and so cannot run in parallel with the target."""
         return self.is_head or self.drafter == "steered"
 
     @property

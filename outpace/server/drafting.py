@@ -1,5 +1,5 @@
-"""Clients that draft for themselves, over the call `Join` of `card/protocol.proto`. Their requests pass the same keys,
-queue, limits and metrics as those over HTTP, and run by method card."""
+"""Clients that draft for themselves, over the call `Join` of `card/protocol.proto`. The API keys, queue, limits
+and metrics of the server apply to their requests as to those over HTTP; their method is card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from outpace.api.llm import PreparedRequest
 from outpace.api.text import StopStrings, TextAssembler
 from outpace.card.clients import ClientWorker, DraftingClient
-from outpace.card.link import Listener, Outbox, RefusedError, authenticator
+from outpace.card.link import Listener, Outbox, authenticator
 from outpace.card.loop import Close, Message
 from outpace.card.protocol_pb2 import Close as CloseMessage
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Ping
@@ -36,25 +36,27 @@ from outpace.server.response_formats import new_id
 from outpace.server.service import Service
 
 PING_SECONDS = 1.0  # between two measurements of the round trip
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 60.0  # longest time between two looks at a request
 
 
 class ClientListener:
     """Listens for drafting clients. Streams are read in threads; requests belong to the event loop."""
 
     def __init__(self, service: Service) -> None:
-        """Bind to the server's address. UserError if that fails."""
+        """Bind to the server's host and `draft_port`. UserError if that fails."""
         self._service = service
         self.own = identity_of(service.llm.target)
         self.worker = ClientWorker()
-        self._listener = Listener("Join", parser(FromDrafter), self._begin, authenticator(service.options.keys))
+        self._listener = Listener(
+            "Join", self.own, parser(FromDrafter), self._begin, authenticator(service.options.keys)
+        )
         options = service.options
         files = (None if file is None else file.read_bytes() for file in (options.certificate, options.certificate_key))
         assert options.draft_port is not None
         self.port = self._listener.bind(options.host, options.draft_port, *files)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Accept clients, whose requests are answered in an event loop."""
+        """Accept clients; their requests are answered in this event loop."""
         self._loop = loop
         self._service.llm.engine.drafting.clients = self.worker
         self._listener.start()
@@ -64,21 +66,17 @@ class ClientListener:
         self._listener.__exit__()
         self._service.llm.engine.drafting.clients = None
 
-    def _begin(self, first: FromDrafter, key: str) -> tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]:
-        if not first.HasField("hello"):
-            raise RefusedError("INVALID_ARGUMENT", "a stream begins with a hello")
-        if misfit := self.own.misfit(first.hello):
-            raise RefusedError("FAILED_PRECONDITION", misfit)
+    def _begin(self, key: str) -> tuple[Outbox[Any], Callable[[Any], None], Callable[[], None]]:
         stream = ClientStream(self, key)
         stream.outbox.put(FromTarget(hello=self.own.hello))
         return stream.outbox, stream.take, stream.end
 
     def answer(self, stream: ClientStream, request: Request) -> None:
-        """Answer a request."""
+        """Answer a request; thread-safe."""
         asyncio.run_coroutine_threadsafe(self._answer(stream, request), self._loop)
 
     def wake(self, group: ChoiceGroup) -> None:
-        """Let the coroutine that waits for a request look at it."""
+        """Wake the coroutine that waits for a request; thread-safe."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(group.wake)
 
@@ -90,7 +88,7 @@ class ClientListener:
             (choice,), group = await service.submit(lambda: self._prepare(stream, request))
             stream.group = group
             try:
-                while not (group.has_ended or stream.has_gone):
+                while not (group.has_ended or stream.has_left):
                     await group.wait(WAIT_SECONDS)
                     if group.error is not None:
                         raise group.error
@@ -133,7 +131,7 @@ class ClientStream(DraftingClient):
         self._request: Request | None = None
         self._limit = LayerLimit()
         self._num_pings, self._last_ping = 0, 0.0
-        self.outbox: Outbox[Message | FromTarget] = Outbox(_joined)
+        self.outbox: Outbox[Message | FromTarget] = Outbox(FromTarget, _add_message)
 
     def post(self, message: Message) -> None:
         self._limit.reset(0)
@@ -146,7 +144,7 @@ class ClientStream(DraftingClient):
         self.outbox.close()
 
     def take(self, message: FromDrafter) -> None:
-        """Take a message after the first; ProtocolError for one that makes no sense."""
+        """Take a message after the hello; ProtocolError for an invalid one."""
         own = self._listener.own
         check(not message.HasField("hello"), "a second hello was sent")
         if message.HasField("request"):
@@ -173,12 +171,6 @@ class ClientStream(DraftingClient):
             self._listener.wake(self.group)
 
 
-def _joined(waiting: list[Message | FromTarget]) -> FromTarget:
-    """Join all that waits to be sent in one message."""
-    whole = FromTarget()
-    for item in waiting:
-        if isinstance(item, FromTarget):
-            whole.MergeFrom(item)
-        else:
-            whole.events.append(event_message(item, sends_request=False))
-    return whole
+def _add_message(whole: FromTarget, message: Message) -> None:
+    """Add a message to the client, which knows its request, to what is sent together."""
+    whole.events.append(event_message(message, sends_request=False))

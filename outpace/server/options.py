@@ -44,7 +44,7 @@ class ServerOptions:
     `names`: names of the model in requests. `methods`: methods, drafters and rules that a request may choose besides
     the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
     empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
-    reporting them in a header. `draft_port`: where clients join that draft for themselves; None: nowhere.
+    reporting them in a header. `draft_port`: port for clients that draft for themselves; None: no such port.
     `tool_prompt`: describe tools in the system message if the chat template ignores them. `tool_parser`: the form in
     which the model writes calls, `auto` for that of its chat template and all others.
     """

@@ -49,7 +49,7 @@ class Service:
         self.is_draining = False
         self._executor = ThreadPoolExecutor(NUM_WORKERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.clients: Any = None  # a `ClientListener`, if clients may draft for themselves
+        self.clients: Any = None  # a `ClientListener`, if there is a port for drafting clients
 
     def begin(self) -> None:
         """Start the engine's thread, and let drafting clients join. Must be called in the event loop."""
@@ -68,7 +68,7 @@ class Service:
 
     @property
     def draft_port(self) -> int | None:
-        """The port where clients join that draft for themselves."""
+        """The port for clients that draft for themselves; None if there is none."""
         return None if self.clients is None else self.clients.port
 
     @property

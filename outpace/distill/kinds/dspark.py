@@ -74,16 +74,16 @@ class DSparkStudent(Student):
         self.head, self.layer, self.taps, self.ids, self._head = head, layer, head.taps, ids, output
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
-        """Return the loss of the blocks that begin at every STRIDE-th position, which is weighted by slot.
+        """Return the loss of the blocks that begin at every STRIDE-th position, weighted by slot.
 
-        The divergence is the sum of |p - q|. The confidence learns the probability of acceptance, and nothing else
-        learns from it.
+        The divergence is the sum of |p - q|. The loss of the confidence, which learns the probability of acceptance,
+        trains nothing else.
         """
-        first = batch.num_tokens % STRIDE  # differs by batch, and is known without waiting for the device
+        first = batch.num_tokens % STRIDE  # varies by batch, and needs no wait for the device
         columns = torch.arange(first, batch.packed.tokens.shape[1], STRIDE, device=self.device)
         found = _labels_of(batch, columns, self.head.block)
         shown = self._glimpse(batch, columns, found, options.glancing) if options.glancing else None
-        if shown is not None:  # the slot before a shown token would read what it has to predict
+        if shown is not None:  # attention would show it to the slot that predicts it
             found = found.masked_fill(F.pad(shown[:, :, 1:], (0, 1)).flatten(), -1)
         kept = torch.nonzero(found >= 0).squeeze(1)  # only they are multiplied by the output layer
         hidden, places = self.blocks(batch.packed, columns, shown).flatten(0, 2)[kept], found[kept]
@@ -120,10 +120,10 @@ class DSparkStudent(Student):
         wrong = torch.zeros(len(found), device=self.device)
         wrong[kept] = (scores.argmax(1) != batch.labels.top[found[kept], 0]).float()
         count = (wrong.view(outputs.shape[:3]).sum(-1, keepdim=True) * share).round()
-        generator = torch.Generator(self.device).manual_seed(batch.num_tokens)  # the same after an interrupt
+        generator = torch.Generator(self.device).manual_seed(batch.num_tokens)  # repeatable
         order = torch.rand(outputs.shape[:3], generator=generator, device=self.device)
         order = order.masked_fill((found < 0).view(outputs.shape[:3]), 2.0)
-        order[:, :, 0] = 2.0  # the anchor is shown to all
+        order[:, :, 0] = 2.0  # the anchor is always visible
         return (order.argsort(-1).argsort(-1) < count) & (order < 2.0)
 
     def blocks(self, batch: PackedRows, columns: Tensor, shown: Tensor | None = None) -> Tensor:
@@ -153,7 +153,8 @@ class DSparkStudent(Student):
         return self._normed(x, NORM).unflatten(1, (-1, size))
 
     def features(self, batch: PackedRows) -> Tensor:
-        """Return what layers take keys and values of, from the target's hidden states: [rows, length, hidden]."""
+        """Return the features of the target's hidden states, from which layers compute keys and values: [rows, length,
+        hidden]."""
         assert batch.taps is not None
         return self._normed(self._linear("model.fc", batch.taps).float(), FEATURE_NORM)
 
@@ -192,7 +193,7 @@ def _labels_of(batch: TrainingBatch, columns: Tensor, block: int) -> Tensor:
 
 
 def _context_mask(batch: PackedRows, columns: Tensor) -> Tensor:
-    """Return 0 for the tokens before each column's, of its sequence, else -inf: [rows, 1, columns, 1, length]."""
+    """Return 0 for earlier tokens of the same sequence as each column's, else -inf: [rows, 1, columns, 1, length]."""
     earlier = torch.arange(batch.tokens.shape[1], device=columns.device) < columns[:, None]
     visible = (batch.sequences[:, columns, None] == batch.sequences[:, None]) & earlier
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None, :, None]

@@ -1,4 +1,4 @@
-"""What the kinds of heads share: where they start from, and their files in the format of speculators."""
+"""Code shared by the kinds of heads: initial weights, and files in the format of speculators."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def default_head_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def head_shape(kind: str, kind_name: str, layers: str, init: str, vocab: int) -> DraftShape:
-    """Return the shape of the head in the folder `init`, with the number of layers as given; UserError for another
-    kind of head, or if a vocabulary is named, since the head has its own."""
+    """Return the shape of the head in the folder `init`; UserError for another kind of head, or for a `vocab`, because
+    the head has its own. `layers` is returned as it is."""
     path = Path(init)
     if not path.is_dir() or kind_of_head(path) != kind:
         article = "an" if kind[0] in "AEIOU" else "a"
@@ -68,8 +68,8 @@ def head_vocab_ids(folder: Path) -> Tensor | None:
 def read_own_head(
     target: Checkpoint, draft: Path, taps: Sequence[int]
 ) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles]:
-    """Return the configuration of a head to continue, its transformer_layer_config and its files; UserError for a head
-    that does not fit the target or the taps."""
+    """Return the configuration of a head to continue training, its transformer_layer_config, and its files; UserError
+    for a head that does not fit the target or the taps."""
     sizes, files = target_config(target), open_head(draft)
     head = read_head(files, target.config, sizes.max_positions, sizes.num_layers)
     draft_ids(files, head)  # UserError for tokens that the target does not have
@@ -110,10 +110,10 @@ def stored(files: HeadFiles, name: str) -> Tensor:
 
 
 def start_of(target: Checkpoint, sizes: LlamaConfig, source: str, shape: Sequence[int]) -> Tensor:
-    """Return the initial value of a tensor of a layer: the target's tensor `source`, a name of Llama's layers, if it
-    has this shape, else random numbers, or the value that changes nothing.
+    """Return the initial value of a layer's tensor: the target's tensor `source` (Llama's name) if its shape fits; else
+    random for a matrix, 1 for a norm and 0 for a bias.
 
-    Columns that multiply embeddings, before those of the features, are zero.
+    If `shape` has twice the columns, the first half, which multiplies embeddings, is zero.
     """
     source = source.replace("post_attention_layernorm", sizes.mlp_norm)
     found = target.tensor(source).float() if source in target.names() else None
@@ -129,7 +129,7 @@ def start_of(target: Checkpoint, sizes: LlamaConfig, source: str, shape: Sequenc
 
 
 def random_matrix(shape: Sequence[int]) -> Tensor:
-    """Return random weights that keep the variance of what they multiply."""
+    """Return random weights that keep the variance of their input; the same for equal shapes."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * shape[-1] ** -0.5
 
 

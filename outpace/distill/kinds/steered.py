@@ -17,7 +17,8 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch
-from outpace.distill.kinds import eagle3, standalone
+from outpace.distill.kinds import standalone
+from outpace.distill.kinds.speculators_files import DIGESTS, default_head_taps
 from outpace.distill.kinds.standalone import LAYERS, SHIPPED, DraftShape, draft_config, target_config
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import Student
@@ -32,7 +33,7 @@ from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 LEARNING_RATE = 3e-4
 OFFSETS = 8  # the largest distance from a token to the hidden states that steer it
 
-default_taps, vocab_ids = eagle3.default_taps, standalone.vocab_ids
+default_taps, vocab_ids = default_head_taps, standalone.vocab_ids
 
 
 class SteeredStudent(Student):
@@ -52,7 +53,9 @@ class SteeredStudent(Student):
             value.requires_grad_(name in steering)
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
-        offset = 1 + int(batch.packed.tokens.sum()) % OFFSETS  # so that a step depends on its batch alone
+        offset = (
+            1 + int(batch.packed.tokens.sum()) % OFFSETS
+        )  # a function of the batch, so that an interrupted training can be repeated
         return loss(self.steered_logits(batch.packed, offset), batch.labels, options)
 
     def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
@@ -62,8 +65,8 @@ class SteeredStudent(Student):
         return torch.stack([right.roll(-step) for step, right in enumerate(steps)], 1)
 
     def steered_logits(self, batch: PackedRows, offsets: Tensor | int) -> Tensor:
-        """Return `logits` where each token is steered by the hidden states this number of positions before it; one
-        without such a position in its text is not steered. `offsets`: int64 [rows, length], or one for all."""
+        """Return `logits` with each token steered by the hidden states this number of positions before it, if its text
+        has them. `offsets`: int64 [rows, length], or one for all."""
         distances = torch.as_tensor(offsets, device=self.device).expand_as(batch.positions)
         places = torch.arange(batch.tokens.shape[1], device=self.device) - distances
         features = self.features(batch).take_along_dim(places.clamp_min(0)[..., None], 1)
@@ -130,7 +133,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
     draft = _draft_of(shape)
     parts = read_index(draft / INDEX).values() if (draft / INDEX).is_file() else ()
     stored = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.trained.items()}
-    described = {name: origin[name] for name in ("tokenizer", "template", "weights", "runtime") if name in origin}
+    described = {name: origin[name] for name in DIGESTS if name in origin}
     with replaced_folder(folder) as unfinished:
         for name in ("config.json", SINGLE, INDEX, VOCAB_FILE, *TOKENIZER_FILES, *set(parts)):
             if (draft / name).is_file():

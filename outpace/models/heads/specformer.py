@@ -1,7 +1,7 @@
 """SpecFormer as a draft model: eight tokens in one forward, by slots that attend to each other. arXiv:2511.20340.
 
 A session's slot t holds position t of the text: `fc` joins the normed hidden states of the target there and the
-embedding of token t + 1, which the paper's slots do not see, and a layer without an MLP attends to all earlier
+embedding of token t + 1 (not in the paper), and a layer without an MLP attends to all earlier
 positions. The last position's output, normed, is mapped to the inputs of all slots at once; a second layer lets them
 attend to each other, and the target's final norm and output layer score them. Slot i predicts token t + 2 + i,
 independently of the tokens in between.
@@ -78,7 +78,7 @@ class SpecFormerModel(JoinedModel):
 
 
 def context_part(files: HeadFiles, head: HeadConfig) -> tuple[HeadFiles, HeadConfig]:
-    """Return the files and the configuration of the first layer, as of a head of its own; its MLP adds nothing."""
+    """Return the files and the configuration of the first layer, as a head of its own, whose MLP is zero."""
     config = replace(head.layers, intermediate_size=NO_MLP)
     own = {LAYER + name: np.zeros(shape, np.float32) for name, shape in layer_shapes(config, 0).items()}
     held = {name: _tensor(files, value) for name, value in own.items()}
@@ -88,7 +88,7 @@ def context_part(files: HeadFiles, head: HeadConfig) -> tuple[HeadFiles, HeadCon
 
 
 def slots_part(files: HeadFiles, head: HeadConfig, norm: Any) -> tuple[HeadFiles, HeadConfig]:
-    """Return the files and the configuration of the layer across the slots, as of a head of its own.
+    """Return the files and the configuration of the layer across the slots, as a head of its own.
 
     `norm` [width]: the target's final norm.
     """

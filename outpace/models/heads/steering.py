@@ -74,7 +74,7 @@ class SteeringFile:
             if self.trained_on.get(name, value) != value:
                 raise UserError(
                     f"{self.path} was trained for a target with another {name} than {target.name}: {name}"
-                    f" {self.trained_on[name]}, not {value}; without this file its folder is a plain draft"
+                    f" {self.trained_on[name]}, not {value}; without this file the folder is an ordinary draft"
                 )
 
 
@@ -86,10 +86,10 @@ def open_steering(folder: Path) -> SteeringFile | None:
 
 @dataclass(frozen=True)
 class Steering:
-    """The steering of a loaded draft, which arrays or tensors of its runtime go through.
+    """The steering of a loaded draft, in arrays or tensors of the draft's runtime.
 
-    `receive` returns hidden states as that runtime computes with them; `fuse` and `widen` multiply rows by the two
-    matrices. `norm` and `norm_bias` [width]: the weights of the norm in between.
+    `receive` converts hidden states to the runtime's type; `fuse` and `widen` multiply rows by `fc` and `delta`.
+    `norm`, `norm_bias` [width]: weights of the norm in between.
     """
 
     taps: tuple[int, ...]
@@ -155,7 +155,7 @@ def runtime_name(model: Model) -> str:
 
 
 def _load(file: SteeringFile, draft: Any) -> Steering:
-    """Load a steering into the draft's runtime: in int8 for the kernels, otherwise in its type."""
+    """Load a steering into the draft's runtime: in int8 for the native kernels, otherwise in the draft's dtype."""
     num_layers = draft.num_layers
     if isinstance(draft, NativeLlama):
         product = native_products(file, draft.options)

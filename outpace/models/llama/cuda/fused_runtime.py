@@ -26,7 +26,7 @@ from outpace.models.llama.torch.linear import Linear, add_product, float_product
 class FusedLlama(SteppingLlama):
     """Captured passes with fused kernels and float32 logits. Encoded keys and values use the unfused attention."""
 
-    least_slots = 512  # our attention skips the slots that hold nothing, so that few captures serve all short texts
+    least_slots = 512  # fused attention skips empty slots, so few captures serve all short texts
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -22,7 +22,7 @@ from outpace.models.llama.cuda.captures import visible_bits
 from outpace.models.llama.torch.session import KVFormat
 
 SPARE = 8  # slots after those of the texts: padding rows write to the last one, nothing reads them
-LEAST = 64  # slots of a row, where attention reads all slots of a pass
+LEAST = 64  # smallest number of slots of a row, if attention reads all of them
 MOST_MOVES = 64  # slots that the next pass can move; more are moved at once
 
 

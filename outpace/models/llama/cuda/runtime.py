@@ -34,7 +34,7 @@ MOST_NODES = 64  # of a session's tree in a captured pass
 MOST_SESSIONS = 32
 MOST_ROWS = MOST_NODES * MOST_SESSIONS
 MOST_READ = MOST_PENDING  # tokens of a prompt that a captured pass reads
-MOST_POSITIONS = 1 << 17  # whose rotations are made in advance: larger tables would move, and captures be lost
+MOST_POSITIONS = 1 << 17  # of the rotary table made in advance, because captures are lost when it grows
 MOST_HEAD_ROWS = 256  # in a captured output layer
 FEW_MOVES = 8
 NO_STATES: Mapping[int, Tensor] = {}
@@ -139,7 +139,7 @@ class GraphLlama(Llama):
         return super()._score_hidden(forest, layers)
 
     def _has_bucket(self, part: Part, most: int) -> bool:
-        """Return whether a captured pass can run this part; `most`: tokens."""
+        """Return whether a captured pass can run this part, of at most `most` tokens."""
         is_plain = part.length is None and part.mlp_bias is None and part.inputs is None
         pending = len(part.tokens) + part.session.pending
         return is_plain and len(part.tokens) <= most and pending <= MOST_PENDING
@@ -151,7 +151,9 @@ class GraphLlama(Llama):
         self._rope.reach(min(self.max_positions, MOST_POSITIONS))
 
     def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
-        for batch, nodes in sorted(sizes, key=lambda size: -size[1]):  # the longest rows first: the pool moves for them
+        for batch, nodes in sorted(
+            sizes, key=lambda size: -size[1]
+        ):  # the longest first, because the pool moves when it grows
             if next_power_of_two(batch) * next_power_of_two(nodes) > MOST_ROWS:
                 continue
             opened = [self.open(nodes, nodes) for _ in range(batch)]

@@ -1,4 +1,4 @@
-"""Opening a target on another machine: --target grpc://HOST:PORT, with the draft model here."""
+"""Opens the models of a command. With --target grpc://HOST:PORT only the draft is loaded here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outpace.cli.options import ModelFlags
     from outpace.cluster.remote_target import RemoteTarget
 
-OWN_FLAGS = ("target", "draft", "drafter", "threads", "options")  # those of ModelFlags that concern the draft
+OWN_FLAGS = ("target", "draft", "drafter", "threads", "options")  # the fields of ModelFlags that concern the draft
 
 
 def open_any(model: ModelFlags, extra: Mapping[str, Any], *, quiet: bool = False) -> LLM | RemoteTarget:
@@ -26,7 +26,7 @@ def open_any(model: ModelFlags, extra: Mapping[str, Any], *, quiet: bool = False
 
 
 def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool) -> RemoteTarget:
-    """Load the draft model for a target on another machine. UserError for flags that its server decides."""
+    """Load the draft model for a target on another machine. UserError for flags that its server sets."""
     require("a target on another machine", "remote", "grpc")
     from outpace.card.link import read_address
     from outpace.cluster.draft_model import build_card_drafter, load_own_draft
@@ -37,11 +37,11 @@ def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool)
     for one in fields(model):
         if one.name not in OWN_FLAGS and getattr(model, one.name) != getattr(defaults, one.name):
             raise UserError(
-                f"--target is on another machine, which decides this: leave out --{one.name.replace('_', '-')}"
+                f"--{one.name.replace('_', '-')} is set on the target's machine, {model.target}: leave it out here"
             )
     drafts = model.draft or []
     if len(drafts) > 1:
-        raise UserError("a target on another machine takes one draft model, these are several: name one")
+        raise UserError(f"a target on another machine takes one draft model, not {len(drafts)}: name one")
     address = read_address(str(model.target))
     if model.threads is not None:
         set_num_threads(model.threads)
