@@ -36,9 +36,7 @@ def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool)
     defaults = type(model)()
     for one in fields(model):
         if one.name not in OWN_FLAGS and getattr(model, one.name) != getattr(defaults, one.name):
-            raise UserError(
-                f"--{one.name.replace('_', '-')} is set on the target's machine, {model.target}: leave it out here"
-            )
+            raise UserError(f"leave out --{one.name.replace('_', '-')}: the server at {model.target} sets it")
     drafts = model.draft or []
     if len(drafts) > 1:
         raise UserError(f"a target on another machine takes one draft model, not {len(drafts)}: name one")
