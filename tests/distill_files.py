@@ -15,11 +15,15 @@ from safetensors.torch import save_file
 
 import outpace
 from outpace.cli.main import main
+from outpace.core.stats import merge_stats
+from outpace.distill.batches import Packer, read_samples
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
-from outpace.distill.train import TrainOptions
+from outpace.distill.student import Student
+from outpace.distill.train import CHAIN, TrainOptions, agreement, read_curve
 from outpace.distill.writer import WriterOptions
+from outpace.models.load import load_draft, load_model
 
 TOKENS = 6000
 WORDS = ("hello", "world", "lo", "12", "he", "d", "we", "all", "or", "well")
@@ -35,6 +39,9 @@ OTHERS: dict[str, dict[str, Any]] = {  # fields of other architectures
         "sliding_window_pattern": 2,
     },
 }
+
+
+HEAD_TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
 
 
 def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **changes: Any) -> Path:
@@ -90,6 +97,36 @@ def make_draft(options: DistillOptions) -> Path:
     for stage in ("text", "train"):
         distill(replace(options, stage=stage), silent)
     return options.out / "draft"
+
+
+def head_settings(name: str, folder: Path, **changes: Any) -> DistillOptions:
+    """A short training of a head for one of HEAD_TARGETS, which has four layers."""
+    target = target_folder(folder / "target", HEAD_TARGETS[name] | {"num_hidden_layers": 4})
+    options = settings(target, folder / "out", **{"shape": DraftShape(vocab=120), "tokens": 1500, **changes})
+    return replace(options, train=replace(options.train, tokens=1200))
+
+
+def check_estimate(run: DistillOptions, student: Student, drafter: str, **options: Any) -> None:
+    """Check that the trainer's estimate of greedy chains is that of real decoding, whose text is plain decoding's."""
+    target = load_model(run.target, runtime="native", kv_dtype="float16")
+    samples, _ = read_samples(run.out / "text", 64, student.taps)
+    greedy = [one for one in samples if one.temperature == 0][:40]
+    found = agreement(student, Packer(2, 64, student.config.vocab_size, student.ids, student.device), greedy)
+    options |= {"method": "speculative", "draft_length": CHAIN, "width": 1, "nodes": CHAIN + 1}
+    with outpace.LLM(target, load_draft(run.out / "draft", target, dtype="int8"), **options) as llm:
+        assert llm.build_options.drafter == drafter
+        prompts = [one.tokens[: one.prompt].tolist() for one in greedy]
+        drafted, plain, sampled, same = (
+            llm.generate(prompts[:count], max_tokens=10, temperature=temperature, seed=3, plain=is_plain)
+            for count, temperature in ((40, 0.0), (8, 0.9))
+            for is_plain in (False, True)
+        )
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert [one.tokens for one in sampled] == [one.tokens for one in same]
+    figures = merge_stats([one.figures for one in drafted])
+    assert figures.accepted > 0
+    assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
+    assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
 
 
 def check_draft(target: Path, draft: Path) -> None:

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_files import silent, target_folder
+from distill_files import HEAD_TARGETS, check_estimate, head_settings, make_draft, silent
 from heads import silent_target
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
-from test_distill_heads import TAPS, TARGETS, head_settings, sample_of
+from test_distill_heads import TAPS, sample_of
 
-from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.core.stats import merge_stats
 from outpace.distill.batches import PackedRows, Packer, TrainingBatch, read_samples
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.kinds import dspark
@@ -29,19 +27,18 @@ from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.losses import LossOptions
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill, save_evaluation
-from outpace.distill.train import CHAIN, Trainer, TrainOptions, agreement, read_curve
+from outpace.distill.train import Trainer, TrainOptions
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=HEAD_TARGETS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
     """A run after text and training."""
-    folder = tmp_path_factory.mktemp(request.param)
-    target = target_folder(folder / "target", TARGETS[request.param] | {"num_hidden_layers": 4})
-    options = head_settings(target, folder / "out", kind="dspark", shape=DraftShape("2", 120))
-    for stage in ("text", "train"):
-        distill(replace(options, stage=stage), silent)
+    options = head_settings(
+        request.param, tmp_path_factory.mktemp(request.param), kind="dspark", taps=TAPS, shape=DraftShape("2", 120)
+    )
+    make_draft(options)
     return options
 
 
@@ -248,26 +245,7 @@ def test_the_confidence_learns_the_chance_of_acceptance(run: DistillOptions) -> 
 
 
 def test_the_text_stays_the_same_and_the_estimate_is_right(run: DistillOptions) -> None:
-    target = load_model(run.target, runtime="native", kv_dtype="float16")
-    student = student_of(run)
-    samples, _ = read_samples(run.out / "text", 64, TAPS)
-    greedy = [one for one in samples if one.temperature == 0][:40]
-    found = agreement(student, Packer(2, 64, student.config.vocab_size, student.ids, student.device), greedy)
-    shape = {"draft_length": CHAIN, "width": 1, "nodes": CHAIN + 1}
-    with LLM(target, load_draft(run.out / "draft", target, dtype="int8"), method="speculative", **shape) as llm:
-        assert llm.build_options.drafter == "block"
-        prompts = [one.tokens[: one.prompt].tolist() for one in greedy]
-        drafted = llm.generate(prompts, max_tokens=10)
-        plain = llm.generate(prompts, max_tokens=10, plain=True)
-        sampled, same = (
-            llm.generate(prompts[:8], max_tokens=10, temperature=0.9, seed=3, plain=plain) for plain in (False, True)
-        )
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    assert [one.tokens for one in sampled] == [one.tokens for one in same]
-    figures = merge_stats([one.figures for one in drafted])
-    assert figures.accepted > 0
-    assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
-    assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
+    check_estimate(run, student_of(run), "block")
 
 
 def test_a_head_is_evaluated_by_the_time_of_a_block(run: DistillOptions) -> None:

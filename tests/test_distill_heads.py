@@ -12,41 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distill_files import OTHERS, settings, silent, target_folder
+from distill_files import HEAD_TARGETS, check_estimate, head_settings, make_draft, silent
 from heads import PARENTS, layers_of
 from safetensors.torch import load_file, save_file
 
-from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.core.stats import merge_stats
-from outpace.distill.batches import PackedRows, Packer, read_samples
+from outpace.distill.batches import PackedRows, read_samples
 from outpace.distill.kinds.eagle3 import Eagle3Student, new_student, shape_from_options, vocab_ids
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill, pack_run
-from outpace.distill.train import CHAIN, agreement, read_curve
+from outpace.distill.train import CHAIN
 from outpace.models.base import Part, chain
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
 TAPS = (1, 3, 4)
-TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
 
 
-def head_settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
-    base = settings(target, out, kind="eagle3", taps=TAPS, shape=DraftShape(vocab=120), tokens=1500)
-    return replace(base, **({"train": replace(base.train, tokens=1200)} | changes))
-
-
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=HEAD_TARGETS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
-    """A run after text and training, of a target with as many layers as the taps need."""
-    folder = tmp_path_factory.mktemp(request.param)
-    options = head_settings(
-        target_folder(folder / "target", TARGETS[request.param] | {"num_hidden_layers": 4}), folder / "out"
-    )
-    for stage in ("text", "train"):
-        distill(replace(options, stage=stage), silent)
+    """A run after text and training."""
+    options = head_settings(request.param, tmp_path_factory.mktemp(request.param), kind="eagle3", taps=TAPS)
+    make_draft(options)
     return options
 
 
@@ -185,23 +173,8 @@ def test_the_text_holds_the_states_of_the_passes_that_wrote_it(run: DistillOptio
     assert not hidden[:, len(tokens) - 2 :].any()
 
 
-def test_the_estimate_is_that_of_real_decoding(run: DistillOptions) -> None:
-    target = load_model(run.target, runtime="native", kv_dtype="float16")
-    student = student_of(run)
-    samples, _ = read_samples(run.out / "text", 64, TAPS)
-    greedy = [one for one in samples if one.temperature == 0][:40]
-    found = agreement(student, Packer(2, 64, student.config.vocab_size, student.ids, student.device), greedy)
-    shape = {"draft_length": CHAIN, "width": 1, "floor": 0.0, "nodes": CHAIN + 1}
-    with LLM(target, load_draft(run.out / "draft", target, dtype="int8"), method="speculative", **shape) as llm:
-        assert llm.build_options.drafter == "eagle"
-        prompts = [one.tokens[: one.prompt].tolist() for one in greedy]
-        drafted = llm.generate(prompts, max_tokens=10)
-        plain = llm.generate(prompts, max_tokens=10, plain=True)
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    figures = merge_stats([one.figures for one in drafted])
-    assert figures.accepted > 0
-    assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
-    assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
+def test_the_text_stays_the_same_and_the_estimate_is_right(run: DistillOptions) -> None:
+    check_estimate(run, student_of(run), "eagle", floor=0.0)
 
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:

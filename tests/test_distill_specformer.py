@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distill_files import OTHERS, settings, silent, target_folder
+from distill_files import HEAD_TARGETS, check_estimate, head_settings, make_draft, silent
 from safetensors.torch import load_file
 
-from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.core.stats import merge_stats
 from outpace.distill import evaluate
 from outpace.distill.batches import PackedRows, Packer, read_samples
 from outpace.distill.kinds.specformer import (
@@ -32,24 +30,18 @@ from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
-from outpace.distill.train import CHAIN, agreement, read_curve
 from outpace.models.base import chain
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
 TAPS = default_taps(4)
-TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=HEAD_TARGETS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
     """A run after text and training."""
-    folder = tmp_path_factory.mktemp(request.param)
-    target = target_folder(folder / "target", TARGETS[request.param] | {"num_hidden_layers": 4})
-    options = settings(target, folder / "out", kind="specformer", shape=DraftShape(vocab=120), tokens=1500)
-    options = replace(options, train=replace(options.train, tokens=1200))
-    for stage in ("text", "train"):
-        distill(replace(options, stage=stage), silent)
+    options = head_settings(request.param, tmp_path_factory.mktemp(request.param), kind="specformer")
+    make_draft(options)
     return options
 
 
@@ -175,23 +167,8 @@ def test_the_loss_is_the_weighted_mean_over_the_slots(run: DistillOptions) -> No
         assert float(student.loss(batch, options)) == pytest.approx(total / weights, rel=1e-5)
 
 
-def test_the_estimate_is_that_of_real_decoding(run: DistillOptions) -> None:
-    target = load_model(run.target, runtime="native", kv_dtype="float16")
-    student = student_of(run)
-    samples, _ = read_samples(run.out / "text", 64, TAPS)
-    greedy = [one for one in samples if one.temperature == 0][:40]
-    found = agreement(student, Packer(2, 64, student.config.vocab_size, student.ids, student.device), greedy)
-    shape = {"draft_length": CHAIN, "width": 1, "nodes": CHAIN + 1}
-    with LLM(target, load_draft(run.out / "draft", target, dtype="int8"), method="speculative", **shape) as llm:
-        assert llm.build_options.drafter == "specformer"
-        prompts = [one.tokens[: one.prompt].tolist() for one in greedy]
-        drafted = llm.generate(prompts, max_tokens=10)
-        plain = llm.generate(prompts, max_tokens=10, plain=True)
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    figures = merge_stats([one.figures for one in drafted])
-    assert figures.accepted > 0
-    assert found.chain == pytest.approx(figures.mean_accepted_length, rel=0.05)
-    assert read_curve(run.out / "training" / "curve.jsonl")[-1]["top1"] > 2 / 120
+def test_the_text_stays_the_same_and_the_estimate_is_right(run: DistillOptions) -> None:
+    check_estimate(run, student_of(run), "specformer")
 
 
 def test_a_head_is_evaluated_by_the_time_of_all_slots(run: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,7 @@ class TrainingFlags:
     distribution_weight: float = flag(0.8, "Weight of the KL divergence in the loss.")
     glancing: float = flag(
         0.0,
-        "Tokens of a block that training shows to it, as a share of those that it predicts wrong; falls to 0. Only for"
-        " dspark.",
+        "Tokens of a block that training shows to it, per token that it predicts wrong; falls to 0. Only for dspark.",
     )
     save_every: float = flag(180.0, "Seconds between checkpoints.")
 

@@ -18,8 +18,8 @@ _TINY = 1e-8
 class LossOptions(CheckedOptions):
     """The loss is token_weight * cross-entropy + distribution_weight * divergence.
 
-    The divergence is taken over the target's k most likely tokens and one bucket for all others. `glancing`: how
-    many tokens of a block are shown to it, as a share of those that it predicts wrong; the trainer lets it fall to 0.
+    The divergence is taken over the target's k most likely tokens and one bucket for all others. `glancing`:
+    tokens of a block that are shown to it, per token that it predicts wrong; the trainer lets it fall to 0.
     """
 
     token_weight: float = number(0.2, 0.0, 100.0)

@@ -22,6 +22,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
 from outpace.distill.kinds.speculators_files import (
+    HeadStudent,
     default_head_taps,
     head_shape,
     head_vocab_ids,
@@ -57,21 +58,8 @@ WEIGHT, BIAS = f"{CONFIDENCE}weight", f"{CONFIDENCE}bias"
 default_taps, vocab_ids = default_head_taps, head_vocab_ids  # the same for all heads
 
 
-class DSparkStudent(Student):
-    """The weights of a head in training."""
-
-    def __init__(
-        self,
-        head: HeadConfig,
-        layer: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        output: Tensor,
-        ids: Tensor | None,
-    ) -> None:
-        """`layer`: the head's transformer_layer_config. `tensors`: those to train, and EMBEDDING. `output` [ids,
-        hidden]: the rows of the output layer for the tokens `ids`; None: all tokens."""
-        super().__init__(replace(head.layers, tie_embeddings=True), tensors, None)
-        self.head, self.layer, self.taps, self.ids, self._head = head, layer, head.taps, ids, output
+class DSparkStudent(HeadStudent):
+    """A DSpark head in training."""
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         """Return the loss of the blocks that begin at every STRIDE-th position, weighted by slot.
@@ -246,8 +234,7 @@ def new_student(
         if (order := draft_ids(files, head)) is not None:
             tensors[AFTER] = tensors[AFTER][np.argsort(order)]
         embedding, output = stored_ends(files, head, embedding, output)
-    tensors = {name: value.to(device) for name, value in {**tensors, EMBEDDING: embedding}.items()}
-    return DSparkStudent(head, layer, tensors, output.to(device), None if ids is None else ids.to(device))
+    return DSparkStudent(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
@@ -265,7 +252,6 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
         "markov_head_type": head.markov,
         "enable_confidence_head": weight is not None,
         "confidence_head_with_markov": weight is not None and weight.shape[1] != head.layers.hidden_size,
-        "transformer_layer_config": dict(student.layer),
     }
     write_head(folder, student, target, shape, origin, "dspark", fields)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
 from outpace.distill.kinds.speculators_files import (
+    HeadStudent,
     default_head_taps,
     head_shape,
     head_vocab_ids,
@@ -48,21 +49,8 @@ default_taps, vocab_ids = default_head_taps, head_vocab_ids  # the same for all 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-class Eagle3Student(Student):
-    """The weights of a head in training."""
-
-    def __init__(
-        self,
-        head: HeadConfig,
-        layer: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        output: Tensor,
-        ids: Tensor | None,
-    ) -> None:
-        """`layer`: the head's transformer_layer_config. `tensors`: those to train, and EMBEDDING. `output` [ids,
-        hidden]: the rows of the output layer for the tokens `ids`; None: all tokens."""
-        super().__init__(replace(head.layers, tie_embeddings=True), tensors, None)
-        self.head, self.layer, self.taps, self.ids, self._head = head, layer, head.taps, ids, output
+class Eagle3Student(HeadStudent):
+    """An EAGLE-3 head in training."""
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         total, weights = torch.zeros((), device=self.device, requires_grad=True), 0.0
@@ -163,8 +151,7 @@ def new_student(
     if files is not None:
         tensors = {name: stored(files, name.removeprefix("model.")) for name in shapes}
         embedding, output = stored_ends(files, head, embedding, output)
-    tensors = {name: value.to(device) for name, value in {**tensors, EMBEDDING: embedding}.items()}
-    return Eagle3Student(head, layer, tensors, output.to(device), None if ids is None else ids.to(device))
+    return Eagle3Student(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
@@ -175,7 +162,6 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
         "num_drafted": STEPS,
         TAPS: list(student.taps),
         **{flag: getattr(student.head, flag) for flag in FLAGS},
-        "transformer_layer_config": dict(student.layer),
     }
     write_head(folder, student, target, shape, origin, "eagle3", fields)
 

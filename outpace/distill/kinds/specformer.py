@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
 from outpace.distill.kinds.speculators_files import (
+    HeadStudent,
     head_shape,
     head_vocab_ids,
     layer_fields,
@@ -45,23 +46,22 @@ DECAY = 0.8  # factor on the loss from one slot to the next
 vocab_ids = head_vocab_ids  # the same for all heads
 
 
-class SpecFormerStudent(Student):
-    """The weights of a head in training."""
+class SpecFormerStudent(HeadStudent):
+    """A SpecFormer head in training."""
 
     def __init__(
         self,
         head: HeadConfig,
         layer: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
-        norm: Tensor,
         output: Tensor,
         ids: Tensor | None,
+        device: str,
+        norm: Tensor,
     ) -> None:
-        """`layer`: config.json's fields of a layer. `tensors`: those to train, and EMBEDDING. `norm` [hidden] and
-        `output` [ids, hidden]: the target's final norm, and its output layer for the tokens `ids`; None: all tokens."""
-        super().__init__(replace(head.layers, tie_embeddings=True), tensors, None)
-        self.head, self.layer, self.taps, self.ids = head, layer, head.taps, ids
-        self._norm, self._head = norm, output
+        """`norm` [hidden]: the target's final norm."""
+        super().__init__(head, layer, tensors, output, ids, device)
+        self._norm = norm.to(device)
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         """Return the mean loss per position, averaged over the slots. The logits of one slot exist at a time."""
@@ -154,9 +154,7 @@ def new_student(
     else:
         tensors = {name: stored(files, name) for name in slot_shapes(head)}
         embedding, output = stored_ends(files, head, embedding, output)
-    tensors = {name: value.to(device) for name, value in {**tensors, EMBEDDING: embedding}.items()}
-    ids = None if ids is None else ids.to(device)
-    return SpecFormerStudent(head, layer, tensors, norm.to(device), output.to(device), ids)
+    return SpecFormerStudent(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device, norm)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
@@ -168,7 +166,6 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
         "num_drafted": student.head.block,
         "num_slots": student.head.block,
         LAYER_IDS: list(student.taps),
-        "transformer_layer_config": dict(student.layer),
     }
     write_head(folder, student, target, shape, origin, "specformer", fields)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,26 @@ COPIED = (  # fields of the target's config.json that describe the layers
     "vocab_size",
 )
 DIGESTS = ("tokenizer", "template", "weights", "runtime")
+
+
+class HeadStudent(Student):
+    """A head in training. Its embedding and output layer, usually the target's, are not trained."""
+
+    def __init__(
+        self,
+        head: HeadConfig,
+        layer: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        output: Tensor,
+        ids: Tensor | None,
+        device: str,
+    ) -> None:
+        """`layer`: the head's transformer_layer_config. `tensors`: those to train, and EMBEDDING. `output` [ids,
+        hidden]: the rows of the output layer for the tokens `ids`; None: all tokens."""
+        moved = {name: value.to(device) for name, value in tensors.items()}
+        super().__init__(replace(head.layers, tie_embeddings=True), moved, None)
+        self.head, self.layer, self.taps = head, layer, head.taps
+        self.ids, self._head = None if ids is None else ids.to(device), output.to(device)
 
 
 def default_head_taps(num_layers: int) -> tuple[int, ...]:
@@ -140,7 +161,7 @@ def last_tap(shape: Sequence[int]) -> Tensor:
 
 def write_head(
     folder: Path,
-    student: Student,
+    student: HeadStudent,
     target: Path,
     shape: DraftShape,
     origin: Mapping[str, str],
@@ -172,6 +193,7 @@ def write_head(
         "draft_vocab_size": size if student.ids is None else len(student.ids),
         "target_hidden_size": None,
         **own,
+        "transformer_layer_config": dict(student.layer),
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
