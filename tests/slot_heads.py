@@ -105,7 +105,7 @@ class SlotReference(BlockReference):
         return slots @ self._of("lm_head.weight" if "lm_head.weight" in self.tensors else "output").T
 
     def _attended(self, x: np.ndarray) -> np.ndarray:
-        """Return what the last position attends to: [width]"""
+        """Return the output of the attention at the last position: [width]."""
         inner, places, name = self._norm(x, "context.input_layernorm"), np.arange(len(x)), "context.self_attn."
         query, key, value = (inner @ self._of(f"{name}{part}_proj.weight").T for part in "qkv")
         query, key = (self._heads(part, places, f"{name}{of}_norm") for part, of in ((query, "q"), (key, "k")))
@@ -156,7 +156,7 @@ def exact_slots(folder: Path) -> tuple[Path, Path]:
 
 
 def exact_states(folder: Path) -> tuple[Path, Path]:
-    """Do the same; return the target and the head that reads hidden states."""
+    """Write the same files; return the target and the head that reads hidden states."""
     return exact_slots(folder)[0], folder / "states"
 
 

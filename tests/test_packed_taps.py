@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distill_files import OTHERS, settings, silent, target_folder
+from distill_files import HEAD_TARGETS, settings, silent, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
@@ -24,15 +24,14 @@ from outpace.distill.writer import AnswerJob, EngineWriter, WriterOptions
 from outpace.models.load import load_model
 
 TAPS, LENGTH = (1, 3, 4), 96
-TARGETS = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
 JOBS = [AnswerJob(n, tuple(range(3 + n, 5 + 4 * n)), (0.0, 1.0)[n % 2], n > 9) for n in range(12)]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=HEAD_TARGETS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose text, with hidden states of float32 passes and without, is in folders of their own."""
     folder = tmp_path_factory.mktemp(request.param)
-    made = target_folder(folder / "target", TARGETS[request.param] | {"num_hidden_layers": 4})
+    made = target_folder(folder / "target", HEAD_TARGETS[request.param] | {"num_hidden_layers": 4})
     model = load_model(made, dtype="float32", runtime="llama").model
     writer = EngineWriter(model, frozenset({2}), WriterOptions(rows=4, max_tokens=30, top=4, taps=TAPS))
     answers = [*writer.answers(iter(JOBS))]

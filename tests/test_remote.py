@@ -410,7 +410,7 @@ def test_a_million_nodes_are_refused() -> None:
 
 
 def test_invalid_layers_end_their_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it sends is drawn anew at each layer; the text stays the target's."""
+    """Some layers are spoiled at random; the text stays the target's."""
     chance, encode = random.Random(3), wire.layer_message
 
     def spoil(key: int, layer: CandidateLayer) -> Layer:

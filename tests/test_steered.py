@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distill_files import OTHERS, settings, silent, target_folder
+from distill_files import HEAD_TARGETS, settings, silent, target_folder
 from safetensors.torch import load_file, save_file
 
 from outpace.api.llm import LLM
@@ -37,7 +37,6 @@ from outpace.models.runtimes import Loaded
 from outpace.rules.greedy import Greedy
 
 TAPS = (1, 3, 4)
-TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
 PROMPTS = ("hello world hello world", "one two three four five six seven", "h")
 RUNTIMES = ({"dtype": "int8"}, {"dtype": "float32"}, {"dtype": "float32", "graphs": "eager"})
 pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
@@ -65,9 +64,9 @@ def write_pair(folder: Path, changes: dict[str, Any]) -> DistillOptions:
     return plain
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=HEAD_TARGETS)
 def options(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
-    return write_pair(tmp_path_factory.mktemp(request.param), TARGETS[request.param])
+    return write_pair(tmp_path_factory.mktemp(request.param), HEAD_TARGETS[request.param])
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ class ClientWorker(DraftWorker):
         super().__init__()
         self._numbers = itertools.count()
         self._clients: dict[int, DraftingClient] = {}  # by `Request.client`
-        self._by_key: dict[int, DraftingClient] = {}
+        self._by_key: dict[int, DraftingClient] = {}  # by the engine's key of the request
 
     def join(self, client: DraftingClient) -> int:
         """Add a client; return its number, for `Request.client`."""

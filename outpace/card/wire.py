@@ -211,7 +211,7 @@ def event_message(message: Message, sends_request: bool = True) -> Event:
 
 
 def add_message(whole: FromTarget, message: Message) -> None:
-    """Add a message to a drafter to what is sent together."""
+    """Append a message to the events of a FromTarget."""
     whole.events.append(event_message(message))
 
 

@@ -69,6 +69,6 @@ class DraftThread:
 
 
 def add_layer(whole: FromDrafter, new: NewLayer) -> None:
-    """Add a layer to what is sent together."""
+    """Append a layer to a FromDrafter."""
     whole.layers.append(layer_message(new.key, new.layer))
     whole.seconds = new.seconds

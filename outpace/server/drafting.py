@@ -172,5 +172,5 @@ class ClientStream(DraftingClient):
 
 
 def _add_message(whole: FromTarget, message: Message) -> None:
-    """Add a message to the client, which knows its request, to what is sent together."""
+    """Append a message to the events of a FromTarget, without the request, which the client knows."""
     whole.events.append(event_message(message, sends_request=False))
