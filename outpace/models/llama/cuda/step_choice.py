@@ -1,8 +1,8 @@
 """Chooses the nodes of the next draft step by operations on tensors of fixed shapes; the host reads no value.
 
-`NodeSelection` makes the same choice as `drafters/_tree_expander.py` and `drafters/_model_drafter.py`, for all texts of a
-batch at once: path scores are float64, children are in the order of their parents and proposals, and sorts are stable,
-so equal scores keep their order.
+`NodeSelection` makes the same choice as `drafters/_tree_expander.py` and `drafters/_model_drafter.py`, for all texts of
+a batch at once: path scores are float64, children are in the order of their parents and proposals, and sorts are
+stable, so equal scores keep their order.
 """
 
 from __future__ import annotations
