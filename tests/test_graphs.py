@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import reference
 import torch
+from doubles import make_request
 from files import model_folder
 from graph_rules import CheckedCapture
 from passes import TINIES, branch, build, random_parents, text
 from turns import in_turn
 
 import outpace
+from outpace.core import registry
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda.captures import Captures, HostRead
@@ -205,6 +209,24 @@ def test_passes_that_were_captured_in_advance_are_used() -> None:
     model.score_hidden([chain(sessions[0], [5], [0], keep=[0, 1, 2])], (1,))
     assert model.pool.kv is kv
     assert model.captures.count <= before + 2, "what moves the kept nodes, and an output layer of four rows"
+
+
+def test_an_engine_captures_what_its_rounds_need() -> None:
+    """Of target and draft: rounds of full batches move no store, and capture moves and rows of logits alone."""
+    models = graphs(), graphs(replace(reference.TINY, num_layers=1))
+    drafter = ModelDrafter(models[1], Options(width=2))
+    speculative = registry.find("decoders", "speculative")
+    with Engine(models[0], drafter, options=EngineOptions(nodes=4, batch=2)) as engine:
+        engine.capture_passes()
+        before = [(model.pool.kv, set(model.captures._made)) for model in models]
+        requests = [make_request(text(models[0], 20 * n + 5, n), max_tokens=9) for n in range(2)]
+        runs = [engine.submit(one, speculative, speculative.Options(2)) for one in requests]
+        while any(run.finish_reason is None for run in runs):
+            engine.step()
+    assert [len(run.tokens) for run in runs] == [9, 9]
+    for model, (store, made) in zip(models, before, strict=True):
+        assert model.pool.kv is store
+        assert {key[0] for key in model.captures._made if key not in made} <= {"moves", "head"}
 
 
 def test_more_sessions_than_a_pass_takes() -> None:

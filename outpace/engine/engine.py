@@ -308,15 +308,16 @@ class Engine(AbstractContextManager["Engine"]):
         """Make room for a full batch of short texts, and capture the passes that rounds are likely to need, so that no
         request waits for them. Other sizes are captured when they first occur."""
         batches = [1 << power for power in range((min(self.options.batch, 32) - 1).bit_length() + 1)]
-        nodes = [1 << power for power in range((self.options.nodes - 1).bit_length() + 1)]
-        sizes = [(batch, count) for batch in batches for count in nodes if batch * count <= self._max_rows]
-        reading = [(batch, count) for batch in batches[:4] for count in (128, 256)]
+        counts = [1 << power for power in range(9)]  # of nodes, and of a prompt's tokens
+        trees = [count for count in counts if count < 2 * self.options.nodes]
+        sizes = [(batch, count) for batch in batches for count in trees if batch * count <= self._max_rows]
+        reading = [(batch, count) for batch in batches[:4] for count in counts if count not in trees]
         self.target.reserve_sessions(self.options.batch + self._max_kept, self.memory.budget // 2)
         self.target.capture_passes([*sizes, *reading], self.needs.layers)
-        drafted = [(batch, count) for batch in batches for count in (1, 2, 4, 8)]
+        drafted = [(batch, count) for batch in batches for count in counts if count <= 8 or batch <= 8]
         for model in self.drafting.models:
             model.reserve_sessions(self.options.batch, self.memory.budget // 8)
-            model.capture_passes([*drafted, *reading])
+            model.capture_passes(drafted)
 
     @property
     def num_captures(self) -> int:
