@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distill_files import prompts_file, run_command, target_folder
@@ -23,10 +24,11 @@ SHIPPED = "SmolLM2-135M-Instruct"
         (None, "cpu", SHIPPED, "steered"),
         (None, "cuda:1", SHIPPED, "eagle3"),
         ("dspark", "cpu", SHIPPED, "dspark"),
+        (3, "cpu", SHIPPED, "3"),  # refused by name later
     ],
 )
 def test_the_kind_depends_on_the_run_the_device_and_the_target(
-    tmp_path: Path, known: str | None, device: str, name: str, kind: str
+    tmp_path: Path, known: Any, device: str, name: str, kind: str
 ) -> None:
     if known:
         (tmp_path / "run.json").write_text(json.dumps({"kind": known}))

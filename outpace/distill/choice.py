@@ -21,7 +21,7 @@ def choose_kind(out: Path, device: str, target_name: str) -> tuple[str, str]:
     """Return the kind of draft to train for the target of this name into the folder `out`, and the reason."""
     known = read_state(out).get("kind")
     if known is not None:
-        return known, f"{out} holds a training of this kind"
+        return str(known), f"{out} holds a training of this kind"
     if not device.startswith("cpu"):
         return "eagle3", "a GPU writes enough text for a head, whose step is cheap next to the target's pass"
     if shipped_draft(target_name) is not None:
