@@ -265,6 +265,15 @@ def test_wrong_drafts_do_not_change_the_text(site: Served, llm: outpace.LLM) -> 
     site.wait_idle()
 
 
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_text_may_fill_the_context(site: Served, llm: outpace.LLM, tiny_folder: str, left: int) -> None:
+    prompt = [5] * (llm.target.model.max_positions - left)
+    [plain] = llm.generate([prompt], max_tokens=50, ignore_eos=True, plain=True)
+    with joined(tiny_folder, port_of(site)) as target:
+        found = target.stream(prompt, max_tokens=50, ignore_eos=True).finish()
+    assert (found.tokens, found.finish_reason) == (plain.tokens, plain.finish_reason)
+
+
 @pytest.mark.parametrize("seconds", [0.5, 1e9])
 def test_a_slow_client_does_not_hold_up_others(site: Served, llm: outpace.LLM, seconds: float) -> None:
     """The client drafts nothing of use, and says that a draft step takes it this long."""
@@ -321,6 +330,8 @@ def test_what_no_link_carries_is_refused(site: Served, tiny_folder: str) -> None
                 target.stream("hello", **options)
         with pytest.raises(UserError, match="a prompt of 100000 tokens was sent, allowed are 1 to"):
             target.stream([5] * 100_000, max_tokens=3).finish()
+        with pytest.raises(UserError, match="the request cannot be sent: Value out of range: -1"):
+            target.stream([-1], max_tokens=3)
 
 
 def test_the_commands(site: Served, run: Run, tiny_folder: str) -> None:

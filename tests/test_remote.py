@@ -81,6 +81,14 @@ def test_the_round_trip_is_measured_and_not_awaited_after_a_miss() -> None:
         assert True not in waits
 
 
+def test_texts_beyond_the_drafts_context_do_not_end_the_link() -> None:
+    with drafting(own=OWN._replace(max_positions=4)) as (_, relay):
+        worker = worker_of(relay)
+        outcome = within(SECONDS, partial(decode, REQUESTS, "card", worker=worker, target=SlowToy(16, 3, 0)))
+        assert outcome.texts == TEXTS
+        assert outcome.failure is None
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
 def test_a_link_that_is_cut_is_dialled_again(seed: int) -> None:
     chance = random.Random(seed)

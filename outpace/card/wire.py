@@ -36,6 +36,7 @@ M = TypeVar("M", bound=ProtobufMessage)
 PROTOCOL_VERSION = 1
 MAX_NODES = 1 << 16  # of a layer, and of a request between two corrections
 MAX_PADDING = 1 << 20  # bytes of a ping
+LONGEST_TEXT = 1 << 20  # tokens
 LONGEST_STEP = 1.0  # seconds of a draft step that the other side may claim; waits are multiples of it
 _LARGEST_ID = 1 << 62
 _LOWEST = -1e6  # log probability that is sent
@@ -53,7 +54,7 @@ class Identity(NamedTuple):
     num_tokens: int
     name: str = ""
     digest: str = ""
-    max_positions: int = 1 << 20
+    max_positions: int = LONGEST_TEXT
 
     @property
     def hello(self) -> Hello:
@@ -248,7 +249,8 @@ class SentRequest:
         check_tokens(tokens, own.num_tokens)
         known = self._length + len(tokens)
         check(bool(tokens) and length == known, f"a correction to length {length} was sent, where {known} was expected")
-        most = own.max_positions - len(self.request.prompt)
+        # the last round's tokens may exceed the context: they are cut later
+        most = own.max_positions + MAX_NODES - len(self.request.prompt)
         check(length <= most, f"an answer of {length} tokens was sent, allowed are {most}")
         is_miss = -_LARGEST_ID < root_id < self._last_root
         check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, and no layer had this node")

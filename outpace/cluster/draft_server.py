@@ -12,7 +12,7 @@ from outpace.card.cache import CandidateLayer
 from outpace.card.link import Listener, Outbox
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
-from outpace.card.wire import MAX_PADDING, Identity, SentRequest, check, parser, read_request
+from outpace.card.wire import LONGEST_TEXT, MAX_PADDING, Identity, SentRequest, check, parser, read_request
 from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
 from outpace.core.types import Drafter
 
@@ -90,6 +90,7 @@ class TargetStream:
 
     def __init__(self, server: DraftServer) -> None:
         self._server = server
+        self._own = server.own._replace(max_positions=LONGEST_TEXT)  # texts beyond the draft's context are not drafted
         self._requests: dict[int, tuple[int | None, SentRequest]] = {}
         self._lock = threading.Lock()  # the stream may end while a message is taken
         self._has_ended = False
@@ -121,14 +122,14 @@ class TargetStream:
                 len(self._requests) < 16 * MAX_REQUESTS,
                 f"request {event.key} was opened, and {16 * MAX_REQUESTS} are open already",
             )
-            request = read_request(event.open.request, self._server.own)
+            request = read_request(event.open.request, self._own)
             sent = SentRequest(request, event.open.next_id)
             self._requests[event.key] = None, sent  # layers may come before `open` returns
             self._requests[event.key] = self._server.open(self, event.key, sent, event.open.next_id), sent
             return
         check(event.key in self._requests, f"request {event.key} is not open")
         key, sent = self._requests[event.key]
-        message = sent.read(key or 0, event, self._server.own)
+        message = sent.read(key or 0, event, self._own)
         if isinstance(message, Close):
             del self._requests[event.key]
         if key is not None:

@@ -19,6 +19,7 @@ from outpace.card.cache import CandidateLayer
 from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
 from outpace.card.loop import Close, Correct, Open
 from outpace.card.protocol_pb2 import FromDrafter, FromTarget, Pong
+from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.card.wire import Identity, ProtocolError, SentRequest, identity_of, parser, request_message
 from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
 from outpace.core.errors import UserError
@@ -80,11 +81,15 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
             stop_ids=own_ends.union(params.stop_token_ids),
             adjustments=params.adjustments(self.tokenizer),
         )
+        try:
+            message = request_message(request)
+        except ValueError as error:
+            raise UserError(f"the request cannot be sent: {error}") from None
         hidden = own_ends.union(() if params.include_stop_str_in_output else params.stop_token_ids)
         stops = StopStrings(params.stop, params.include_stop_str_in_output)
         text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        return RemoteStream(self, request, text, echo)
+        return RemoteStream(self, request, message, text, echo)
 
     def open(self, send: Callable[[CandidateLayer, float], None], request: Request, next_id: int) -> int:
         """Let the drafter draft a request; return its key. `send` is called in the drafter's thread."""
@@ -138,8 +143,10 @@ class RemoteStream:
     yielded is skipped.
     """
 
-    def __init__(self, owner: RemoteTarget, request: Request, text: TextAssembler, echo: str) -> None:
-        self._owner, self._request, self._text, self._echo = owner, request, text, echo
+    def __init__(
+        self, owner: RemoteTarget, request: Request, message: RequestMessage, text: TextAssembler, echo: str
+    ) -> None:
+        self._owner, self._request, self._message, self._text, self._echo = owner, request, message, text, echo
         self._tokens: list[int] = []  # already passed to `text`
         self._texts: list[str] = []
         self._steps: list[RoundStats] = []
@@ -214,7 +221,7 @@ class RemoteStream:
     def _attempt(self) -> Iterator[Piece]:
         """Send the request, draft for it, and yield its pieces until it ends; LinkError if the link breaks."""
         with self._owner.connect() as connection:
-            connection.outbox.put(FromDrafter(request=request_message(self._request)))
+            connection.outbox.put(FromDrafter(request=self._message))
             answer = DraftedAnswer(self._owner, connection, self._request)
             try:
                 silent_since = time.monotonic()
