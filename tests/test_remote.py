@@ -27,8 +27,8 @@ from processes import REQUESTS, TABLE, TEXTS, Drive, driven, nothing_left, run_s
 
 from outpace.card import wire
 from outpace.card.cache import CandidateLayer, Correction
-from outpace.card.link import Address, authenticator, read_address
-from outpace.card.loop import Correct
+from outpace.card.link import MAX_MESSAGE, Address, Outbox, authenticator, read_address
+from outpace.card.loop import Correct, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Layer
 from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.card.remote import LinkError, RemoteWorker
@@ -458,6 +458,16 @@ def test_a_request_crosses_whole() -> None:
     found = wire.read_request(RequestMessage.FromString(wire.request_message(request).SerializeToString()), OWN)
     assert type(found.rule) is type(request.rule)
     assert found == type(request)(**{**vars(request), "rule": found.rule})
+
+
+def test_long_requests_are_sent_in_several_messages() -> None:
+    outbox = Outbox(FromTarget, wire.add_message)
+    for key in range(8):
+        outbox.put(Open(key, make_request([200_000] * 300_000)))
+    outbox.close()
+    sent = list(outbox)
+    assert [event.key for message in sent for event in message.events] == list(range(8))
+    assert max(message.ByteSize() for message in sent) < MAX_MESSAGE
 
 
 def test_a_layer_of_16_nodes_takes_about_10_bytes_a_node() -> None:
