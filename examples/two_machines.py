@@ -1,12 +1,12 @@
-"""Draft on another machine; here both sides are on this one. Run: python examples/two_machines.py [MODEL]"""
+"""Draft on another machine; in this example both sides are on one. Run: python examples/two_machines.py [MODEL]"""
 
 import subprocess
 import sys
 
 import outpace
 
-model = sys.argv[1:2]  # drafts for itself, unless it is the shipped one
-command = [sys.executable, "-m", "outpace", "draft-worker", "--listen", "127.0.0.1:0"]  # there: 0.0.0.0:8100, and a key
+model = sys.argv[1:2]  # the target, and the draft model too; by default the shipped pair
+command = [sys.executable, "-m", "outpace", "draft-worker", "--listen", "127.0.0.1:0"]  # or 0.0.0.0:8100 and a key
 command += ["--draft", *model] if model else []
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as draft_worker:
     address = draft_worker.stderr.readline().partition(" drafts on ")[2].partition(";")[0]

@@ -35,7 +35,8 @@ class DraftListenFlags:
 
     panel: ClassVar[str] = "Server"
     listen: str = flag(
-        "127.0.0.1:8100", "HOST:PORT to listen on; one that other machines can reach needs API keys. Port 0: any."
+        "127.0.0.1:8100",
+        "HOST:PORT to listen on; one that other machines can reach needs API keys. Port 0: any free port.",
     )
     api_key_file: Path | None = flag(None, "File with API keys, one a line, in addition to those in OUTPACE_API_KEY.")
     insecure: bool = flag(False, "Draft for other machines without API keys.")

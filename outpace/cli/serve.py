@@ -103,7 +103,7 @@ def _greet(service: Service, address: str) -> None:
     display.say(f"{llm.target.name} by {llm.method} on {address}; chat page: {address}/")
     if service.draft_port is not None:
         where = f"grpc{'s' if options.certificate else ''}://{options.host}:{service.draft_port}"
-        display.say(f"  outpace generate --target {where} --draft DIR PROMPT drafts on its own machine")
+        display.say(f"  outpace generate --target {where} --draft DIR PROMPT  # drafts on the client's machine")
     display.say(
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         """ -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""

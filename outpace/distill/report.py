@@ -13,7 +13,7 @@ from outpace.distill.options import DRAFT, TRAINING
 from outpace.distill.train import CURVE, read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
-from outpace.models.heads.reader import BLOCK_TAPS, TAPS
+from outpace.models.heads.reader import LAYER_IDS, TAPS
 from outpace.models.llama.config.llama_config import from_dict
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[s
     facts = {"layers": str(sizes["num_hidden_layers"]), "width": str(sizes["hidden_size"])}
     if "target_layers" in ours:
         facts["from the target's layers"] = str(ours["target_layers"])
-    for name in (TAPS, BLOCK_TAPS[0][1]):
+    for name in (TAPS, LAYER_IDS):
         if name in config:
             facts["reads the target's hidden states after layers"] = str(config[name])
     if state.get("draft"):

@@ -43,7 +43,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder
 from outpace.models.heads.config import DSPARK, HeadConfig
 from outpace.models.heads.files import HeadFiles
-from outpace.models.heads.reader import BLOCK_TAPS, CONFIDENCE, MARKOV, MARKOV_KINDS, draft_ids, layer_shapes
+from outpace.models.heads.reader import CONFIDENCE, LAYER_IDS, MARKOV, MARKOV_KINDS, draft_ids, layer_shapes
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.weight_sources import source_of
 
@@ -246,7 +246,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
         "num_drafted": head.num_drafted,
         "block_size": head.block,
         "mask_token_id": head.mask_token,
-        BLOCK_TAPS[0][1]: list(student.taps),
+        LAYER_IDS: list(student.taps),
         "sample_from_anchor": True,
         "markov_rank": student.tensors[BEFORE].shape[1],
         "markov_head_type": head.markov,

@@ -49,19 +49,10 @@ vocab_ids = head_vocab_ids  # the same for all heads
 class SpecFormerStudent(HeadStudent):
     """A SpecFormer head in training."""
 
-    def __init__(
-        self,
-        head: HeadConfig,
-        layer: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        output: Tensor,
-        ids: Tensor | None,
-        device: str,
-        norm: Tensor,
-    ) -> None:
-        """`norm` [hidden]: the target's final norm."""
-        super().__init__(head, layer, tensors, output, ids, device)
-        self._norm = norm.to(device)
+    def __init__(self, *arguments: Any, norm: Tensor) -> None:
+        """`norm` [hidden]: the target's final norm. The other arguments are those of `HeadStudent`."""
+        super().__init__(*arguments)
+        self._norm = norm.to(self.device)
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         """Return the mean loss per position, averaged over the slots. The logits of one slot exist at a time."""
@@ -154,7 +145,7 @@ def new_student(
     else:
         tensors = {name: stored(files, name) for name in slot_shapes(head)}
         embedding, output = stored_ends(files, head, embedding, output)
-    return SpecFormerStudent(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device, norm)
+    return SpecFormerStudent(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device, norm=norm)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
