@@ -29,7 +29,7 @@ NO_HELLO = "the first message of a stream must be a hello"
 HELLO_SECONDS = 10.0  # timeout of a stream's first message
 MAX_STREAMS = 64
 MAX_MESSAGE = 4 << 20  # bytes
-JOINED_BYTES = 1 << 20  # to a message of this size nothing is added
+JOINED_BYTES = 1 << 20  # a message that exceeds this size gets no further item
 _CLOSE_SECONDS = 2.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -109,8 +109,8 @@ def open_channel(address: Address) -> Any:
 
 
 class Outbox(Generic[T]):
-    """A queue of items to send. A thread of gRPC iterates over it; queued items are sent together, as one message
-    unless it grows too large."""
+    """A queue of items to send. A thread of gRPC iterates over it; queued items are merged into one message, or into
+    several if it exceeds JOINED_BYTES."""
 
     def __init__(self, message_type: type[Any], add: Callable[[Any, T], None]) -> None:
         """`add` adds an item to a message; items that are messages of this type are merged."""
