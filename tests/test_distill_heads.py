@@ -116,6 +116,34 @@ def test_training_and_serving_compute_the_same_scores(run: DistillOptions, targe
     assert scores.std(1).min() > 0.01
 
 
+def test_speculators_own_class_loads_the_folder_and_computes_the_same(run: DistillOptions, tmp_path: Path) -> None:
+    """Where it is installed: the scores of each draft step over an answer. The embeddings, which the folder leaves out,
+    are the target's."""
+    eagle3 = pytest.importorskip("speculators.models.eagle3")
+    folder = shutil.copytree(run.out / "draft", tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(run.target)
+    config["transformer_layer_config"]["_attn_implementation"] = "eager"
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = eagle3.Eagle3DraftModel.from_pretrained(folder).float().eval()
+    torch.nn.init.constant_(theirs.embed_tokens.weight, torch.nan)  # says that they are missing
+    theirs.load_verifier_weights()
+    tokens, hidden, _ = sample_of(run)
+    count, found = len(tokens) - CHAIN - 1, list[torch.Tensor]()
+    theirs.lm_head.register_forward_hook(lambda module, given, out: found.append(out[0]))
+    taps = torch.from_numpy(hidden.swapaxes(0, 1).reshape(1, len(tokens), -1))
+    zeros, places = torch.zeros(1, len(tokens), dtype=torch.long), torch.arange(len(tokens))[None]
+    with torch.no_grad():
+        following = torch.tensor([tokens]).roll(-1, 1)  # slot t reads token t + 1
+        theirs(taps, following, zeros, position_ids=places, ttt_steps=CHAIN)
+    student = student_of(run)
+    with torch.no_grad():
+        steps = student.steps(PackedRows(torch.tensor([tokens]), places, zeros, zeros[0], taps), CHAIN)
+        for ours, wanted in zip(steps, found, strict=True):
+            scores = student._scores(ours, torch.arange(count))
+            torch.testing.assert_close(scores, wanted[:count], atol=1e-4, rtol=1e-4)
+
+
 def shifted(student: Any) -> None:
     fuse = student.fuse
     student.fuse = lambda batch: fuse(batch).roll(1, 1)
