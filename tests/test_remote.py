@@ -28,13 +28,16 @@ from processes import REQUESTS, TABLE, TEXTS, Drive, driven, nothing_left, run_s
 from outpace.card import wire
 from outpace.card.cache import CandidateLayer, Correction
 from outpace.card.link import MAX_MESSAGE, Address, Outbox, authenticator, read_address
-from outpace.card.loop import Correct, Open
+from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Layer
 from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.card.remote import LinkError, RemoteWorker
 from outpace.card.wire import Identity, ProtocolError, SentRequest
+from outpace.cluster.draft_model import build_card_drafter, load_own_draft
+from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
+from outpace.models.options import LoadOptions
 
 REPOSITORY = Path(__file__).parents[1]
 KEY = "secret"
@@ -458,6 +461,24 @@ def test_a_request_crosses_whole() -> None:
     found = wire.read_request(RequestMessage.FromString(wire.request_message(request).SerializeToString()), OWN)
     assert type(found.rule) is type(request.rule)
     assert found == type(request)(**{**vars(request), "rule": found.rule})
+
+
+@pytest.mark.parametrize("floor", [-1.0, 1.5, float("nan"), float("-inf")])
+def test_a_senseless_floor_is_refused(floor: float) -> None:
+    event = wire.event_message(SetDirectives(1, DraftDirectives(floor=floor)))
+    with pytest.raises(ProtocolError, match=r"floor \S+ was sent, it must be between 0 and 1"):
+        SentRequest(make_request([1, 2]), 3).read(1, event, OWN)
+
+
+def test_a_root_with_the_id_of_another_node_does_not_end_the_drafter(tiny_folder: str) -> None:
+    loop = DraftLoop(build_card_drafter("model", load_own_draft(tiny_folder, LoadOptions(is_draft=True)), {}))
+    loop.post(Open(1, make_request([5, 6, 7], max_tokens=200)))
+    chance = random.Random(4)
+    for length in range(1, 31):
+        nodes = [node for _ in range(3) for _, layer in loop.grow() for node in layer.nodes.columns()[0]]
+        loop.post(Correct(1, Correction([chance.randrange(3, 90)], length, chance.choice(nodes))))
+    [(_, layer)] = loop.grow()
+    assert len(layer.nodes) > 0
 
 
 def test_long_requests_are_sent_in_several_messages() -> None:

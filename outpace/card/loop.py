@@ -256,8 +256,9 @@ class DraftLoop:
         old, path = drafted.tree, [0]
         for token in tokens:
             node = old.child(path[-1], token)
-            if node is None:
-                drafted.tree = TokenTree(tokens[-1], correction.root_id, old.next_id)
+            if node is None:  # the id of a node that the target knows may be that of another node here
+                root_id = correction.root_id if correction.root_id < 0 else old.next_id
+                drafted.tree = TokenTree(tokens[-1], root_id, max(old.next_id, root_id + 1))
                 break
             path.append(node)
         else:

@@ -261,7 +261,7 @@ class SentRequest:
 def _read_directives(message: Directives) -> DraftDirectives:
     share, floor = message.share, message.floor if message.HasField("floor") else None
     check(0.0 < share <= 1.0, f"share {share:g} was sent, it must be above 0 and at most 1")
-    check(floor is None or floor <= 0.0, f"floor {floor} was sent, it must be at most 0")
+    check(floor is None or 0.0 <= floor <= 1.0, f"floor {floor} was sent, it must be between 0 and 1")
     layers = message.layers if message.HasField("layers") else None
     for name in ("layers", "depth", "width", "outcomes"):
         check(getattr(message, name) <= MAX_NODES, f"{name} {getattr(message, name)} was sent, at most {MAX_NODES}")

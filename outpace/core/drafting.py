@@ -80,7 +80,7 @@ class DraftDirectives(NamedTuple):
 
     layers: layers to add before it rests; None: it never rests. depth: depth at which the tree stops growing. width:
     nodes per forward. outcomes: grow no best-first tree, but chains of this many tokens below the root and below each
-    likely outcome of that chain's verification. floor: path score (log) below which no node is expanded; None: the
+    likely outcome of that chain's verification. floor: path probability below which no node is expanded; None: the
     drafter's own. share: largest fraction of the tree's free nodes that one forward may fill, so that the tree is not
     full before a long pass ends; at least twice the expanded nodes are always allowed. in_layers: grow whole layers,
     the best nodes of the last layer only, ranked by the product of q, as CARD was published.

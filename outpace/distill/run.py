@@ -194,7 +194,8 @@ def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evalua
         return found
     drafts, before = {TRAINED: draft}, options.shape.draft or shipped_draft(options.target_name)
     if before is not None:
-        drafts[f"the draft {Path(before).name}"] = load_draft(str(before), target, loading)
+        name = before if Path(before).name == DRAFT else Path(before).name
+        drafts[f"the draft {name}"] = load_draft(str(before), target, loading)
     prompts = [text for row in zip_longest(*tasks.values()) for text in row if text]  # the tasks take turns
     return replace(found, tokens_per_second=tokens_per_second(target, drafts, prompts, options.evaluation.seed))
 
