@@ -20,8 +20,8 @@ from outpace.core.drafting import DraftDirectives
 from outpace.decoders import pearl, planned, ssd
 from outpace.drafters import _tree_expander
 from outpace.drafters._composite import DraftSelector
+from outpace.drafters._model_drafter import BaseModelDrafter
 from outpace.drafters.lookahead import LookaheadDrafter
-from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
@@ -180,7 +180,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planned: a trial always pays", ExplorationBudget, "record_use", always_paid)
     ],
     "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
-        ("model: directives are ignored", ModelDrafter, "_add", undirected)
+        ("model: directives are ignored", BaseModelDrafter, "_add", undirected)
     ],
     "test_lookahead.py::test_the_window_is_the_jacobi_iteration": [
         ("lookahead: the window is never iterated", LookaheadDrafter, "_iterate", nothing)
