@@ -146,6 +146,21 @@ def test_a_torn_checkpoint_and_too_short_a_time_are_errors(target: Path, made: P
         trainer.resume()
 
 
+def test_a_curve_that_was_cut_off_or_cannot_be_written(target: Path, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "training", tmp_path / "out")
+    curve = tmp_path / "out" / "curve.jsonl"
+    points = read_curve(curve)
+    curve.write_text(curve.read_text() + '{"step": 90, "los')
+    student = new_student(target, DraftShape("0,1", vocab=120), read_vocab_ids(tmp_path / "out" / VOCAB_FILE))
+    trainer = Trainer(student, made / "text", tmp_path / "out", TrainOptions(tokens=3000, length=64))
+    assert trainer.resume()
+    assert read_curve(curve) == points
+    curve.unlink()
+    curve.mkdir()
+    with pytest.raises(UserError, match=r"curve.jsonl cannot be written \(Is a directory\); the draft is saved"):
+        trainer.checkpoint(1.0, lambda figures: None, lambda student: None)
+
+
 def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
     """The folder holds a plain Llama: its scores, by the reference, are those that were trained."""
     ids = read_vocab_ids(made / "draft" / VOCAB_FILE)

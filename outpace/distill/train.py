@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,13 @@ class Trainer:
             "text_tokens": sum(len(sample.top_ids) for sample in self._train),
             "seconds": round(state.seconds, 1),
         }
-        with (self.folder / CURVE).open("a") as stream:
-            stream.write(json.dumps(point) + "\n")
+        try:
+            with (self.folder / CURVE).open("a") as stream:
+                stream.write(json.dumps(point) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / CURVE} cannot be written ({error.strerror}); the draft is saved"
+            ) from error
         progress(self._figures(mean) | {name: value for name, value in found.items() if value is not None})
 
     def _step(self, batch: TrainingBatch) -> float:
@@ -328,6 +334,10 @@ def check_state(folder: Path, trained: Mapping[str, Sequence[int]]) -> dict[str,
 
 
 def read_curve(file: Path) -> list[dict[str, Any]]:
-    """Read the points of a learning curve; none if there was no training."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines if line.strip()]
+    """Read the points of a learning curve; none if there was no training. A line that was cut off by a full disk or by
+    the end of the process is left out."""
+    points = list[dict[str, Any]]()
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):
+            points.append(json.loads(line))
+    return points
