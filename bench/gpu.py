@@ -119,10 +119,14 @@ class Bench:
                     break
         except Exception as error:  # the other parts still run
             self.add_row(name, {"error": f"{type(error).__name__}: {error}", "passed": False})
+        self.release()
+        show(name, found, time.monotonic() - start)
+
+    def release(self) -> None:
+        """Free the memory of models that are no longer used."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
-        show(name, found, time.monotonic() - start)
 
     def add_row(self, part: str, row: Row) -> None:
         """Append a row to those of the part and to the file."""
@@ -385,12 +389,10 @@ def answers(bench: Bench, inflate: str | None = None) -> Iterator[Row]:
         for batch in batches:
             yield from method_speeds(bench, models, measured, about, batch)
         if bench.is_cuda:
-            free = torch.cuda.max_memory_allocated(bench.device)
-            yield about | {"peak_gib": free / (1 << 30), "captures": models.target.model.captures.count}
+            peak = torch.cuda.max_memory_allocated(bench.device)
+            yield about | {"peak_gib": peak / (1 << 30), "captures": models.target.model.captures.count}
         del models
-        gc.collect()
-        if bench.is_cuda:
-            torch.cuda.empty_cache()
+        bench.release()
 
 
 def checks(bench: Bench) -> Iterator[Row]:
