@@ -32,11 +32,10 @@ class RollingMedian:
 
     def learn(self, key: int, seconds: float) -> None:
         """Record another timing."""
-        samples = self._samples.get(key)
-        if samples is None:
-            samples = self._samples[key] = deque(maxlen=WINDOW)
+        samples = self._samples.get(key) or deque(maxlen=WINDOW)
         since = self._since.get(key, 0) + 1 if len(samples) == WINDOW else _REFRESH_EVERY
         samples.append(seconds)
+        self._samples[key] = samples  # stored with its first sample: Ctrl-C may come between any two lines
         if since >= _REFRESH_EVERY:
             self._stale.add(key)
             since = 0
