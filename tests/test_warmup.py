@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from outpace.decoders import Auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.warmup import warm_up
+from outpace.models.base import captured
 from outpace.models.load import load_model
 from outpace.planning import profile as profiles
 
@@ -60,6 +62,11 @@ def test_only_timings_remain() -> None:
         assert (learnt["growth"], learnt["trust"]) == ({}, {})
 
 
+def rounded(state: Any) -> Any:
+    """Return a state with its numbers rounded: restoring a mean multiplies it by its weight and divides again."""
+    return json.loads(json.dumps(state), parse_float=lambda digits: round(float(digits), 12))
+
+
 @pytest.mark.parametrize("drafter", ["model", "both"])
 def test_drafters_keep_their_statistics(drafter: str) -> None:
     with engine_of(QuickToy(), drafter) as engine:
@@ -67,7 +74,7 @@ def test_drafters_keep_their_statistics(drafter: str) -> None:
         finish(engine, *submit(engine, make_request([1, 2, 3], max_tokens=30), method=Auto))
         before = made.state_dict()
         warm_up(engine, [1], WHOLE)
-        assert made.state_dict() == before
+        assert rounded(made.state_dict()) == rounded(before)
         assert before != make_drafter(drafter, engine.target).capabilities.learnt.state_dict(), (
             "it had learnt something"
         )
@@ -78,18 +85,14 @@ class Capturing(Counting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.captured = 0.0, 0
-
-    @property
-    def num_captures(self) -> int:
-        return self.captured
+        self.now = 0.0
 
     def score(self, parts: Any, **options: Any) -> Any:
         found = super().score(parts, **options)
         is_first = self.rows.count(self.rows[-1]) == 1
         self.now += 1.0 if is_first else 0.001
         if is_first:
-            self.captured += 1
+            captured.count += 1
         return found
 
 

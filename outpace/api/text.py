@@ -107,19 +107,25 @@ class TextAssembler:
 
     def _decode(self, tokens: Sequence[int], drafted: int) -> int | None:
         """Append a round's pieces; see `watch`."""
-        count = len(tokens)
+        read = 0
+        for some, is_draft in ((tokens[:drafted], True), (tokens[drafted:], False)):
+            if some and self._stops.found is None:
+                text, count = self._text_of(some)
+                self._pieces.append(Piece(text, tuple(some[:count]), is_draft))
+                read += count
+        return None if self._stops.found is None else read
+
+    def _text_of(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Return the text of these tokens, and how many of them belong to it: fewer if a stop string ends it."""
+        if not self._stops.may_end:
+            return self._text.push([token for token in tokens if token not in self._hidden]), len(tokens)
         texts = []
-        for number, token in enumerate(tokens):
+        for count, token in enumerate(tokens, 1):
             self._written += 1
             texts.append(self._push(self._text.push([token])) if token not in self._hidden else "")
             if self._stops.found is not None:
-                count = number + 1
-                break
-        for some, is_draft in ((range(min(drafted, count)), True), (range(drafted, count), False)):
-            if some:
-                text = "".join(texts[some.start : some.stop])
-                self._pieces.append(Piece(text, tuple(tokens[some.start : some.stop]), is_draft))
-        return None if self._stops.found is None else count
+                return "".join(texts), count
+        return "".join(texts), len(tokens)
 
     def _push(self, text: str) -> str:
         return self._stops.push(text, may_end=self._written > self._min_tokens)

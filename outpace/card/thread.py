@@ -51,10 +51,6 @@ class ThreadWorker(DraftWorker):
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.drafter.capabilities.memory(lengths)
 
-    @property
-    def num_captures(self) -> int:
-        return self._loop.drafter.capabilities.num_captures
-
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:
             cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1), depth)

@@ -82,11 +82,6 @@ class DraftWorker(ABC):
         """Return `round_trip_seconds` for one request."""
         return self.round_trip_seconds
 
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far by the drafter's models in this process."""
-        return 0
-
     def wrap_target(self, target: Any) -> Any:
         """Return the model that the engine runs in place of `target`, for workers that simulate concurrency."""
         return target
@@ -128,10 +123,6 @@ class SameThreadWorker(DraftWorker):
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.drafter.capabilities.memory(lengths)
-
-    @property
-    def num_captures(self) -> int:
-        return self._loop.drafter.capabilities.num_captures
 
     def stop(self) -> None:
         pass  # nothing runs between the calls of the engine

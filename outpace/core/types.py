@@ -326,7 +326,7 @@ class PendingObservations:
         """Return all collected rounds as one observation and forget them; None if there are none."""
         if self._last is None:
             return None
-        joined = self._last._replace(node_ids=self._node_ids, tokens=self._tokens)
+        joined = Observation(self._node_ids, self._tokens, self._last.tree, self._last.seen)
         self._node_ids, self._tokens, self._last = [], [], None
         return joined
 
@@ -364,11 +364,6 @@ class Capabilities:
     @property
     def runs_model(self) -> bool:
         return any(source.runs_model for source in self.sources)
-
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far by its models."""
-        return sum([model.num_captures for model in self.models])
 
     def limit_threads(self, most: int) -> None:
         """Let its models use at most `most` CPU threads for what this thread runs."""
@@ -424,7 +419,7 @@ class Drafter:
     @final
     def name(self) -> str:
         """The names of its sources."""
-        return "+".join(source.name for source in self.capabilities.sources)
+        return "+".join([source.name for source in self.capabilities.sources])
 
     @final
     def catch_up(self, state: Any) -> None:

@@ -72,7 +72,7 @@ class CompositeDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Any]) -> None:
         """`parts` are drafters."""
-        self.parts = parts
+        self.parts, self._names = parts, [part.name for part in parts]
         self.capabilities = joined([part.capabilities for part in parts])
 
     def copy_prefix(self, state: CompositeState, other: CompositeState, length: int) -> None:
@@ -106,11 +106,11 @@ class SharedTree(CompositeDrafter):
         source = states[0].source
         for number, part in enumerate(self.parts):
             if source is None or source in part.capabilities.sources:
-                inner = []
+                inner, name = [], self._names[number]
                 for state, tree in zip(states, trees, strict=True):
                     part.catch_up(state.parts[number])
                     inner.append(state.part(number))
-                    tree.current_source = part.name
+                    tree.current_source = name
                 part.grow(inner, trees)
                 for state, own in zip(states, inner, strict=True):
                     state.num_steps = own.num_steps

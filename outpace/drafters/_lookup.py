@@ -137,7 +137,7 @@ class LookupDrafter(Drafter, Generic[State]):
         tokens, place = tokens if node else allowed(state, tokens), 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # shared with a branch
             kind, below = kind_of(length + place, grade, origin), proposed.setdefault(ids[node], {})
-            if tree.scores[node] + self.log_rate(state, kind) < floor:
+            if tree.scores[node] + math.log(self.rate(state, kind)) < floor:
                 return node
             if tokens[place] not in below:
                 below[tokens[place]], grade = kind, Certainty.SURE
@@ -146,7 +146,7 @@ class LookupDrafter(Drafter, Generic[State]):
         kinds, scores, score = [], [], tree.scores[node]
         for number in range(length + place, length + place + len(rest)):
             kind = kind_of(number, grade, origin)
-            score += self.log_rate(state, kind)
+            score += math.log(self.rate(state, kind))
             if score < floor:
                 break
             kinds.append(kind)
@@ -175,10 +175,7 @@ class LookupDrafter(Drafter, Generic[State]):
     def rate(self, state: State, kind: int) -> float:
         """Return how often a copy of this kind is accepted."""
         value = (state.rates.get(kind) or self._rates[kind]).value
-        return min(max(value, _LEAST), _MOST)
-
-    def log_rate(self, state: State, kind: int) -> float:
-        return math.log(self.rate(state, kind))
+        return _LEAST if value < _LEAST else _MOST if value > _MOST else value
 
     def observe(self, state: State, seen: Observation) -> None:
         self.learn(state, seen)
@@ -244,7 +241,7 @@ def grow_continuations(
             continue
         for rank, (token, grade, those) in enumerate(islice(_choices(here, depth), limits.branches)):
             kind = kind_of(max([copy.length for copy in those]) + depth, grade, min([copy.origin for copy in those]))
-            if left > 0 and (drafter.log_rate(state, kind) - loss >= least or not (depth or rank)):
+            if left > 0 and (math.log(drafter.rate(state, kind)) - loss >= least or not (depth or rank)):
                 child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1
@@ -280,7 +277,7 @@ def _run_on(
     scores: list[float] = []
     while depth < end and len(kinds) < left:
         kind = kind_of(length + depth, Certainty.SURE, origin)
-        chance = drafter.log_rate(state, kind)
+        chance = math.log(drafter.rate(state, kind))
         if chance - loss < least and depth:
             is_likely = False
             break

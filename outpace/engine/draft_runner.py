@@ -18,7 +18,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER, Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model
+from outpace.models.base import Model, captured
 from outpace.planning.cost_model import CostModel
 
 T = TypeVar("T")
@@ -53,12 +53,6 @@ class DraftRunner:
     def models(self) -> list[Model]:
         """The models that draft in the engine's thread."""
         return list(dict.fromkeys(model for drafter in self.drafters.values() for model in drafter.capabilities.models))
-
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far by the models of all drafters."""
-        own = sum([drafter.capabilities.num_captures for drafter in self.drafters.values()])
-        return own + (self.worker.num_captures if self.worker is not None else 0)
 
     @property
     def cores(self) -> int:
@@ -238,7 +232,7 @@ class DraftRunner:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
         decoders. The time for planning the next growth is recorded as part of the draft step."""
         began, states, trees = self._clock(), list[Any](), list[TokenTree]()
-        captures, drafter = self.num_captures, self._of(sequences[0])
+        before, drafter = captured.count, self._of(sequences[0])
         lends = drafter is not None and drafter.capabilities.needs.session
         source_name = "" if drafter is None else drafter.name if source is None else source.name
         for sequence in sequences:
@@ -263,8 +257,8 @@ class DraftRunner:
         sizes = [*map(len, trees)]
         self.guarded(name, drafter.grow, states, trees)
         added = [*map(sub, map(len, trees), sizes)]
-        grown, width = self._clock(), sum(max(tree.width, 1) for tree in trees)
-        if source is not None and self.num_captures > captures:
+        grown, width = self._clock(), sum([tree.width or 1 for tree in trees])
+        if source is not None and captured.count > before:
             self._costs.note_catch_up(source)  # a capture takes longer than a draft step
         for sequence, count in zip(sequences, added, strict=True):
             sequence.draft.seconds += grown - began

@@ -27,7 +27,7 @@ from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
-from outpace.models.base import Model, Part, chain, check_needs
+from outpace.models.base import Model, Part, captured, chain, check_needs
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
@@ -233,12 +233,12 @@ class Engine(AbstractContextManager["Engine"]):
         except Exception as error:
             self._scheduler.fail(self.running, error)
         # Only the drafting before the pass: learning after it takes longer with more rows and is charged to them.
-        drafting, captures = self.drafting.spent, self.num_captures
+        drafting, before = self.drafting.spent, captured.count
         batch = self._build_batch()
         if not (sequences := batch.sequences):
             return [sequence for sequence in admitted if sequence.state is State.DONE]
         try:
-            output = self._verify(batch, captures, meanwhile)
+            output = self._verify(batch, before, meanwhile)
             self._add_chunks(batch, output)
             self._commit(batch, output, start)
             if not output.has_captured:
@@ -295,14 +295,14 @@ class Engine(AbstractContextManager["Engine"]):
                 chunks.append((sequence, chain(sequence.kv.session, tokens, logit_rows, sequence.kv.keep)))
         return chunks
 
-    def _verify(self, batch: Batch, captures: int, meanwhile: Callable[[], None] | None) -> BatchOutput:
-        """Run the target over the batch; `captures` is the number of captured passes before it."""
+    def _verify(self, batch: Batch, before: int, meanwhile: Callable[[], None] | None) -> BatchOutput:
+        """Run the target over the batch; `before` is the number of captured passes before it."""
         # Reading a prompt is far more work for the target than for the drafter: the target gets all cores for it.
         self.target.limit_threads(leave=0 if batch.chunks else self.drafting.cores)
         began = self._clock()
         prefilled, verified = self._runner.run(batch.chunks, batch.trees, meanwhile)
         self.drafting.check_worker()
-        return BatchOutput(prefilled, verified, self._clock() - began, self.num_captures > captures)
+        return BatchOutput(prefilled, verified, self._clock() - began, captured.count > before)
 
     def capture_passes(self) -> None:
         """Make room for a full batch of short texts, and capture the passes that rounds are likely to need, so that no
@@ -318,11 +318,6 @@ class Engine(AbstractContextManager["Engine"]):
         for model in self.drafting.models:
             model.reserve_sessions(self.options.batch, self.memory.budget // 8)
             model.capture_passes(drafted)
-
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far by the target and all draft models."""
-        return self.target.num_captures + self.drafting.num_captures
 
     def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
         """Hand the output for prompts to the sequences and their drafters, and learn how long reading takes."""
@@ -388,6 +383,6 @@ class Engine(AbstractContextManager["Engine"]):
             return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)
         requests = before = len(batch.trees)
-        for layer, growing in enumerate(self._planned.layers):
+        for layer, growing in enumerate(self._planned.layers if requests > 1 else ()):
             self.costs.sharing(requests, layer).learn(growing, before)
             before = growing

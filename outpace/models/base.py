@@ -75,12 +75,13 @@ class Session:
 
     def extend_bytes(self, parents: Sequence[int]) -> bytes:
         """Reserve slots as `extend` does, but return the mask as bytes, row after row."""
-        before = self.pending
+        before = len(self._nodes)
         after = self.length + before + len(parents)
         if after > self.capacity + self.max_pending:
             total, free = self.capacity + self.max_pending, self.free
             raise UserError(f"{len(parents)} more tokens do not fit: {free} of {total} slots are free")
-        self.reserve(after)
+        if after > self.slots:
+            self.reserve(after)
         self._nodes.add(parents)
         mask: bytes = self._nodes.mask(before)
         return mask
@@ -109,7 +110,7 @@ class Session:
         """
         if self.length + len(path) > self.capacity:
             raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
-        if not self.pending and not path:
+        if not path and not self._nodes:
             return
         source = [*path, *live]
         if source != list(range(len(source))):
@@ -193,6 +194,18 @@ def apply_keep(forest: Sequence[Part]) -> list[Part]:
     return parts
 
 
+class CaptureCount:
+    """Counts the passes that this process has captured, as CUDA graphs for instance: a call that captures takes longer.
+
+    `count`: of all models together.
+    """
+
+    count = 0
+
+
+captured = CaptureCount()
+
+
 class Model(SupportsMultiStep):
     """A language model that scores token trees.
 
@@ -243,11 +256,6 @@ class Model(SupportsMultiStep):
     def is_asynchronous(self) -> bool:
         """Whether a pass returns before the device has computed it; the host then waits when it reads the output."""
         return str(self.device) != "cpu"
-
-    @property
-    def num_captures(self) -> int:
-        """Number of passes captured so far, as CUDA graphs for instance: a call that captures takes longer."""
-        return 0
 
     def reserve_sessions(self, count: int, most_bytes: int) -> None:
         """Make room for this many sessions with short texts, where sessions share a store that moves when it grows; it
@@ -330,13 +338,12 @@ def check_needs(model: Model, needs: Needs) -> None:
 def check_forest(model: Model, forest: Sequence[Part]) -> None:
     """Raise UserError for a part that needs a capability which the model lacks."""
     for part in forest:
-        for value, capability in (
-            (part.length, Capability.LENGTH),
-            (part.mlp_bias, Capability.MLP_BIAS),
-            (part.inputs, Capability.INPUTS),
-        ):
-            if value is not None:
-                model.check_capability(capability)
+        if part.length is not None:
+            model.check_capability(Capability.LENGTH)
+        if part.mlp_bias is not None:
+            model.check_capability(Capability.MLP_BIAS)
+        if part.inputs is not None:
+            model.check_capability(Capability.INPUTS)
 
 
 def row_numbers(forest: Sequence[Part]) -> list[int]:

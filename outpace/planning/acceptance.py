@@ -33,15 +33,16 @@ class AcceptanceModel:
         self._tree: TokenTree | None = None
         self._num_confirmed = 0  # confirmed nodes of this tree, whose scores may have been raised
         self._values = [1.0]  # of its nodes
+        self._trusts = self._known_trusts()  # by source, for this tree
         self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
 
     def trust(self, source: Source) -> float:
         """Return the factor by which this source's chances are multiplied at each token."""
-        return self._trust(source.name) if source.name in self._own else 1.0
+        return self._trusts.get(source.name, 1.0)
 
-    def _trust(self, name: str) -> float:
-        """Return this request's own trust in a source, which starts from that of all requests."""
-        return self._own[name].given(self._common(name).value, _COMMON)
+    def _known_trusts(self) -> dict[str, float]:
+        """Return this request's own trust in each source, which starts from that of all requests."""
+        return {name: own.given(self._common(name).value, _COMMON) for name, own in self._own.items()}
 
     def _common(self, name: str) -> DecayedMean:
         """Return the trust of all requests; for sources with `by_length`, of all with texts of about this length."""
@@ -50,9 +51,10 @@ class AcceptanceModel:
     def of(self, tree: TokenTree) -> list[float]:
         if tree is not self._tree or tree.num_confirmed != self._num_confirmed:
             self._tree, self._num_confirmed, self._values = tree, tree.num_confirmed, [1.0]
+            self._trusts = self._known_trusts()
         values, first = self._values, len(self._values)
         if first < len(tree):
-            scores, trusts = [*tree.scores], {name: self._trust(name) for name in self._own}
+            scores, trusts = [*tree.scores], self._trusts
             for source, parent, score in zip(tree.sources[first:], tree.parents[first:], scores[first:], strict=True):
                 chance = exp(score - scores[parent]) * trusts.get(source, _CONTINUES)
                 values.append(values[parent] * min(chance, 1.0))

@@ -167,9 +167,8 @@ class CostModel:
     def draft_seconds(self, source: Source, requests: float = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
         while nothing is known."""
-        if not _shares_steps(source):
-            return self._step_curve(source).seconds(1)
-        return self._step_curve(source).seconds(round(width * requests)) / requests
+        curve = self._steps.get(source.name) or self._step_curve(source)
+        return curve.seconds(round(width * requests)) / requests if _shares_steps(source) else curve.seconds(1)
 
     def sharing(self, requests: int, layer: int) -> DecayedMean:
         """Return the share of the requests with the layer above (all for the first) that grow this layer where any
@@ -223,7 +222,8 @@ class CostModel:
 
     def best_rows(self, chances: Sequence[float], others: int, price: float) -> tuple[int, float]:
         """Apply `best_rows` to nodes with these falling chances, while other requests have `others` rows."""
-        extra = self.extra_seconds(others + 1, min(self.max_extra_rows(others), len(chances)))
+        rounds = self._rounds
+        extra = rounds.extra_seconds(others + 1, min(rounds.max_extra_rows(others), len(chances)))
         return best_rows(chances, extra, price)
 
     def tokens_per_second(self, requests: int) -> float:

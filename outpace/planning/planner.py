@@ -56,6 +56,7 @@ class Planner:
         self._repetitions = RepetitionDetector(context.committed)
         self.models = [ModelSource(one, context) for one in context.sources if one.runs_model]
         self._chances: list[float] = []  # acceptance of the nodes of this round's tree, descending
+        self._worth = 0.0  # of these nodes, in tokens
         self._lookup_chance = 0.0  # chance that the target accepts a lookup node of this round's tree
         self._num_looked_up = 0  # lookup nodes of this round's tree
         self.price = 0.0  # tokens that a second is worth in this round
@@ -91,7 +92,7 @@ class Planner:
         self._rounds += 1
         for model in self.models:
             model.layers, model.first, model.doubtful, model.is_trial = 0, 0, -1, False
-        self._chances = []
+        self._chances, self._worth = [], 0.0
         self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
             self._why = "a plain round is timed" if self._context.budget > 1 else "one row for each request"
@@ -116,7 +117,8 @@ class Planner:
         model.layers = model.first = tree.deepest
         self.uses_drafts = len(tree) > 1
         self._chances = self._falling(tree)
-        return self._best(self._chances)[1]
+        self._worth = self._best(self._chances)[1]
+        return self._worth
 
     def _falling(self, tree: TokenTree) -> list[float]:
         """Return the acceptance chances of the best nodes that fit into the budget besides the root, best first."""
@@ -141,7 +143,7 @@ class Planner:
             if not explores and not self._is_due(model):
                 return 0
             width, model.is_trial, model.doubtful, model.doubtful_worth = width or 1, not explores, model.layers, 0.0
-        elif catch_up > model.may_save():
+        elif catch_up and catch_up > model.may_save():
             self._why = "the answer is too short for the draft model to read the text"
             return 0
         self._reached = reach[width - 1] if reach else 0.0
@@ -160,23 +162,30 @@ class Planner:
     def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
         """Return the width at which the next layer gains most above its cost, and that gain; 0 if no width gains."""
         best, best_gain, width = 0, 0.0, 1
-        value = model.yields.value(model.layers)
+        if not reach:
+            return best, best_gain
+        value, price, sharing = model.yields.value(model.layers), self._second_price(model), self._sharing(model)
         while width <= len(reach):
-            gain = value * reach[width - 1] - self._step_price(model, width)
+            gain = value * reach[width - 1] - price * self._costs.draft_seconds(model.source, sharing, width)
             if gain > best_gain:
                 best, best_gain = width, gain
             width *= 2
         return best, best_gain
 
-    def _step_price(self, model: ModelSource, width: int = 1) -> float:
+    def _second_price(self, model: ModelSource) -> float:
+        """Return how many tokens a second of the model's draft steps must add."""
+        return self.price * (_WAIT_MARGIN if model.first else 1.0)
+
+    def _step_price(self, model: ModelSource) -> float:
         """Return how many tokens the model's next draft step must add to pay for this request's share of it."""
-        price = self.price * (_WAIT_MARGIN if model.first else 1.0)
-        return price * self._costs.draft_seconds(model.source, self._sharing(model), width)
+        return self._second_price(model) * self._costs.draft_seconds(model.source, self._sharing(model))
 
     def _sharing(self, model: ModelSource) -> float:
         """Return how many requests are expected to share the forward of the model's next layer: the usual fraction of
         those that shared the layer before."""
         requests, layer = self._context.requests, model.layers
+        if requests == 1:
+            return 1.0
         before = self._context.batch.num_growing(layer - 1) if layer else requests
         return max(1.0, before * self._costs.sharing(requests, layer).value)
 
@@ -206,8 +215,9 @@ class Planner:
         """Learn from a layer that the model has added."""
         # Next to likely lookups a layer adds less than usual, which says nothing about other rounds.
         if self._lookup_chance <= MAX_LOOKUP_CHANCE:
-            before, self._chances = self._best(self._chances)[1], self._falling(tree)
+            before, self._chances = self._worth, self._falling(tree)
             rows, worth = self._best(self._chances)
+            self._worth = worth
             most = self._costs.max_extra_rows(self._context.rows_of_others)
             is_cut = len(self._chances) >= rows > most  # by the limit on untimed rows, not by what pays
             if not is_cut and self._reached:

@@ -80,7 +80,3 @@ class GraphSpecFormer(TorchSpecFormer, FeaturePasses):
     session_type = GraphFeatureSession  # type: ignore[assignment]
     slots_type = GraphSlots
     slots: GraphSlots
-
-    @property
-    def num_captures(self) -> int:
-        return super().num_captures + self.slots.num_captures

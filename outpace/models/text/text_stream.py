@@ -46,15 +46,9 @@ class TokenStream(TextStream):
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
-    def push(self, ids: Sequence[int]) -> str:
-        return "".join(self._push_token(token) for token in self._tokens(ids))
-
     def bytes_of(self, index: int) -> bytes:
         """Return what an id adds to a text, in UTF-8; decoding may strip a space from the first id of a text."""
         return b"".join(self._bytes(token) for token in self._tokens([index]))
-
-    @abstractmethod
-    def _push_token(self, token: str) -> str: ...
 
     @abstractmethod
     def _bytes(self, token: str) -> bytes: ...
@@ -71,8 +65,8 @@ class ByteLevelStream(TokenStream):
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
 
-    def _push_token(self, token: str) -> str:
-        return self._utf8.decode(self._bytes(token))
+    def push(self, ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join([self._bytes(token) for token in self._tokens(ids)]))
 
     def _bytes(self, token: str) -> bytes:
         found = [self._byte_of.get(character, -1) for character in token]
@@ -90,6 +84,9 @@ class SentencePieceStream(TokenStream):
         self._replacements = replacements
         self._stripped, self._strip_left = strip
         self._run = bytearray()
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join([self._push_token(token) for token in self._tokens(ids)])
 
     def finish(self) -> str:
         return self._without_start(self._ended_run())

@@ -90,10 +90,6 @@ class GraphLlama(Llama):
             model.captures = Captures(is_eager)
         return model
 
-    @property
-    def num_captures(self) -> int:
-        return self.captures.count
-
     def open(self, capacity: int, max_pending: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
         self._rope.reach(min(next_power_of_two(capacity + max_pending), self.max_positions))

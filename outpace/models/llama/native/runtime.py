@@ -19,7 +19,7 @@ from outpace.core.errors import unknown
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
-from outpace.models.base import Capability, Model, Part, Session, apply_keep, check_forest, hidden_row_numbers
+from outpace.models.base import Capability, Model, Part, Session, check_forest, hidden_row_numbers
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -40,7 +40,7 @@ pending node that it may see."""
 
 
 class Forest:
-    """A forward pass in the form that the kernels take. Creating it reserves the slots of all parts.
+    """A forward pass in the form that the kernels take. Creating it applies each part's `keep` and reserves its slots.
 
     `extras`: arguments beyond tokens and positions, {} if no part needs any. `best`: the number of top tokens to return
     for each logit row; 0 if the parts ask for different numbers, -1 if there are no logit rows.
@@ -54,6 +54,8 @@ class Forest:
         self.extras: dict[str, Any] = {}
         self.best = -1
         for part in parts:
+            if part.keep is not None:
+                part.session.keep(part.keep)
             if part.logit_rows:
                 self.best = part.best if self.best in (-1, part.best) else 0
             first = len(self.tokens)
@@ -306,7 +308,7 @@ class NativeLlama(Model):
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         check_forest(self, forest)
-        return self._forward(self._forest(apply_keep(forest)))
+        return self._forward(self._forest(forest))
 
     def _score(self, forest: Sequence[Part]) -> Tensor:
         return tensor_of(self._forward(self._forest(forest)).wide())
