@@ -207,9 +207,10 @@ class TreeExpander:
     def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
         """Run one forward over all frontiers and return the logits of their nodes, job after job. Missing committed
         tokens are read in the same forward; the frontier's nodes stay pending."""
-        self._catch_up([job.state for job in jobs])
+        states = [job.state for job in jobs]
+        self._catch_up(states)
         parts = [self._part(*job) for job in jobs]
-        held = self._score([job.state for job in jobs], parts)
+        held = self._score(states, parts)
         for (state, _, frontier), part in zip(jobs, parts, strict=True):
             if missing := len(part.tokens) - len(frontier):
                 state.session.keep(range(missing), range(missing, len(part.tokens)))

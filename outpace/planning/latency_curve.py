@@ -102,10 +102,10 @@ class LatencyCurve:
 
     def extra_seconds(self, rows: int, count: int) -> Sequence[float]:
         """Return how much longer a round takes with 1, 2, ... `count` more rows than `rows`."""
-        extra = self._extra.get(rows)
-        if extra is None or len(extra) < count:
+        extra = self._extra.setdefault(rows, [])
+        if len(extra) < count:
             base = self.seconds(rows)
-            extra = self._extra[rows] = [self.seconds(rows + more) - base for more in range(1, count + 1)]
+            extra += [self.seconds(rows + more) - base for more in range(len(extra) + 1, count + 1)]
         return extra[:count]
 
     @property
