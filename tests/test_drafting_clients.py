@@ -265,6 +265,30 @@ def test_wrong_drafts_do_not_change_the_text(site: Served, llm: outpace.LLM) -> 
     site.wait_idle()
 
 
+def test_ids_that_pad_the_vocabulary_are_written(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides know half of the tokens that the target writes."""
+    with outpace.load(tiny_folder, "none") as llm:
+        prompt = [3, 4]
+        [plain] = llm.generate([prompt], plain=True, **LONG)
+        known = sorted(plain.tokens)[len(plain.tokens) // 2]
+        own = identity_of(llm.target)._replace(num_tokens=known)
+        for place in ("server.drafting", "cluster.remote_target"):
+            monkeypatch.setattr(f"outpace.{place}.identity_of", lambda loaded: own)
+        with served(llm, draft_port=0) as site, joined(tiny_folder, port_of(site)) as target:
+            found = target.stream(prompt, **LONG).finish()
+    assert (found.tokens, found.text) == (plain.tokens, plain.text)
+
+
+def test_a_client_that_asks_nothing_is_sent_away(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.server.drafting.HELLO_SECONDS", 0.1)
+
+    def sent() -> Iterator[FromDrafter]:
+        yield FromDrafter(hello=identity_of(site.llm.target).hello)
+        time.sleep(60)
+
+    assert call(port_of(site), sent())[1:] == ("DEADLINE_EXCEEDED", "nothing was sent or read in time")
+
+
 @pytest.mark.parametrize("left", [1, 3])
 def test_a_text_may_fill_the_context(site: Served, llm: outpace.LLM, tiny_folder: str, left: int) -> None:
     prompt = [5] * (llm.target.model.max_positions - left)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,9 @@ from outpace.card.link import MAX_MESSAGE, Address, Outbox, authenticator, read_
 from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Layer
 from outpace.card.protocol_pb2 import Request as RequestMessage
-from outpace.card.remote import LinkError, RemoteWorker
+from outpace.card.remote import DrafterConnection, LinkError, RemoteWorker
 from outpace.card.wire import Identity, ProtocolError, SentRequest
+from outpace.cli import link_report
 from outpace.cluster.draft_model import build_card_drafter, load_own_draft
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import UserError
@@ -84,12 +86,50 @@ def test_the_round_trip_is_measured_and_not_awaited_after_a_miss() -> None:
         assert True not in waits
 
 
+def test_a_slow_link_is_timed_with_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_report, "TRIP_SECONDS", 0.0)
+    stages: list[str] = []
+    with drafting(delay=0.05) as (_, relay), DrafterConnection(at(relay.port), OWN, None) as connection:
+        found = link_report._time(connection, lambda stage, done: stages.append(stage))
+    assert 0.1 <= found["round_trip_seconds"] <= found["round_trip_p99_seconds"]
+    assert Counter(stages) == {"round trips": 3, "rate there": 3, "rate back": 3}
+
+
 def test_texts_beyond_the_drafts_context_do_not_end_the_link() -> None:
     with drafting(own=OWN._replace(max_positions=4)) as (_, relay):
         worker = worker_of(relay)
         outcome = within(SECONDS, partial(decode, REQUESTS, "card", worker=worker, target=SlowToy(16, 3, 0)))
         assert outcome.texts == TEXTS
         assert outcome.failure is None
+
+
+def test_ids_that_pad_the_vocabulary_do_not_end_the_link() -> None:
+    """Both sides know 12 tokens, the target writes 16."""
+    own = OWN._replace(num_tokens=12)
+    assert any(max(text) >= 12 for text in TEXTS)
+    with drafting(Lookup(bytes(min(token, 10) for token in TABLE)), own) as (server, relay):
+        worker = RemoteWorker(at(relay.port), own)
+        requests = [*REQUESTS, make_request([1, 15], max_tokens=20)]
+        work = partial(decode, requests, "card", worker=worker, target=SlowToy(16, 3, 0))
+        outcome, said = collect_warnings(partial(within, SECONDS, work))
+        assert outcome.texts[:-1] == TEXTS
+        assert (outcome.failure, said) == (None, [])
+        assert server.num_requests == 0
+
+
+def test_a_target_that_sends_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.cluster.draft_server.SILENT_SECONDS", 0.1)
+    with drafting() as (_, relay):
+        _, status = call(relay.goal, silent_after(hello()))
+        assert status == "DEADLINE_EXCEEDED"
+        monkeypatch.setattr("outpace.card.link.HELLO_SECONDS", 0.1)
+        assert call(relay.goal, silent_after())[1] in ("CANCELLED", "DEADLINE_EXCEEDED")
+
+
+def silent_after(*messages: Any) -> Iterator[Any]:
+    """Yield messages, then none for a long time."""
+    yield from messages
+    time.sleep(4 * SECONDS)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])

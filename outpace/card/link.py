@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import socket
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SCHEMES = ("grpc", "grpcs")
 SERVICE = "outpace.v1.Drafting"
+_LATE = "nothing was sent or read in time"
 NO_HELLO = "the first message of a stream must be a hello"
-HELLO_SECONDS = 10.0  # timeout of a stream's first message
+HELLO_SECONDS = 10.0  # timeout of a stream's first messages
+SILENT_SECONDS = 60.0  # timeout of later ones where pings come, and of reading the last ones
 MAX_STREAMS = 64
 MAX_MESSAGE = 4 << 20  # bytes
 JOINED_BYTES = 1 << 20  # a message that exceeds this size gets no further item
 _CLOSE_SECONDS = 2.0
+_LOOK_SECONDS = 0.5  # interval in which a listener looks for streams past their deadlines
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -110,13 +115,14 @@ def open_channel(address: Address) -> Any:
 
 class Outbox(Generic[T]):
     """A queue of items to send. A thread of gRPC iterates over it; queued items are merged into one message, or into
-    several if it exceeds JOINED_BYTES."""
+    several if it exceeds JOINED_BYTES. A listener ends the stream at `deadline` (`time.monotonic`)."""
 
     def __init__(self, message_type: type[Any], add: Callable[[Any, T], None]) -> None:
         """`add` adds an item to a message; items that are messages of this type are merged."""
         self._type, self._add, self._items = message_type, add, SimpleQueue[T | None]()
         self._is_closed = False
         self.error: Exception | None = None  # why it was closed
+        self.deadline = math.inf
 
     def put(self, item: T) -> None:
         """Queue an item; returns at once."""
@@ -231,7 +237,8 @@ def authenticator(keys: Collection[bytes]) -> Callable[[str], str]:
 
 
 class Listener(AbstractContextManager["Listener"]):
-    """A gRPC server with one streaming call. Each stream has a thread that sends and one that reads."""
+    """A gRPC server with one streaming call. Each stream has a thread that sends and one that reads. One more thread
+    ends streams at their deadlines."""
 
     def __init__(
         self,
@@ -251,6 +258,10 @@ class Listener(AbstractContextManager["Listener"]):
         self._server = module.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS)
         handler = module.stream_stream_rpc_method_handler(self._serve, parse, serialize)
         self._server.add_generic_rpc_handlers((module.method_handlers_generic_handler(SERVICE, {call: handler}),))
+        self._hellos: dict[Any, float] = {}  # deadlines, by the context of a stream
+        self._outboxes: dict[Any, Outbox[Any]] = {}  # by context, after the hello
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="outpace-link-watcher", daemon=True)
 
     def bind(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
         """Bind to an address, with TLS if there is a certificate; return the port. UserError if that fails."""
@@ -270,8 +281,12 @@ class Listener(AbstractContextManager["Listener"]):
     def start(self) -> None:
         """Accept streams."""
         self._server.start()
+        self._watcher.start()
 
     def __exit__(self, *error: object) -> None:
+        self._stopping.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
         self._server.stop(0).wait(_CLOSE_SECONDS)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -281,6 +296,7 @@ class Listener(AbstractContextManager["Listener"]):
             key = self._authenticate(_bearer(context.invocation_metadata()))
             self._check_hello(incoming, context)
             outbox, take, end = self._begin(key)
+            self._outboxes[context] = outbox
             context.add_callback(outbox.close)
             reader = threading.Thread(target=_read, args=(incoming, take, outbox), name="outpace-link-reader")
             reader.daemon = True
@@ -291,23 +307,35 @@ class Listener(AbstractContextManager["Listener"]):
         except RefusedError as error:
             context.abort(getattr(self._grpc.StatusCode, error.code), str(error))
         finally:
+            self._outboxes.pop(context, None)
             end()
 
     def _check_hello(self, incoming: Iterator[Any], context: Any) -> None:
         """Read the first message of a stream; RefusedError if it is late, no hello, or from a different model."""
-        timer = threading.Timer(HELLO_SECONDS, context.cancel)
-        timer.daemon = True
-        timer.start()
+        self._hellos[context] = time.monotonic() + HELLO_SECONDS
         try:
             first = next(incoming)
         except Exception:
             raise RefusedError("DEADLINE_EXCEEDED", "no hello was received, a stream must begin with one") from None
         finally:
-            timer.cancel()
+            del self._hellos[context]
         if not first.HasField("hello"):
             raise RefusedError("INVALID_ARGUMENT", NO_HELLO)
         if mismatch := self._own.mismatch(first.hello):
             raise RefusedError("FAILED_PRECONDITION", mismatch)
+
+    def _watch(self) -> None:
+        """End streams past their deadlines: by a status, or if that cannot be sent, without one."""
+        while not self._stopping.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            for context, deadline in list(self._hellos.items()):
+                if now > deadline:
+                    context.cancel()
+            for context, outbox in list(self._outboxes.items()):
+                if now > outbox.deadline:
+                    outbox.close(RefusedError("DEADLINE_EXCEEDED", _LATE))
+                if now > outbox.deadline + HELLO_SECONDS:
+                    context.cancel()
 
 
 def _read(incoming: Iterator[Any], take: Callable[[Any], None], outbox: Outbox[Any]) -> None:

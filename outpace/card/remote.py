@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outpace.card import link
 from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
-from outpace.card.loop import Close, Correct, Message
+from outpace.card.loop import Close, Correct, Message, Open
 from outpace.card.protocol_pb2 import FromDrafter, FromTarget, Ping
 from outpace.card.restarting import POLL_SECONDS, RestartingWorker
 from outpace.card.wire import Identity, LayerLimit, ProtocolError, add_message, parser, read_layer, read_seconds
@@ -68,6 +68,9 @@ class RemoteWorker(RestartingWorker):
     def _post(self, message: Message) -> None:
         if isinstance(message, Correct | Close):
             self._limit.reset(message.key)
+        if not self._own.has_tokens(_tokens_of(message)):
+            self._caches[message.key].give_up()
+            message = Close(message.key)  # the drafter's model cannot read this text
         super()._post(message)
 
     def _run_guarded(self) -> Any:
@@ -168,3 +171,10 @@ class DrafterConnection(DialedStream):
         if "certificate" in lower or "ssl" in lower or "handshake" in lower:
             return UserError(f"no secure link to {self.address}: {details}")
         return LinkError(f"no link to {self.address} ({code.lower().replace('_', ' ')}: {details})")
+
+
+def _tokens_of(message: Message) -> Sequence[int]:
+    """Return the tokens that a message tells the drafter."""
+    if isinstance(message, Open):
+        return message.request.prompt
+    return message.correction.tokens if isinstance(message, Correct) else ()

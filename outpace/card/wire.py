@@ -48,7 +48,8 @@ class ProtocolError(Exception):
 
 class Identity(NamedTuple):
     """The model of one side. `tokenizer`, a hash of its tokens, and `num_tokens` must be equal on both sides. `digest`:
-    a hash of its weights. `max_positions`: the longest text."""
+    a hash of its weights. `max_positions`: the longest text. A target may write ids from `num_tokens` on, which pad its
+    vocabulary: a text with one is not drafted further."""
 
     tokenizer: str
     num_tokens: int
@@ -66,6 +67,10 @@ class Identity(NamedTuple):
             digest=self.digest,
             max_positions=min(self.max_positions, 2**32 - 1),
         )
+
+    def has_tokens(self, tokens: Iterable[int]) -> bool:
+        """Return whether both sides know all these tokens."""
+        return max(tokens, default=0) < self.num_tokens
 
     def mismatch(self, hello: Hello) -> str | None:
         """Return how the other side differs, in a sentence that names both values; None if the two fit."""

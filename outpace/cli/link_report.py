@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import display, process
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from outpace.card.remote import DrafterConnection
 
 NUM_PINGS, NUM_BLOCKS, BLOCK_BYTES = 50, 5, 1 << 19  # messages for the round trip; blocks for the rate, each way
+LEAST_TRIPS, TRIP_SECONDS = 3, 5.0  # each kind of message is sent fewer times if that takes longer
+ANSWER_SECONDS = 15.0  # no further prompt is answered after this time
 SECONDS = 30.0  # timeout of an answer
 NUM_PROMPTS, MAX_TOKENS = 2, 48  # of each built-in task of outpace bench; of an answer
 METHODS = ("card", "planned", "pearl", "ssd")
@@ -43,10 +46,13 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
         with DrafterConnection(address, identity_of(llm.target), key) as connection:
             name = _greet(connection)
             found: dict[str, Any] = {"link": str(address), "draft": name, "target": llm.target.name}
-            found |= _time(connection)
+            found |= _time(connection, bar)
         figures, room = [], max(llm.target.model.max_positions - MAX_TOKENS - 1, 1)
-        for prompt in collect([BUILT_IN], NUM_PROMPTS):
-            process.check()
+        prompts, end = collect([BUILT_IN], NUM_PROMPTS), time.monotonic() + ANSWER_SECONDS
+        for number, prompt in enumerate(prompts):
+            bar("answers", number / len(prompts))
+            if number and time.monotonic() > end:
+                break
             tokens = llm.tokenizer.encode_prompt(prompt.text)[:room]
             figures.append(llm.stream(tokens, max_tokens=MAX_TOKENS).finish().figures)
         total = merge_stats(figures)
@@ -64,16 +70,24 @@ def _greet(connection: DrafterConnection) -> str:
     return str(reply.hello.name)
 
 
-def _time(connection: DrafterConnection) -> dict[str, float]:
+def _time(connection: DrafterConnection, show: Callable[[str, float], None]) -> dict[str, float]:
     """Return the round trip's median and 99th percentile, in seconds, and the bytes per second each way."""
-    trips = sorted(_trip(connection) for _ in range(NUM_PINGS))
+
+    def trips_of(stage: str, most: int, **sizes: int) -> list[float]:
+        times, end = list[float](), time.monotonic() + TRIP_SECONDS
+        while len(times) < most and (len(times) < LEAST_TRIPS or time.monotonic() < end):
+            show(stage, len(times) / most)
+            times.append(_trip(connection, **sizes))
+        return times
+
+    trips = sorted(trips_of("round trips", NUM_PINGS))
     median = statistics.median(trips)
-    up = [_trip(connection, padding=BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
-    down = [_trip(connection, answer_bytes=BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
+    up = trips_of("rate there", NUM_BLOCKS, padding=BLOCK_BYTES)
+    down = trips_of("rate back", NUM_BLOCKS, answer_bytes=BLOCK_BYTES)
     rates = [BLOCK_BYTES / max(statistics.median(times) - median, 1e-6) for times in (up, down)]
     return {
         "round_trip_seconds": median,
-        "round_trip_p99_seconds": trips[int(0.99 * (NUM_PINGS - 1))],
+        "round_trip_p99_seconds": trips[int(0.99 * (len(trips) - 1))],
         "bytes_per_second_up": rates[0],
         "bytes_per_second_down": rates[1],
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from outpace.card.cache import CandidateLayer
-from outpace.card.link import Listener, Outbox
+from outpace.card.link import SILENT_SECONDS, Listener, Outbox
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
 from outpace.card.wire import LONGEST_TEXT, MAX_PADDING, Identity, SentRequest, check, parser, read_request
@@ -95,6 +96,7 @@ class TargetStream:
         self._lock = threading.Lock()  # the stream may end while a message is taken
         self._has_ended = False
         self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(FromDrafter, add_layer)
+        self.outbox.deadline = time.monotonic() + SILENT_SECONDS
 
     def send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
         """Queue a layer to the target."""
@@ -106,6 +108,7 @@ class TargetStream:
     def take(self, message: FromTarget) -> None:
         """Take a message after the hello; ProtocolError for an invalid one."""
         check(not message.HasField("hello"), "a second hello was sent")
+        self.outbox.deadline = time.monotonic() + SILENT_SECONDS
         with self._lock:
             for event in message.events:
                 if not self._has_ended:

@@ -291,14 +291,14 @@ class DraftedAnswer:
         self._sent: SentRequest | None = None
         self._key: int | None = None
         self._has_hello = False
-        self._own = owner.own
+        self._own = owner.own._replace(num_tokens=1 << 31)  # the target may write ids that pad its vocabulary
         self.length, self.most_tokens = 0, request.max_tokens
         self.finish_reason: str | None = None
 
     def take(self, message: FromTarget) -> Iterator[Correct]:
         """Take a message; yield its corrections. UserError if the target refuses the request."""
         if message.HasField("hello"):
-            if mismatch := self._own.mismatch(message.hello):
+            if mismatch := self._owner.own.mismatch(message.hello):
                 raise UserError(f"the target at {self._owner.address} does not fit: {mismatch}")
             longest = message.hello.max_positions
             self._own = self._own._replace(max_positions=max(longest, 1))
@@ -319,12 +319,16 @@ class DraftedAnswer:
                     raise UserError(f"the target at {self._owner.address} refused: {event.close.error}")
                 self.finish_reason = event.close.finish_reason or "abort"
             else:
-                if self._sent is None or self._key is None:
+                if self._sent is None:
                     raise ProtocolError("an event came before its request was opened")
-                found = self._sent.read(self._key, event, self._own)
-                self._owner.post(found)
+                found = self._sent.read(self._key or 0, event, self._own)
                 if isinstance(found, Correct):
                     self.length = found.correction.length
+                    if not self._owner.own.has_tokens(found.correction.tokens):
+                        self.end()  # the draft cannot read them
+                if self._key is not None:
+                    self._owner.post(found)
+                if isinstance(found, Correct):
                     yield found
 
     def end(self) -> None:

@@ -4,6 +4,7 @@ and metrics of the server apply to their requests as to those over HTTP; their m
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 from outpace.api.llm import PreparedRequest
 from outpace.api.text import StopStrings, TextAssembler
 from outpace.card.clients import ClientWorker, DraftingClient
-from outpace.card.link import Listener, Outbox, authenticator
+from outpace.card.link import HELLO_SECONDS, SILENT_SECONDS, Listener, Outbox, authenticator
 from outpace.card.loop import Close, Message
 from outpace.card.protocol_pb2 import Close as CloseMessage
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Ping
@@ -132,6 +133,7 @@ class ClientStream(DraftingClient):
         self._limit = LayerLimit()
         self._num_pings, self._last_ping = 0, 0.0
         self.outbox: Outbox[Message | FromTarget] = Outbox(FromTarget, _add_message)
+        self.outbox.deadline = time.monotonic() + HELLO_SECONDS  # of the request
 
     def post(self, message: Message) -> None:
         self._limit.reset(0)
@@ -140,6 +142,7 @@ class ClientStream(DraftingClient):
 
     def finish(self, close: CloseMessage) -> None:
         """Send the end of the answer."""
+        self.outbox.deadline = time.monotonic() + SILENT_SECONDS
         self.outbox.put(FromTarget(events=[Event(close=close)]))
         self.outbox.close()
 
@@ -150,6 +153,7 @@ class ClientStream(DraftingClient):
         if message.HasField("request"):
             check(self._request is None, "a second request was sent")
             self._request = read_request(message.request, own)
+            self.outbox.deadline = math.inf  # the answer has an end
             self._listener.answer(self, self._request)
         if message.HasField("pong"):
             check(0 < message.pong.number == self._num_pings, f"pong {message.pong.number} answers no ping")
