@@ -8,7 +8,7 @@ JOBS ?= 2
 # Keep compiled bytecode even if the shell's environment forbids it: the tests start hundreds of Python processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs methods-page clean
+.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs methods-page protocol-page clean
 
 demo: .venv/installed  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
@@ -47,6 +47,9 @@ docs: .venv/installed-docs  # builds the site in build/site; a broken link is an
 
 methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' own docstrings
 	.venv/bin/outpace methods --markdown > docs/methods.md
+
+protocol-page: .venv/installed-dev  # writes docs/protocol.md from the comments of the .proto file
+	$(RUN) docs/protocol_page.py > docs/protocol.md
 
 clean:  # removes .venv and the caches of tools
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
 from light import Lookup
 from processes import TABLE
 
@@ -21,8 +23,30 @@ from outpace.cluster.draft_server import DraftServer
 OWN = Identity("toy tokenizer", 16, "toy")
 
 
-def at(port: int) -> Address:
-    return Address("127.0.0.1", port, False)
+def at(port: int, is_secure: bool = False) -> Address:
+    return Address("127.0.0.1", port, is_secure)
+
+
+def tls_files(folder: Path) -> dict[str, Path]:
+    """Write the files of a certificate authority and of a certificate for 127.0.0.1 that it signed."""
+    import trustme
+
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    files = {name: folder / f"{name}.pem" for name in ("authority", "certificate", "key")}
+    authority.cert_pem.write_to_path(str(files["authority"]))
+    files["certificate"].write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
+    certificate.private_key_pem.write_to_path(str(files["key"]))
+    return files
+
+
+def trust(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path], shows_certificate: bool = False) -> None:
+    """Let links of this process trust the authority of `tls_files`, and show its certificate."""
+    names = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": "authority"}
+    if shows_certificate:
+        names |= {"OUTPACE_SSL_CERTFILE": "certificate", "OUTPACE_SSL_KEYFILE": "key"}
+    for variable, name in names.items():
+        monkeypatch.setenv(variable, str(files[name]))
 
 
 class Relay:

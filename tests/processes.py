@@ -18,7 +18,6 @@ from typing import Any
 from doubles import SMALL, QuickToy, collect_warnings, make_drafter, make_request, within, write
 from light import SECONDS, Lookup, build_failing
 
-from outpace.card.process import ProcessWorker
 from outpace.card.worker import DraftWorker
 from outpace.decoders import Card
 from outpace.engine.engine import Engine, EngineOptions
@@ -67,6 +66,11 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+def num_descriptors() -> int:
+    """Return how many files and sockets this process has open; 0 where that is not known."""
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -129,8 +133,10 @@ class Drive:
             assert run.tokens == TEXTS[number]
 
 
-def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: ModuleType = Card) -> list[str]:
-    """Run `work` in an engine of its own, check all texts and return the warnings."""
+def driven(
+    worker: DraftWorker, work: Callable[[Drive], None], decoder: ModuleType = Card, seconds: float = 2 * SECONDS
+) -> list[str]:
+    """Run `work` in an engine of its own, for at most `seconds`, check all texts and return the warnings."""
 
     def whole() -> None:
         drive = Drive(worker, decoder=decoder)
@@ -138,7 +144,7 @@ def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: Module
             work(drive)
             drive.finish()
 
-    return collect_warnings(partial(within, 2 * SECONDS, whole))[1]
+    return collect_warnings(partial(within, seconds, whole))[1]
 
 
 def run_script(code: str, *arguments: str) -> subprocess.Popen[str]:

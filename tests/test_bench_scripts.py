@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import head_steps
 import ready
 import stated_batches
+import wire
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,3 +91,16 @@ def test_heads_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     drafted = {"eagle": ["1", "3"], "peagle": ["8"], "dflash": ["15"], "dspark": ["7"]}
     assert {row["kind"]: [*row["milliseconds"]] for row in rows} == drafted
+
+
+@pytest.mark.skipif(wire.why_not() is not None, reason=str(wire.why_not()))
+def test_drafting_on_a_wire_between_two_namespaces_changes_no_text() -> None:
+    """Real TCP with a delay, in both layouts; the script compares all texts with plain decoding's."""
+    words = ["--delays", "5", "--rate", "0", "--answers", "1", "--tokens", "16", "--runs", "1", "--pass-ms", "40"]
+    command = [sys.executable, str(ROOT / "bench" / "across_machines.py"), *words]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert found.returncode == 0, found.stderr
+    last = json.loads(found.stdout.splitlines()[-1])
+    assert last["equal"]
+    assert [row["layout"] for row in last["rows"]] == ["worker", "client"]
+    assert all(row["up"] > row["down"] > 0 for row in last["rows"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,6 +143,12 @@ def test_make_help_says_what_every_target_is_for() -> None:
 
 def test_the_page_of_methods_is_current() -> None:
     assert (REPOSITORY / "docs" / "methods.md").read_text() == methods_page(), "run `make methods-page`"
+
+
+def test_the_page_of_the_protocol_is_current() -> None:
+    command = [sys.executable, str(REPOSITORY / "docs" / "protocol_page.py")]
+    page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (REPOSITORY / "docs" / "protocol.md").read_text() == page, "run `make protocol-page`"
 
 
 def test_documents_are_short() -> None:

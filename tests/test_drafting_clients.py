@@ -7,12 +7,13 @@ import json
 import os
 import random
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from commands import Run
 from commands import run as run
 from commands import tiny as tiny
 from doubles import collect_warnings
-from links import Relay, at
-from processes import nothing_left, until
+from links import Relay, at, tls_files, trust
+from processes import nothing_left, num_descriptors, until
 from serving import Served, served, wait_for
 
 import outpace
@@ -63,12 +64,14 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
 
 
 @contextmanager
-def joined(folder: str, port: int, key: str | None = None, drafter: str = "model") -> Iterator[RemoteTarget]:
+def joined(
+    folder: str, port: int, key: str | None = None, drafter: str = "model", is_secure: bool = False
+) -> Iterator[RemoteTarget]:
     """A client whose draft equals the target."""
     draft = load_model(folder, LoadOptions(is_draft=True))
     with (
         nothing_left(),
-        RemoteTarget(at(port), draft, build_card_drafter(drafter, draft, {}), key) as target,
+        RemoteTarget(at(port, is_secure), draft, build_card_drafter(drafter, draft, {}), key) as target,
     ):
         yield target
 
@@ -169,7 +172,7 @@ def test_a_closed_stream_ends_its_request(site: Served, tiny_folder: str) -> Non
 @pytest.mark.skipif(os.name != "posix", reason="uses POSIX signals")
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
 def test_killed_clients_leave_nothing(site: Served, tiny_folder: str, kills: int) -> None:
-    threads = threading.active_count()
+    threads, descriptors = threading.active_count(), list[int]()
     for _ in range(kills):
         address = f"grpc://127.0.0.1:{port_of(site)}"
         command = [sys.executable, "-m", "outpace", "generate", "hello", "--raw", "--target", address]
@@ -181,6 +184,8 @@ def test_killed_clients_leave_nothing(site: Served, tiny_folder: str, kills: int
         client.send_signal(signal.SIGKILL)
         client.communicate()
         site.wait_idle()
+        descriptors.append(num_descriptors())
+    assert max(descriptors) <= descriptors[0] + 8, "an ended stream must free what it had"
     until(lambda: threading.active_count() <= threads + 8, "the end of the streams' threads")
 
 
@@ -201,7 +206,8 @@ def call(port: int, sent: Iterator[Any]) -> tuple[list[FromTarget], str, str]:
     return found, "OK", ""
 
 
-def test_invalid_messages_end_their_stream_alone(site: Served, llm: outpace.LLM) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(1_000, marks=pytest.mark.long)])
+def test_invalid_messages_end_their_stream_alone(site: Served, llm: outpace.LLM, count: int) -> None:
     own, chance = identity_of(llm.target), random.Random(2)
     prepared = llm.prepare("hello world", outpace.SamplingParams(max_tokens=50, ignore_eos=True))
     plain = site.complete("hello world", **_fields({"max_tokens": 50, "ignore_eos": True})).choice["text"]
@@ -226,7 +232,7 @@ def test_invalid_messages_end_their_stream_alone(site: Served, llm: outpace.LLM)
         yield bad
         time.sleep(30)
 
-    for number in range(20):
+    for number in range(count):
         _, status, _ = call(port_of(site), sent(number))
         assert status in ("INVALID_ARGUMENT", "OK")  # OK: the answer came to its end first
     assert site.complete("hello world", **_fields({"max_tokens": 50, "ignore_eos": True})).choice["text"] == plain
@@ -344,6 +350,43 @@ def test_the_servers_keys_and_limits_hold(tiny_folder: str) -> None:
         first.close()
         site.wait_idle()
         assert len(target.stream("hello", max_tokens=3, ignore_eos=True).finish().tokens) == 3
+
+
+def test_tls_with_keys_and_certificates_of_clients(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tls_files(tmp_path)
+    tls = {"certificate": files["certificate"], "certificate_key": files["key"]}
+    keys = frozenset([hashlib.sha256(KEY.encode()).digest()])
+    with (
+        outpace.load(tiny_folder, "none") as llm,
+        served(llm, keys=keys, draft_port=0, client_authorities=files["authority"], **tls) as site,
+    ):
+        [plain] = llm.generate([[3, 4]], plain=True, **LONG)
+
+        def ask(key: str | None) -> Any:
+            with joined(tiny_folder, port_of(site), key, is_secure=True) as target:
+                return target.stream([3, 4], **LONG).finish().tokens
+
+        trust(monkeypatch, files)
+        with pytest.raises(UserError, match="it may need a certificate: set OUTPACE_SSL_CERTFILE"):
+            ask(KEY)
+        trust(monkeypatch, files, shows_certificate=True)
+        with pytest.raises(UserError, match="an API key is needed"):
+            ask(None)
+        assert ask(KEY) == plain.tokens
+        context = ssl.create_default_context(cafile=files["authority"])
+        assert health(site, context) == b""
+        context.load_cert_chain(files["certificate"], files["key"])
+        assert health(site, context).startswith(b"HTTP/1.1 200")
+
+
+def health(site: Served, context: ssl.SSLContext) -> bytes:
+    """Return the start of the response over HTTPS, b"" if the connection is refused."""
+    with suppress(ssl.SSLError), context.wrap_socket(site.socket(), server_hostname="127.0.0.1") as secure:
+        secure.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        return secure.recv(100)
+    return b""
 
 
 def test_what_no_link_carries_is_refused(site: Served, tiny_folder: str) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from commands import run as run
 from commands import tiny as tiny
 from doubles import QuickToy, collect_warnings, decode, make_request, within
 from light import SECONDS, Lookup, failing
-from links import OWN, at, drafting, worker_of
-from processes import REQUESTS, TABLE, TEXTS, Drive, driven, nothing_left, run_script, until
+from links import OWN, at, drafting, tls_files, trust, worker_of
+from processes import REQUESTS, TABLE, TEXTS, Drive, driven, nothing_left, num_descriptors, run_script, until
 
 from outpace.card import wire
 from outpace.card.cache import CandidateLayer, Correction
@@ -36,10 +37,12 @@ from outpace.card.remote import DrafterConnection, LinkError, RemoteWorker
 from outpace.card.wire import Identity, ProtocolError, SentRequest
 from outpace.cli import link_report
 from outpace.cluster.draft_model import build_card_drafter, load_own_draft
+from outpace.cluster.draft_server import DraftServer
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.models.options import LoadOptions
+from outpace.server.options import ServerOptions
 
 REPOSITORY = Path(__file__).parents[1]
 KEY = "secret"
@@ -200,17 +203,61 @@ def server_process(port: int = 0) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_partitions_of_any_length_change_no_text(count: int) -> None:
+    """Short ones are no failure; after long ones the link is dialled again."""
+    chance = random.Random(count)
+    with drafting() as (server, relay):
+        worker = worker_of(relay, patience=1.0)
+
+        def work(drive: Drive) -> None:
+            for number in range(count):
+                drive.until_drafted()
+                end = time.monotonic() + chance.choice([0.3, 3.0] if number else [3.0])
+                relay.is_held = True
+                drive.until(lambda end=end: time.monotonic() > end, "the end of the partition")
+                relay.is_held = False
+            drive.until_drafted()
+
+        assert len(driven(worker, work)) == 1
+        until(lambda: server.num_requests == 0, "the end of all requests on the drafter's side")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="uses POSIX signals")
+@pytest.mark.parametrize(("stops", "longest"), [(1, 1.0), pytest.param(20, 30.0, marks=pytest.mark.long)])
+def test_a_stopped_draft_worker_goes_on(stops: int, longest: float) -> None:
+    process, port = server_process()
+    worker, chance = RemoteWorker(at(port), OWN, pauses=(0.05,)), random.Random(stops)
+
+    def work(drive: Drive) -> None:
+        for _ in range(stops):
+            drive.until_drafted()
+            end = time.monotonic() + chance.uniform(1.0, longest)
+            process.send_signal(signal.SIGSTOP)
+            drive.until(lambda end=end: time.monotonic() > end, "the end of the stop")
+            process.send_signal(signal.SIGCONT)
+        drive.until_drafted()
+
+    try:
+        said = driven(worker, work, seconds=(stops + 1) * SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(said) <= 1  # a stop of more than 15 seconds is a failure
+
+
 @pytest.mark.skipif(os.name != "posix", reason="uses POSIX signals")
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
 def test_a_killed_draft_worker_is_replaced_by_the_next_one(kills: int) -> None:
     process, port = server_process()
     worker = RemoteWorker(at(port), OWN, pauses=(0.05,))
     chance = random.Random(kills)
-    processes = [process]
+    processes, descriptors = [process], list[int]()
 
     def work(drive: Drive) -> None:
         for number in range(kills):
             drive.until_drafted()
+            descriptors.append(num_descriptors())
             for _ in range(chance.randrange(20)):
                 drive.round()
             if number % 2:  # a stop of a moment first
@@ -218,24 +265,19 @@ def test_a_killed_draft_worker_is_replaced_by_the_next_one(kills: int) -> None:
                 for _ in range(20):
                     drive.round()
             processes[-1].kill()
-            processes[-1].wait()
+            processes[-1].communicate()
             drive.until(lambda: worker.failure is not None, "its end is seen")
             processes.append(server_process(port)[0])
         drive.until_drafted()
 
-    def whole() -> None:
-        drive = Drive(worker)
-        with drive.engine:
-            work(drive)
-            drive.finish()
-
     try:
-        _, said = collect_warnings(partial(within, (kills + 2) * SECONDS, whole))
+        said = driven(worker, work, seconds=(kills + 2) * SECONDS)
     finally:
         for one in processes:
             one.kill()
             one.communicate()
     assert len(said) == 1
+    assert max(descriptors) <= descriptors[0] + 4, "each new link must free what the last one had"
 
 
 def test_without_a_drafter_the_text_is_written_plainly() -> None:
@@ -283,39 +325,43 @@ def test_a_missing_or_wrong_key_is_refused(key: str | None, says: str) -> None:
         worker.close()
 
 
-def test_tls(tmp_path: Path) -> None:
-    """A process of its own trusts the test's certificate: gRPC reads the variable once."""
-    import trustme
-
-    authority, certificate = trustme.CA(), None
-    certificate = authority.issue_cert("127.0.0.1")
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    from outpace.cluster.draft_server import DraftServer
-
-    code = """
-from links import OWN
-from outpace.card.link import Address
-from outpace.card.remote import RemoteWorker
-from outpace.core.errors import UserError
-try:
-    worker = RemoteWorker(Address("127.0.0.1", int(sys.argv[1]), True), OWN)
-    print("ready" if worker.is_ready else worker.failure)
-    worker.close()
-except UserError as error:
-    print("refused", error)
-"""
+def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tls_files(tmp_path)
+    options = ServerOptions(certificate=files["certificate"], certificate_key=files["key"])
     with DraftServer(Lookup(TABLE), OWN) as server:
-        chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
-        port = server.listen("127.0.0.1", 0, chain, certificate.private_key_pem.bytes())
-        said = []
-        for trusted in (True, False):
-            environment = {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(tmp_path / "ca.pem")} if trusted else {}
-            folders = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(REPOSITORY)]!r}\n"
-            command = [sys.executable, "-c", folders + code, str(port)]
-            found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
-            said.append(found.stdout.strip())
-    assert said[0] == "ready", said
-    assert said[1].startswith("refused no secure link to 127.0.0.1"), said
+        there = at(server.listen("127.0.0.1", 0, options.read_tls()), True)
+        with pytest.raises(UserError, match=r"no secure link to 127\.0\.0\.1"):
+            RemoteWorker(there, OWN)
+        trust(monkeypatch, files)
+        worker = RemoteWorker(there, OWN)
+        assert worker.is_ready
+        worker.close()
+
+
+def test_a_target_may_need_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutual TLS: without a certificate of the authority the link is refused, and decoding is plain."""
+    files = tls_files(tmp_path)
+    mutual = replace(
+        ServerOptions(certificate=files["certificate"], certificate_key=files["key"]),
+        client_authorities=files["authority"],
+    )
+    trust(monkeypatch, files)
+    with DraftServer(Lookup(TABLE), OWN) as server:
+        there = at(server.listen("127.0.0.1", 0, mutual.read_tls()), True)
+        worker = RemoteWorker(there, OWN, first_seconds=1.0)
+        assert not worker.is_ready
+        assert "it may need a certificate: set OUTPACE_SSL_CERTFILE" in str(worker.failure)
+        worker.close()
+        trust(monkeypatch, files, shows_certificate=True)
+        worker = RemoteWorker(there, OWN)
+        assert worker.is_ready
+        worker.close()
+        monkeypatch.delenv("OUTPACE_SSL_KEYFILE")
+        with pytest.raises(UserError, match="set both OUTPACE_SSL_CERTFILE and OUTPACE_SSL_KEYFILE, or neither"):
+            RemoteWorker(there, OWN)
+        monkeypatch.setenv("OUTPACE_SSL_KEYFILE", str(tmp_path / "none"))
+        with pytest.raises(UserError, match=r"OUTPACE_SSL_KEYFILE is .*none, which cannot be read"):
+            RemoteWorker(there, OWN)
 
 
 def messages(seed: int) -> Iterator[FromTarget]:
@@ -377,7 +423,7 @@ def hello() -> FromTarget:
     return FromTarget(hello=OWN.hello)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.long)])
 def test_invalid_messages_end_their_stream_alone(count: int) -> None:
     with drafting() as (server, relay):
         worker = worker_of(relay)
@@ -403,13 +449,14 @@ def test_other_bytes_end_the_stream(sent: list[Any]) -> None:
         assert call(relay.goal, iter(sent))[1] in ("INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 
 
-def test_random_bytes_on_the_port_do_no_harm() -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(1_000, marks=pytest.mark.long)])
+def test_random_bytes_on_the_port_do_no_harm(count: int) -> None:
     chance = random.Random(1)
     with drafting() as (_, relay):
         worker = worker_of(relay)
 
         def work(drive: Drive) -> None:
-            for _ in range(50):
+            for _ in range(count):
                 with socket.create_connection(("127.0.0.1", relay.goal)) as noise:
                     noise.sendall(chance.randbytes(chance.randrange(1, 2000)))
                 drive.round()

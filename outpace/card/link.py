@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -34,6 +36,8 @@ SILENT_SECONDS = 60.0  # timeout of later ones where pings come, and of reading 
 MAX_STREAMS = 64
 MAX_MESSAGE = 4 << 20  # bytes
 JOINED_BYTES = 1 << 20  # a message that exceeds this size gets no further item
+_TRUSTED = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+_CLIENT_FILES = ("OUTPACE_SSL_CERTFILE", "OUTPACE_SSL_KEYFILE")
 _CLOSE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5  # interval in which a listener looks for streams past their deadlines
 _OPTIONS = (
@@ -104,13 +108,26 @@ def grpc() -> Any:
 
 
 def open_channel(address: Address) -> Any:
-    """Return a channel, which connects on its first call. With TLS, GRPC_DEFAULT_SSL_ROOTS_FILE_PATH may name a file of
-    trusted certificates."""
+    """Return a channel, which connects on its first call. With TLS, variables of the environment name files: of trusted
+    certificates, and of a certificate and its key for a listener that asks for one. UserError for unreadable ones."""
     module = grpc()
     options = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # each channel connects anew
     if not address.is_secure:
         return module.insecure_channel(str(address), options)
-    return module.secure_channel(str(address), module.ssl_channel_credentials(), options)
+    trusted, certificate, key = (_read_file(name) for name in (_TRUSTED, *_CLIENT_FILES))
+    if (certificate is None) != (key is None):
+        raise UserError(f"set both {_CLIENT_FILES[0]} and {_CLIENT_FILES[1]}, or neither")
+    return module.secure_channel(str(address), module.ssl_channel_credentials(trusted, key, certificate), options)
+
+
+def _read_file(variable: str) -> bytes | None:
+    """Return the content of the file that a variable of the environment names; None if it is not set."""
+    if not (name := os.environ.get(variable)):
+        return None
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise UserError(f"{variable} is {name}, which cannot be read ({error.strerror})") from None
 
 
 class Outbox(Generic[T]):
@@ -201,9 +218,22 @@ class DialedStream(AbstractContextManager["DialedStream"]):
                 self._inbox.put(message)
             self._inbox.put(self.error_of("OK", ""))
         except grpc().RpcError as error:
-            self._inbox.put(self.error_of(error.code().name, error.details() or ""))
+            details = error.details() or ""
+            found = self.error_of(error.code().name, details)
+            if self.address.is_secure and re.match("failed to connect.*Socket closed", details):
+                found = type(found)(f"{found}; it may need a certificate: set {' and '.join(_CLIENT_FILES)}")
+            self._inbox.put(found)
         except Exception as error:
             self._inbox.put(error)
+
+
+class TlsFiles(NamedTuple):
+    """The contents of PEM files for a listener: its certificate and key, and, if each client needs a certificate, those
+    of the authorities that sign them."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes | None = None
 
 
 class RefusedError(Exception):
@@ -263,14 +293,15 @@ class Listener(AbstractContextManager["Listener"]):
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="outpace-link-watcher", daemon=True)
 
-    def bind(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
-        """Bind to an address, with TLS if there is a certificate; return the port. UserError if that fails."""
+    def bind(self, host: str, port: int, tls: TlsFiles | None = None) -> int:
+        """Bind to an address; return the port. UserError if that fails."""
         where = str(Address(host, port, False))
         try:
-            if certificate is None:
+            if tls is None:
                 found: int = self._server.add_insecure_port(where)
             else:
-                credentials = self._grpc.ssl_server_credentials([(key, certificate)])
+                pair, authorities = [(tls.key, tls.certificate)], tls.authorities
+                credentials = self._grpc.ssl_server_credentials(pair, authorities, authorities is not None)
                 found = self._server.add_secure_port(where, credentials)
         except RuntimeError:
             found = 0

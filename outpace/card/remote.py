@@ -174,7 +174,7 @@ class DrafterConnection(DialedStream):
 
 
 def _tokens_of(message: Message) -> Sequence[int]:
-    """Return the tokens that a message tells the drafter."""
+    """Return the tokens in a message to the drafter."""
     if isinstance(message, Open):
         return message.request.prompt
     return message.correction.tokens if isinstance(message, Correct) else ()

@@ -42,6 +42,9 @@ class DraftListenFlags:
     insecure: bool = flag(False, "Draft for other machines without API keys.")
     ssl_certfile: Path | None = flag(None, "TLS certificate.")
     ssl_keyfile: Path | None = flag(None, "Key of the TLS certificate.")
+    ssl_ca_certs: Path | None = flag(
+        None, "File of authorities' certificates; each target needs a certificate that one of them signed."
+    )
 
 
 @flags
@@ -60,16 +63,14 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
 
     host, port = read_listen_address(listen.listen)
     keys = read_api_keys(listen.api_key_file)
-    ServerOptions(  # checks these
+    options = ServerOptions(  # checks these
         host=host,
         port=port,
         keys=keys,
         insecure=listen.insecure,
         certificate=listen.ssl_certfile,
         certificate_key=listen.ssl_keyfile,
-    )
-    certificate, certificate_key = (
-        None if file is None else file.read_bytes() for file in (listen.ssl_certfile, listen.ssl_keyfile)
+        client_authorities=listen.ssl_ca_certs,
     )
     if model.threads is not None:
         check_range("threads", model.threads, 1, num_cores())
@@ -79,7 +80,7 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
     identity = identity_of(draft)
     draft.model.vocab_size = identity.num_tokens  # the target may lack rows that pad the draft
     with DraftServer(build_card_drafter(model.drafter, draft, ctx.obj), identity, authenticator(keys)) as server:
-        port = server.listen(host, port, certificate, certificate_key)
+        port = server.listen(host, port, options.read_tls())
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         display.say(f"{draft.name} drafts on {where}; Ctrl-C ends it")
         try:

@@ -44,6 +44,9 @@ class ListenFlags:
     log_prompts: bool = flag(False, "Write the bodies of requests into the log.")
     ssl_certfile: Path | None = flag(None, "TLS certificate.")
     ssl_keyfile: Path | None = flag(None, "Key of the TLS certificate.")
+    ssl_ca_certs: Path | None = flag(
+        None, "File of authorities' certificates; each client needs a certificate that one of them signed."
+    )
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
         methods=tuple(listen.allow_method or ()),
         certificate=listen.ssl_certfile,
         certificate_key=listen.ssl_keyfile,
+        client_authorities=listen.ssl_ca_certs,
         limits=ServerLimits(**common_fields(limit, ServerLimits)),
         **common_fields(listen, ServerOptions),
     )

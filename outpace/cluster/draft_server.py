@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from outpace.card.cache import CandidateLayer
-from outpace.card.link import SILENT_SECONDS, Listener, Outbox
+from outpace.card.link import SILENT_SECONDS, Listener, Outbox, TlsFiles
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
 from outpace.card.wire import LONGEST_TEXT, MAX_PADDING, Identity, SentRequest, check, parser, read_request
@@ -35,9 +35,9 @@ class DraftServer(AbstractContextManager["DraftServer"]):
         self._listener = Listener("Draft", own, parser(FromTarget), self._begin, authenticate)
         self._thread = DraftThread(drafter, self._send, self.has_ended.set)
 
-    def listen(self, host: str, port: int, certificate: bytes | None = None, key: bytes | None = None) -> int:
-        """Listen on an address, with TLS if there is a certificate; return the port. UserError if that fails."""
-        port = self._listener.bind(host, port, certificate, key)
+    def listen(self, host: str, port: int, tls: TlsFiles | None = None) -> int:
+        """Listen on an address; return the port. UserError if that fails."""
+        port = self._listener.bind(host, port, tls)
         self._listener.start()
         return port
 

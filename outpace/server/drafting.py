@@ -52,9 +52,8 @@ class ClientListener:
             "Join", self.own, parser(FromDrafter), self._begin, authenticator(service.options.keys)
         )
         options = service.options
-        files = (None if file is None else file.read_bytes() for file in (options.certificate, options.certificate_key))
         assert options.draft_port is not None
-        self.port = self._listener.bind(options.host, options.draft_port, *files)
+        self.port = self._listener.bind(options.host, options.draft_port, options.read_tls())
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Accept clients; their requests are answered in this event loop."""

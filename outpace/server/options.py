@@ -8,6 +8,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outpace.card.link import TlsFiles
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, require, unknown
 from outpace.core.options import CheckedOptions, number, whole
@@ -46,7 +47,8 @@ class ServerOptions:
     empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
     reporting them in a header. `draft_port`: port for clients that draft for themselves; None: no such port.
     `tool_prompt`: describe tools in the system message if the chat template ignores them. `tool_parser`: the form in
-    which the model writes calls, `auto` for that of its chat template and all others.
+    which the model writes calls, `auto` for that of its chat template and all others. `client_authorities`: file of
+    certificates; clients need a certificate that one of these authorities signed.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +66,7 @@ class ServerOptions:
     metrics_prefix: str = "outpace"  # outpace, vllm or both
     certificate: Path | None = None
     certificate_key: Path | None = None
+    client_authorities: Path | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -84,10 +87,21 @@ class ServerOptions:
             raise UserError("TLS needs a certificate and its key, give both or neither")
         if self.certificate is not None and self.certificate_key is not None:
             _check_certificate(self.certificate, self.certificate_key)
+        if self.client_authorities is not None:
+            if self.certificate is None:
+                raise UserError("--ssl-ca-certs checks certificates of clients, so it needs --ssl-certfile too")
+            _check_authorities(self.client_authorities)
         known = {name for kind in registry.KINDS for name in registry.names(kind)}
         for part in (part for name in self.methods for part in name.split("+")):
             if part not in known:
                 raise unknown("method, drafter or rule", part, known)
+
+    def read_tls(self) -> TlsFiles | None:
+        """Return the contents of the TLS files; None without TLS."""
+        if self.certificate is None or self.certificate_key is None:
+            return None
+        authorities = None if self.client_authorities is None else self.client_authorities.read_bytes()
+        return TlsFiles(self.certificate.read_bytes(), self.certificate_key.read_bytes(), authorities)
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
@@ -109,6 +123,16 @@ def _check_certificate(certificate: Path, key: Path) -> None:
     except ssl.SSLError as error:
         why = f" ({error.reason})" if error.reason else ""
         raise UserError(f"{certificate} and {key} are not a certificate and its key in PEM format{why}") from error
+
+
+def _check_authorities(file: Path) -> None:
+    """Raise UserError unless this is a file of certificates."""
+    try:
+        ssl.create_default_context(cafile=file)
+    except ssl.SSLError as error:
+        raise UserError(f"{file} has no certificates in PEM format ({error.reason})") from error
+    except OSError as error:
+        raise UserError(f"TLS file {file} cannot be read ({error.strerror})") from error
 
 
 def read_api_keys(file: Path | None) -> frozenset[bytes]:

@@ -9,6 +9,7 @@ import asyncio
 import select
 import selectors
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -266,5 +267,7 @@ def make_server(app: Middleware, service: Service) -> Server:
         timeout_graceful_shutdown=5,
         ssl_certfile=options.certificate,
         ssl_keyfile=options.certificate_key,
+        ssl_ca_certs=options.client_authorities and str(options.client_authorities),
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.client_authorities else ssl.CERT_NONE,
     )
     return Server(config, service)

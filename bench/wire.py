@@ -1,0 +1,98 @@
+"""A wire between two network namespaces: real TCP with a given delay, rate and interruptions. Linux, root only.
+
+Each side is a process that calls `enter`; a thread of their parent carries packets between their TUN devices. The
+namespaces end with their processes, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+ADDRESSES = ("10.9.0.1", "10.9.0.2")  # of the two sides, known in their namespaces only
+NAME = b"wire"
+LOOK_SECONDS = 0.2  # longest sleep of the wire's thread
+QUEUE_SECONDS = 1.0  # a packet that would wait longer for the rate is dropped
+CLONE_NEWNET = 0x40000000
+TUNSETIFF, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFFLAGS = 0x400454CA, 0x8916, 0x891C, 0x8914
+IFF_TUN, IFF_NO_PI, IFF_UP = 0x0001, 0x1000, 0x0001
+
+
+def why_not() -> str | None:
+    """Return why no wire can be built here, in a sentence; None if one can."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(enter(ADDRESSES[0]))
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        return None
+    return "a wire needs Linux, root, network namespaces and /dev/net/tun"
+
+
+def enter(address: str) -> int:
+    """Move this process, which must have one thread, into a network namespace whose only way out is a TUN device with
+    this address; return the device's descriptor. OSError where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "no network namespace")
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", NAME, IFF_TUN | IFF_NO_PI))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for name, host in ((NAME, address), (b"lo", "127.0.0.1")):
+            for request, value in ((SIOCSIFADDR, host), (SIOCSIFNETMASK, "255.255.255.0")):
+                fcntl.ioctl(
+                    control, request, struct.pack("16sHH4s8x", name, socket.AF_INET, 0, socket.inet_aton(value))
+                )
+            fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH14x", name, IFF_UP))
+    return device
+
+
+class Wire(AbstractContextManager["Wire"]):
+    """Carries packets between two TUN devices until the block ends.
+
+    `delay`: seconds one way. `rate`: bytes per second each way. While it `is_cut`, packets are lost. `num_bytes`: those
+    sent by each side, with the headers of IP and TCP. All may change at any time.
+    """
+
+    def __init__(self, devices: Sequence[int], delay: float = 0.0, rate: float = math.inf) -> None:
+        self.delay, self.rate, self.is_cut, self.num_bytes = delay, rate, False, [0, 0]
+        self._devices = tuple(devices)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stopping = True
+        self._thread.join()
+        for device in self._devices:
+            os.close(device)
+
+    def _carry(self) -> None:
+        queues: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
+        free = [0.0, 0.0]  # when the last packet has passed at `rate`
+        while not self._stopping:
+            due = min((queue[0][0] for queue in queues if queue), default=math.inf)
+            pause = min(max(due - time.monotonic(), 0.0), LOOK_SECONDS)
+            for device in select.select(self._devices, [], [], pause)[0]:
+                side, packet, now = self._devices.index(device), os.read(device, 1 << 16), time.monotonic()
+                passed = max(free[side], now) + len(packet) / self.rate
+                if not self.is_cut and passed < now + QUEUE_SECONDS:
+                    free[side] = passed
+                    self.num_bytes[side] += len(packet)
+                    queues[side].append((passed + self.delay, packet))
+            for side, queue in enumerate(queues):
+                while queue and queue[0][0] <= time.monotonic():
+                    os.write(self._devices[1 - side], queue.popleft()[1])
