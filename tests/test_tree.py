@@ -178,6 +178,13 @@ def test_a_proposal_for_a_child_that_is_there_raises_the_branch_below_it() -> No
     assert choose_frontiers([slots], [tree], [1], [-9.0], [9]) == [[1]], "the order of expansion follows the scores"
 
 
+@pytest.mark.parametrize("token", [1 << 32, -1])
+def test_an_offer_of_no_token_is_refused(token: int) -> None:
+    rows = TopKRows([([3, token], [-0.5, -0.7])])
+    with pytest.raises(ValueError, match=f"no token has the id {token}"):
+        attach_offers([chain([1, 2])], [[1]], rows, [OfferMap()], [PickModel()], [1], [2])
+
+
 def test_batch_calls_refuse_none() -> None:
     tree, rows = chain([1, 2]), TopKRows([([3], [-0.5])])
     whole = [[tree], [OfferMap()], [PickModel()]]
