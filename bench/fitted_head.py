@@ -2,7 +2,7 @@
 
     python bench/fitted_head.py --head fitted-head [--lengths 512 2048 8000] [--prompts 8] [--tokens 64]
 
-If the folder exists, the head in it is measured instead, whatever made it.
+If the folder exists, the head in it is measured instead, of any kind and whatever made it.
 
 The head's layer is the target's last block. Its MLP and norms are copied. Its input, the hidden state of the next
 position before that block, is not known when the head runs: a linear map of the next token's embedding and the last
@@ -10,14 +10,16 @@ position's final hidden state estimates it. Some of its attention heads are the 
 others attend only to their own slot and compute a second linear map, by which the output projection corrects the sum.
 Both maps are fitted on greedy answers of the target to built-in prompts.
 
-Prints a line of JSON for each text length: accepted length (tokens per pass of the target) of chains and trees, on
-held-out prompts that follow a text of that length, with and without --window.
+Prints a line of JSON for each text length: accepted length (tokens per pass of the target) of chains, trees and `auto`,
+on held-out prompts that follow a text of that length, with and without --window; and the speed of `auto` as a multiple
+of plain decoding's, the median over the prompts, without prefill.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -36,13 +38,17 @@ from outpace.core.stats import merge_stats
 from outpace.distill.prompts import builtin_prompts, is_held_out
 from outpace.models.base import chain
 from outpace.models.files.find import open_source
+from outpace.models.heads.config import DRAFTERS
 from outpace.models.load import Loaded, load_draft, load_model
 
 TEXTS, ANSWER, EVERY, AT_ONCE = 160, 192, 29, 16  # at most TEXTS prompts, every EVERY-th, with answers of ANSWER tokens
 RIDGE = 1e-3  # ridge penalty, as a fraction of the inputs' mean sum of squares
 GAP = 20.0  # by which the score of a slot's own key exceeds all others
-CHAIN = {"draft_length": 4, "width": 1, "nodes": 5}
-TREE = {"draft_length": 4, "width": 4, "nodes": 24}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chain": {"method": "speculative", "draft_length": 4, "width": 1, "nodes": 5},
+    "tree": {"method": "speculative", "draft_length": 4, "width": 4, "nodes": 24},
+    "auto": {"method": "auto"},
+}
 
 
 class Block:
@@ -179,17 +185,23 @@ def own_slot_bias(config: Any) -> Tensor:
     return torch.cat([size.expand(depth // 2), torch.zeros(depth // 2)])
 
 
-def accepted(
+def measure(
     target: Loaded, head: Path, questions: Sequence[Sequence[int]], tokens: int, options: dict[str, Any]
-) -> float:
-    """Return the mean accepted length over greedy answers, each checked against plain decoding."""
-    with LLM(target, load_draft(head, target), method="speculative", drafter="eagle", profile=False, **options) as llm:
-        asked = {"max_tokens": tokens, "ignore_eos": True}
-        drafted = [llm.generate([one], **asked)[0] for one in questions]
-        plain = [llm.generate([one], plain=True, **asked)[0] for one in questions]
+) -> tuple[float, float]:
+    """Return the mean accepted length over greedy answers, each checked against plain decoding, and the speedup."""
+    draft = load_draft(head, target)
+    drafted, plain = [], []
+    with LLM(target, draft, drafter=DRAFTERS[draft.model.head.kind], profile=False, **options) as llm:
+        for question in questions:
+            asked = {"prompts": [question], "max_tokens": tokens, "ignore_eos": True}
+            drafted += llm.generate(**asked)
+            plain += llm.generate(**asked, plain=True)
     if [one.tokens for one in drafted] != [one.tokens for one in plain]:
         raise SystemExit("a text differs from that of plain decoding")
-    return merge_stats([one.figures for one in drafted]).mean_accepted_length
+    speedup = statistics.median(
+        one.tokens_per_second / other.tokens_per_second for one, other in zip(drafted, plain, strict=True)
+    )
+    return merge_stats([one.figures for one in drafted]).mean_accepted_length, speedup
 
 
 def main() -> None:
@@ -216,10 +228,12 @@ def main() -> None:
         questions = [chat_tokens(target, text) for text in asked]
         questions = [[*before[: max(0, length - len(one) - args.tokens)], *one] for one in questions]
         row: dict[str, Any] = {"length": length}
-        for name, shape in (("chain", CHAIN), ("tree", TREE)):
+        for name, shape in SETTINGS.items():
             for label, window in ((name, 0), (f"{name}, window {args.window}", args.window)):
-                found = accepted(target, args.head, questions, args.tokens, {**shape, "head_window": window})
+                found, speedup = measure(target, args.head, questions, args.tokens, {**shape, "head_window": window})
                 row[label] = round(found, 2)
+                if name == "auto":
+                    row[f"{label}: speedup"] = round(speedup, 3)
         print(json.dumps(row), flush=True)
 
 

@@ -40,8 +40,9 @@ def add_features(head: HeadModel, state: ExpansionState, seen: Observation) -> b
     hidden = seen.seen.hidden  # [taps, nodes, width]
     if seen.tokens:
         rows = {node: row for row, node in enumerate(seen.seen.ids)}
-        hidden = hidden[:, [rows[node] for node in seen.node_ids]]
-    state.session.add_features(head.fuse(hidden))
+        state.session.add_hidden(hidden[:, [rows[node] for node in seen.node_ids]], head.fuse)  # of a copy
+    else:
+        state.session.add_features(head.fuse(hidden))
     return True
 
 
@@ -62,7 +63,7 @@ class FeatureExpander(TreeExpander):
     def read_features(self, state: EagleState, most: int) -> None:
         """Read committed tokens whose features are known, until at most `most` features are stored."""
         session = state.session
-        while len(session.features) > most and (count := min(len(session.features), state.missing, CHUNK)) > 0:
+        while session.num_features > most and (count := min(session.num_features, state.missing, CHUNK)) > 0:
             first = state.start + session.length
             self.model.score_held([chain(session, self.clamp_ids(state.tokens[first : first + count]))])
             session.keep(range(count))
@@ -76,7 +77,7 @@ class FeatureExpander(TreeExpander):
 def _ready(state: EagleState, tree: TokenTree, nodes: list[int]) -> list[int]:
     """Return the nodes whose parents were scored; none if the root is the first token or features are missing."""
     wanted, chosen = 0 if state.session.pending else state.missing + 1, set(nodes)
-    has_features = state.missing >= 0 and len(state.session.features) == wanted
+    has_features = state.missing >= 0 and state.session.num_features == wanted
     ready = [node for node in nodes if has_features and (not node or tree.parents[node] not in chosen)]
     if len(ready) < len(nodes):
         state.slots.reset()
@@ -99,7 +100,7 @@ class BlockExpander(TreeExpander):
 
     def _is_ready(self, state: BlockState, tree: TokenTree) -> bool:
         is_new = tree.ids[0] not in state.slots and state.room >= 0
-        return is_new and state.missing == len(state.session.features)
+        return is_new and state.missing == state.session.num_features
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
         """Return no request: texts are read as their hidden states arrive."""

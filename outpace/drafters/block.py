@@ -54,7 +54,7 @@ class BlockDrafter(Drafter):
             state.tokens += seen.tokens
             self._forget(state)
         add_features(self._head, state, seen)
-        if len(state.session.features) > CHUNK:
+        if state.session.num_features > CHUNK:
             self._head.read_features([state.session])
 
     def copy_prefix(self, state: BlockState, other: BlockState, length: int) -> None:

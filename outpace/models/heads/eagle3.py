@@ -48,18 +48,38 @@ def stack_rows(rows: Sequence[Any]) -> Any:
 class FeatureSession(Session):
     """Adds features to a runtime's session.
 
-    `features` [queued, width]: features of the next slots, in order. `outputs`: the output [width] of each pending
-    node, which its children read; None for nodes without a logit row.
+    `features` [queued, width]: features of the next slots, in order; `num_features`: their number, which computes none.
+    `outputs`: the output [width] of each pending node, which its children read; None for nodes without a logit row.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.features: Any = ()
+        self._features: Any = ()
+        self._hidden: tuple[Any, ...] = ()  # hidden states of the positions after those of `_features`
+        self._fuse: Callable[[Any], Any]
+        self.num_features = 0
         self.outputs: list[Any] = []
+
+    @property
+    def features(self) -> Any:
+        if self._hidden:
+            rows = self._fuse(join_rows(self._hidden, 1))
+            self._features, self._hidden = join_rows([*([self._features] if len(self._features) else []), rows]), ()
+        return self._features
+
+    @features.setter
+    def features(self, rows: Any) -> None:
+        self._features, self._hidden, self.num_features = rows, (), len(rows)
 
     def add_features(self, rows: Any) -> None:
         """Queue the features of the next positions."""
-        self.features = join_rows([self.features, rows]) if len(self.features) else rows
+        self.features = join_rows([self.features, rows]) if self.num_features else rows
+
+    def add_hidden(self, hidden: Any, fuse: Callable[[Any], Any]) -> None:
+        """Queue the target's hidden states at the next positions, [taps, rows, width]. `fuse` computes their features
+        when they are needed, those of all positions together."""
+        self._fuse = fuse
+        self._hidden, self.num_features = (*self._hidden, hidden), self.num_features + hidden.shape[1]
 
     def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
         super().keep(path, live)

@@ -316,7 +316,7 @@ class NativeLlama(Model):
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
         logits, hidden = self.score_sparse_hidden(forest, layers)
-        return TargetOutput(logits.wide(), hidden)
+        return TargetOutput(logits.wide(), hidden, logits.best)
 
     def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
         """Return sparse logits and hidden states, as `_score_hidden` does, for parts without a `keep`."""
@@ -349,9 +349,18 @@ class NativeLlama(Model):
         vocab = self.output_vocab()
         if forest.extras:
             model.forward(*forest.arrays(table), out, **forest.extras)
-            return self._sparse(out, vocab)
+            return self._sparse(out, vocab, self._best(out, vocab) if forest.best == 1 else ())
         rows = (forest.sessions, forest.tokens, forest.positions, table, forest.logit_rows)
         return self._sparse(out, vocab, model.score(*rows, out, forest.best, *vocab))
+
+    @staticmethod
+    def _best(out: np.ndarray, vocab: tuple[int, np.ndarray | None]) -> list[TopK]:
+        """Return each row's best token, as the kernels' `score` does."""
+        count, ids = vocab
+        places = out[:, :count].argmax(1)
+        tokens = places if ids is None else ids[places]
+        is_valid = ~np.isnan(out[range(len(out)), places])
+        return [([token], []) if valid else ([], []) for token, valid in zip(tokens.tolist(), is_valid, strict=True)]
 
     def output_vocab(self) -> tuple[int, np.ndarray | None]:
         """Return the number of output rows that are tokens of `vocab_size`, and their ids if the rows are reduced.
