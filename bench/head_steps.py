@@ -2,11 +2,11 @@
 
     python bench/head_steps.py [--kinds eagle peagle dflash dspark] [--shapes Qwen3-4B ...] [--dtype int4]
 
-Prints a line of JSON per kind and shape: gigabytes of weights that a step reads, and its median milliseconds after 512
-tokens. A step of EAGLE-3 expands a number of nodes (--nodes). A step of another kind drafts a whole block, after the
-head has read the hidden states of four new tokens: P-EAGLE 8 tokens by 4 layers, DFlash 15 and DSpark 7 by 5 layers.
-EAGLE-3 and P-EAGLE have an output layer of 32,000 rows; DFlash and DSpark use the target's, here in int8. Random
-weights cost as much as trained ones.
+Prints a line of JSON per kind and shape: gigabytes of weights that a step reads, the milliseconds in which memory
+delivers these (floor), and the median milliseconds of a step after 512 tokens. A step of EAGLE-3 expands a number of
+nodes (--nodes). A step of another kind drafts a whole block, after the head has read the hidden states of four new
+tokens: P-EAGLE 8 tokens by 4 layers, DFlash 15 and DSpark 7 by 5 layers. EAGLE-3 and P-EAGLE have an output layer of
+32,000 rows; DFlash and DSpark use the target's, here in int8. Random weights cost as much as trained ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace.core.lazy import num_cores
+from outpace.core.machine import memory_bandwidth
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.heads.config import DFLASH, DSPARK, EAGLE3, P_EAGLE, HeadConfig
@@ -212,7 +213,9 @@ def main() -> None:
             built = NativeBlock if head.block else NativeEagle
             model = built.from_files(files, head, None, options)
             found = block_steps(model) if isinstance(model, NativeBlock) else eagle_steps(model, args.nodes)
-            row = {"head": name, "kind": kind, "dtype": args.dtype, "gigabytes": round(model.weight_bytes / 1e9, 2)}
+            size = model.weight_bytes
+            row = {"head": name, "kind": kind, "dtype": args.dtype, "gigabytes": round(size / 1e9, 2)}
+            row["floor"] = round(size / memory_bandwidth() * 1000, 1)
             print(json.dumps(row | {"milliseconds": found}), flush=True)
 
 
