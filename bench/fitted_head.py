@@ -190,12 +190,10 @@ def measure(
 ) -> tuple[float, float]:
     """Return the mean accepted length over greedy answers, each checked against plain decoding, and the speedup."""
     draft = load_draft(head, target)
-    drafted, plain = [], []
     with LLM(target, draft, drafter=DRAFTERS[draft.model.head.kind], profile=False, **options) as llm:
-        for question in questions:
-            asked = {"prompts": [question], "max_tokens": tokens, "ignore_eos": True}
-            drafted += llm.generate(**asked)
-            plain += llm.generate(**asked, plain=True)
+        asked: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
+        drafted = [llm.generate([one], **asked)[0] for one in questions]
+        plain = [llm.generate([one], plain=True, **asked)[0] for one in questions]
     if [one.tokens for one in drafted] != [one.tokens for one in plain]:
         raise SystemExit("a text differs from that of plain decoding")
     speedup = statistics.median(

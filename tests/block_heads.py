@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
-from heads import DEPTH, GGUF_FIELDS, GGUF_PARTS, VOCAB, WIDTH, finish_gguf, silent_target, write_folder
+from heads import (
+    DEPTH,
+    GGUF_FIELDS,
+    GGUF_PARTS,
+    VOCAB,
+    WIDTH,
+    RandomWeights,
+    finish_gguf,
+    silent_target,
+    write_folder,
+)
 from safetensors.numpy import save_file
 
 BLOCK, MASK, RANK, ROWS = 5, 271, 8, 128
@@ -52,14 +62,9 @@ def block_config(**changes: Any) -> dict[str, Any]:
 
 def block_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Return random float32 weights, named as in public heads."""
-    random, middle = np.random.default_rng(seed), config["intermediate_size"]
+    random, middle = RandomWeights(seed), config["intermediate_size"]
+    matrix, norm = random.matrix, random.norm
     queries, keys = (config[f"num_{name}_heads"] * DEPTH for name in ("attention", "key_value"))
-
-    def matrix(*shape: int) -> np.ndarray:
-        return (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-
-    def norm(size: int) -> np.ndarray:
-        return (1 + 0.3 * random.standard_normal(size)).astype(np.float32)
 
     rows = config.get("draft_vocab_size", VOCAB)
     tensors = {
@@ -80,8 +85,7 @@ def block_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndar
         if config["model_type"] == "qwen3":
             tensors |= {f"{own}self_attn.{name}_norm.weight": norm(DEPTH) for name in "qk"}
     if rows < VOCAB:
-        ids = np.sort(random.permutation(VOCAB)[:rows])
-        tensors["d2t"] = (ids - np.arange(rows)).astype(np.int64)
+        tensors["d2t"] = random.offsets(rows)
     if "markov_rank" in config:
         kind = config.get("markov_head_type", "vanilla")
         tensors["markov_head.markov_w1.weight"] = matrix(VOCAB, RANK) * 2

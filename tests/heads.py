@@ -63,21 +63,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+class RandomWeights:
+    """Random float32 weights; the same for equal seeds."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def matrix(self, *shape: int) -> np.ndarray:
+        return (self._random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+    def norm(self, size: int) -> np.ndarray:
+        return (1 + 0.3 * self._random.standard_normal(size)).astype(np.float32)
+
+    def offsets(self, rows: int, vocab: int = VOCAB) -> np.ndarray:
+        """Return the `d2t` of a random draft vocabulary: int64 [rows]"""
+        ids = np.sort(self._random.permutation(vocab)[:rows])
+        return (ids - np.arange(rows)).astype(np.int64)
+
+
 def head_config(**changes: Any) -> dict[str, Any]:
     return CONFIG | changes
 
 
 def head_tensors(config: Mapping[str, Any], seed: int = 0, taps: int = 3) -> dict[str, np.ndarray]:
     """Return random float32 weights, named as in public heads; the draft vocabulary is random too."""
-    random, width, middle = np.random.default_rng(seed), config["hidden_size"], config["intermediate_size"]
+    random, width, middle = RandomWeights(seed), config["hidden_size"], config["intermediate_size"]
+    matrix, norm = random.matrix, random.norm
     depth, rows = config["head_dim"], config["draft_vocab_size"]
     queries, keys = config["num_attention_heads"] * depth, config["num_key_value_heads"] * depth
-
-    def matrix(*shape: int) -> np.ndarray:
-        return (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-
-    def norm(size: int) -> np.ndarray:
-        return (1 + 0.3 * random.standard_normal(size)).astype(np.float32)
 
     attention, mlp = "midlayer.self_attn.", "midlayer.mlp."
     tensors = {
@@ -110,8 +123,8 @@ def head_tensors(config: Mapping[str, Any], seed: int = 0, taps: int = 3) -> dic
         tensors["input_norm.weight"] = norm(taps * width)
     if config.get("fc_norm"):
         tensors |= {f"fc_norm.{tap}.weight": norm(width) for tap in range(taps)}
-    ids = np.sort(random.permutation(config["vocab_size"])[:rows])
-    tensors["d2t"] = (ids - np.arange(rows)).astype(np.int64)
+    tensors["d2t"] = random.offsets(rows, config["vocab_size"])
+    ids = tensors["d2t"] + np.arange(rows)
     tensors["t2d"] = np.isin(np.arange(config["vocab_size"]), ids)
     return tensors
 

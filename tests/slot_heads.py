@@ -8,23 +8,14 @@ from typing import Any
 
 import numpy as np
 from block_heads import BlockReference
-from heads import DEPTH, VOCAB, WIDTH, silent_target, write_folder
+from heads import CONFIG as EAGLE_CONFIG
+from heads import DEPTH, VOCAB, WIDTH, RandomWeights, silent_target, write_folder
 from safetensors.numpy import save_file
 
 SLOTS, TAPS, ROWS = 4, (0, 4, 7, 8), 128
 CONFIG: dict[str, Any] = {
+    **{name: value for name, value in EAGLE_CONFIG.items() if name != "draft_vocab_size"},
     "architectures": ["SpecFormerDraftModel"],
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": DEPTH,
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 32,
-    "rope_theta": 10000.0,
-    "vocab_size": VOCAB,
     "num_slots": SLOTS,
     "aux_hidden_state_layer_ids": list(TAPS),
 }
@@ -37,14 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def slot_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Return random float32 weights."""
-    random, middle = np.random.default_rng(seed), config["intermediate_size"]
+    random, middle = RandomWeights(seed), config["intermediate_size"]
+    matrix, norm = random.matrix, random.norm
     queries, keys = (config[f"num_{name}_heads"] * DEPTH for name in ("attention", "key_value"))
-
-    def matrix(*shape: int) -> np.ndarray:
-        return (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-
-    def norm(size: int) -> np.ndarray:
-        return (1 + 0.3 * random.standard_normal(size)).astype(np.float32)
 
     taps = len(config["aux_hidden_state_layer_ids"])
     tensors = {f"fc_norm.{tap}.weight": norm(WIDTH) for tap in range(taps)}
@@ -63,8 +49,8 @@ def slot_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarr
         tensors[f"layers.0.mlp.{name}_proj.weight"] = matrix(*shape)
     tensors["layers.0.post_attention_layernorm.weight"] = norm(WIDTH)
     if rows := config.get("draft_vocab_size"):
-        ids = np.sort(random.permutation(VOCAB)[:rows])
-        tensors |= {"lm_head.weight": matrix(rows, WIDTH) * 4, "d2t": (ids - np.arange(rows)).astype(np.int64)}
+        tensors["d2t"] = random.offsets(rows)
+        tensors["lm_head.weight"] = matrix(rows, WIDTH) * 4
     return tensors
 
 

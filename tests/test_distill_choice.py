@@ -35,6 +35,7 @@ def test_the_kind_depends_on_the_run_the_device_and_the_target(
     chosen, reason = choose_kind(tmp_path, device, name)
     assert chosen == kind
     assert reason
+    assert choose_kind(tmp_path, device, name, is_open=False)[0] == (kind if known else "standalone")
 
 
 def test_the_kind_is_said_and_a_run_ends_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +51,11 @@ def test_the_kind_is_said_and_a_run_ends_with_advice(tmp_path: Path, capsys: pyt
     assert list(saved["tokens_per_second"]) == [PLAIN, TRAINED]
     assert run_command(*given, "--stage", "judge") == 0
     assert "tokens/s by" not in capsys.readouterr().err, "another command compares nothing"
+    (tmp_path / "out" / "run.json").write_text(json.dumps({"kind": "specformer"}))
+    assert run_command(*given, "--stage", "train") == 2
+    said = capsys.readouterr().err
+    assert "kind: specformer, because" in said
+    assert "is a checkpoint of another shape" in said
 
 
 def test_speeds_are_those_of_whole_answers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,10 +235,12 @@ def _options(
         check_whole("batch_rows", training.batch_rows, 1)
     has_gpu = not device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
-    kind, has_shape = shape.kind or "standalone", shape != ShapeFlags(kind=shape.kind)
-    if shape.kind is None and text.stage == "all" and not has_shape and text.taps is None:
-        kind, why = choose_kind(out, device, shipped_model().stem if target is None else Path(target).name)
-        display.say(f"kind: {kind}, because {why}; --kind names another")
+    kind = shape.kind or "standalone"
+    if shape.kind is None and text.stage in ("text", "train", "all"):
+        is_open = text.stage == "all" and shape == ShapeFlags() and text.taps is None
+        kind, why = choose_kind(out, device, shipped_model().stem if target is None else Path(target).name, is_open)
+        if why:
+            display.say(f"kind: {kind}, because {why}; --kind names another")
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     rate = training.learning_rate

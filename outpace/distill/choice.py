@@ -17,11 +17,16 @@ PLAIN, TRAINED = "plain decoding", "the trained draft"
 COMPARED, TOKENS = 6, 96  # prompts, and most tokens of each answer
 
 
-def choose_kind(out: Path, device: str, target_name: str) -> tuple[str, str]:
-    """Return the kind of draft to train for the target of this name into the folder `out`, and the reason."""
+def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True) -> tuple[str, str]:
+    """Return the kind of draft to train for the target of this name into the folder `out`, and the reason.
+
+    Unless `is_open`, a folder without a training gets the kind standalone, for no reason ("").
+    """
     known = read_state(out).get("kind")
     if known is not None:
         return str(known), f"{out} holds a training of this kind"
+    if not is_open:
+        return "standalone", ""
     if not device.startswith("cpu"):
         return "eagle3", "a GPU writes enough text for a head, whose step is cheap next to the target's pass"
     if shipped_draft(target_name) is not None:

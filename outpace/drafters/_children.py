@@ -43,8 +43,7 @@ class ChildOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class HeadOptions(ChildOptions):
-    """`head_window`: number of trailing tokens that the head sees; 0: as the file says, usually all. Heads that were
-    trained on short texts have a low acceptance rate in long ones; a window may raise it."""
+    """`head_window`: number of trailing tokens that the head sees; 0: as the file says, usually all."""
 
     head_window: int = whole(0, 0, 1 << 30)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from outpace.core.drafting import Needs
+from outpace.core.drafting import BuildContext, Needs
+from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Observation
-from outpace.drafters._children import ChildAdder, OfferState
+from outpace.drafters._children import ChildAdder, HeadOptions, OfferState
 from outpace.drafters._tree_expander import CHUNK, ExpansionState, TreeExpander
 from outpace.models.base import chain
 from outpace.models.heads.eagle3 import HeadModel
+
+H = TypeVar("H", bound=HeadModel)
 
 
 class EagleState(OfferState):
@@ -31,6 +34,16 @@ def head_capabilities(
     needs = Needs(layers=head.head.taps, prompt=True)
     found = expander.capabilities(declared, children.pick_models, needs=needs)
     return replace(found, sources=(found.sources[0]._replace(reads=0),))
+
+
+def given_head(given: BuildContext, options: HeadOptions, head_type: type[H], drafter: str, heads: str) -> H:
+    """Return the draft, if it is a head of this type, with the window of the options. UserError for any other draft,
+    which says which `heads` the drafter runs."""
+    if not isinstance(given.draft, head_type):
+        raise UserError(f"drafter {drafter} needs {heads}: name it with --draft (or draft=...)")
+    if options.head_window:
+        given.draft.limit_window(options.head_window)
+    return given.draft
 
 
 def add_features(head: HeadModel, state: ExpansionState, seen: Observation) -> bool:

@@ -107,8 +107,8 @@ class MultiStepExpander:
     """Takes draft steps in advance, and hands out their proposals one step at a time."""
 
     def __init__(self, model: Model, pick_models: PickModels, options: Any, steps: int | None) -> None:
-        """`options`: `ModelOptions`. `steps`: draft steps in one graph; None: as many as rounds take, where that saves
-        time. UserError for several, if the model takes one at a time."""
+        """`options` are `ModelOptions`. `steps` is the number of draft steps in one call; with None it is that of a
+        usual round, if several in one call save time. Raises UserError for several, if the model takes only one."""
         if model.several_steps is None and steps not in (None, 1):
             raise UserError(
                 f"steps is {steps}, and {type(model).__name__} takes one at a time: several need a draft with"

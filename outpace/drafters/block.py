@@ -14,12 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
 from outpace.drafters._children import ChildAdder, HeadOptions
-from outpace.drafters._feature_expander import BlockExpander, BlockState, add_features, head_capabilities
+from outpace.drafters._feature_expander import (
+    BlockExpander,
+    BlockState,
+    add_features,
+    given_head,
+    head_capabilities,
+)
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
 from outpace.models.heads.dflash import BlockModel
 
@@ -96,11 +101,5 @@ def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 def build(options: Options, *, given: BuildContext) -> BlockDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    if not isinstance(given.draft, BlockModel):
-        raise UserError(
-            "drafter block needs a DFlash, DSpark or Medusa head for the target: name its folder with --draft (or"
-            " draft=...)"
-        )
-    if options.head_window:
-        given.draft.limit_window(options.head_window)
-    return BlockDrafter(given.draft, options)
+    head = given_head(given, options, BlockModel, "block", "a DFlash, DSpark or Medusa head for the target")
+    return BlockDrafter(head, options)

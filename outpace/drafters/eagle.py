@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.errors import UserError
 from outpace.core.options import number, whole
 from outpace.core.types import Capabilities, Source
 from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter
-from outpace.drafters._feature_expander import FeatureExpander
+from outpace.drafters._feature_expander import FeatureExpander, given_head
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.eagle3 import EagleModel
 
@@ -58,10 +57,5 @@ class EagleDrafter(FeatureDrafter):
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    if not isinstance(given.draft, EagleModel):
-        raise UserError(
-            "drafter eagle needs an EAGLE head for the target, or its MTP layer: name one with --draft (or draft=...)"
-        )
-    if options.head_window:
-        given.draft.limit_window(options.head_window)
-    return EagleDrafter(given.draft, options)
+    head = given_head(given, options, EagleModel, "eagle", "an EAGLE head for the target, or its MTP layer")
+    return EagleDrafter(head, options)

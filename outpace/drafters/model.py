@@ -24,8 +24,8 @@ from outpace.models.base import Model
 
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    """`steps`: forwards that the draft takes in one graph without the host; the default is as many as rounds take, up
-    to 8, on a GPU, otherwise 1."""
+    """`steps`: number of draft steps that run in one CUDA graph; by default as many as a round usually takes, at most
+    8, on a GPU, and 1 elsewhere."""
 
     steps: int | None = whole(None, 1, MAX_STEPS)
 

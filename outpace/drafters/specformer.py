@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.errors import UserError
 from outpace.core.types import Capabilities, Source
 from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter
+from outpace.drafters._feature_expander import given_head
 from outpace.drafters._mask_expander import RootExpander
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.specformer import SpecFormerModel
@@ -42,10 +42,5 @@ class SpecFormerDrafter(FeatureDrafter):
 
 def build(options: Options, *, given: BuildContext) -> SpecFormerDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    if not isinstance(given.draft, SpecFormerModel):
-        raise UserError(
-            "drafter specformer needs a SpecFormer head for the target: name its folder with --draft (or draft=...)"
-        )
-    if options.head_window:
-        given.draft.limit_window(options.head_window)
-    return SpecFormerDrafter(given.draft, options)
+    head = given_head(given, options, SpecFormerModel, "specformer", "a SpecFormer head for the target")
+    return SpecFormerDrafter(head, options)

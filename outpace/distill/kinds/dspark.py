@@ -30,17 +30,14 @@ from outpace.distill.kinds.speculators_files import (
     layer_fields,
     random_matrix,
     read_own_head,
+    start_head,
     start_of,
-    stored,
-    stored_ends,
-    target_ends,
     write_head,
 )
 from outpace.distill.kinds.standalone import LAYERS, DraftShape, pick_layers, target_config
 from outpace.distill.losses import LossOptions, cross_entropy, total_variation
 from outpace.distill.student import EMBEDDING, NORM, Student, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import open_folder
 from outpace.models.heads.config import DSPARK, HeadConfig
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import CONFIDENCE, LAYER_IDS, MARKOV, MARKOV_KINDS, draft_ids, layer_shapes
@@ -221,20 +218,17 @@ def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> DSparkStudent:
     """Return a new head, whose layers start from some of the target's, or the head to continue training."""
-    with open_folder(target) as checkpoint:
-        head, layer, files = _describe(checkpoint, shape, taps)
-        shapes, sizes = _shapes(head, files), target_config(checkpoint)
-        embedding, output = target_ends(checkpoint, sizes, ids)
-        if files is None:
-            layers = pick_layers(shape, sizes.num_layers)
-            tensors = {name: _initial(checkpoint, sizes, layers, name, size) for name, size in shapes.items()}
-            head = replace(head, mask_token=_mask_token(embedding))
-    if files is not None:
-        tensors = {name: stored(files, name.removeprefix("model.")) for name in shapes}
-        if (order := draft_ids(files, head)) is not None:
-            tensors[AFTER] = tensors[AFTER][np.argsort(order)]
-        embedding, output = stored_ends(files, head, embedding, output)
-    return DSparkStudent(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device)
+
+    def initial(checkpoint: Checkpoint, sizes: LlamaConfig, name: str, size: tuple[int, ...]) -> Tensor:
+        return _initial(checkpoint, sizes, pick_layers(shape, sizes.num_layers), name, size)
+
+    start = start_head(target, ids, lambda checkpoint: _describe(checkpoint, shape, taps), _shapes, initial)
+    head, tensors = start.head, start.tensors
+    if start.files is None:
+        head = replace(head, mask_token=_mask_token(tensors[EMBEDDING]))
+    elif (order := draft_ids(start.files, head)) is not None:
+        tensors[AFTER] = tensors[AFTER][np.argsort(order)]
+    return DSparkStudent(head, start.layer, tensors, start.output, ids, device)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:

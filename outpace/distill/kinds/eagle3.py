@@ -26,17 +26,14 @@ from outpace.distill.kinds.speculators_files import (
     last_tap,
     layer_fields,
     read_own_head,
+    start_head,
     start_of,
-    stored,
-    stored_ends,
-    target_ends,
     write_head,
 )
 from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import EMBEDDING, NORM, Student, causal_mask, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import open_folder
 from outpace.models.heads.config import EAGLE3, HeadConfig
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import TAPS, layer_shapes
@@ -143,15 +140,8 @@ def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> Eagle3Student:
     """Return a new head, which starts from the target's last layer, or the head to continue training."""
-    with open_folder(target) as checkpoint:
-        head, layer, files = _describe(checkpoint, shape, taps)
-        shapes, sizes = _shapes(head, files), target_config(checkpoint)
-        embedding, output = target_ends(checkpoint, sizes, ids)
-        tensors = {name: _initial(checkpoint, sizes, name, size) for name, size in shapes.items()}
-    if files is not None:
-        tensors = {name: stored(files, name.removeprefix("model.")) for name in shapes}
-        embedding, output = stored_ends(files, head, embedding, output)
-    return Eagle3Student(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device)
+    start = start_head(target, ids, lambda checkpoint: _describe(checkpoint, shape, taps), _shapes, _initial)
+    return Eagle3Student(start.head, start.layer, start.tensors, start.output, ids, device)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:

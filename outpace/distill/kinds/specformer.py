@@ -25,9 +25,7 @@ from outpace.distill.kinds.speculators_files import (
     head_vocab_ids,
     layer_fields,
     read_own_head,
-    stored,
-    stored_ends,
-    target_ends,
+    start_head,
     write_head,
 )
 from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
@@ -135,17 +133,16 @@ def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> SpecFormerStudent:
     """Return a new head of random weights, or the head to continue training."""
+    start = start_head(
+        target,
+        ids,
+        lambda checkpoint: _describe(checkpoint, shape, taps),
+        lambda head, files: slot_shapes(head),
+        lambda checkpoint, sizes, name, size: _initial(name, size),
+    )
     with open_folder(target) as checkpoint:
-        head, layer, files = _describe(checkpoint, shape, taps)
-        sizes = target_config(checkpoint)
-        embedding, output = target_ends(checkpoint, sizes, ids)
-        norm = checkpoint.tensor(NORM).float() + sizes.norm_offset
-    if files is None:
-        tensors = {name: _initial(name, size) for name, size in slot_shapes(head).items()}
-    else:
-        tensors = {name: stored(files, name) for name in slot_shapes(head)}
-        embedding, output = stored_ends(files, head, embedding, output)
-    return SpecFormerStudent(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device, norm=norm)
+        norm = checkpoint.tensor(NORM).float() + target_config(checkpoint).norm_offset
+    return SpecFormerStudent(start.head, start.layer, start.tensors, start.output, ids, device, norm=norm)
 
 
 def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +57,37 @@ class HeadStudent(Student):
         super().__init__(replace(head.layers, tie_embeddings=True), moved, None)
         self.head, self.layer, self.taps = head, layer, head.taps
         self.ids, self._head = None if ids is None else ids.to(device), output.to(device)
+
+
+class HeadStart(NamedTuple):
+    """The arguments of a `HeadStudent` as training begins, and the files whose training continues; None: a new head."""
+
+    head: HeadConfig
+    layer: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+    output: Tensor
+    files: HeadFiles | None
+
+
+def start_head(
+    target: Path,
+    ids: Tensor | None,
+    describe: Callable[[Checkpoint], tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]],
+    shapes_of: Callable[[HeadConfig, HeadFiles | None], Mapping[str, tuple[int, ...]]],
+    initial: Callable[[Checkpoint, LlamaConfig, str, tuple[int, ...]], Tensor],
+) -> HeadStart:
+    """Read the tensors of a head whose training continues, or make those of a new one by `initial`, given the target
+    and its sizes, and a tensor's name and shape. The functions of a kind describe the head and its trained tensors."""
+    with open_folder(target) as checkpoint:
+        head, layer, files = describe(checkpoint)
+        shapes, sizes = shapes_of(head, files), target_config(checkpoint)
+        embedding, output = target_ends(checkpoint, sizes, ids)
+        if files is None:
+            tensors = {name: initial(checkpoint, sizes, name, shape) for name, shape in shapes.items()}
+    if files is not None:
+        tensors = {name: stored(files, name.removeprefix("model.")) for name in shapes}
+        embedding, output = stored_ends(files, head, embedding, output)
+    return HeadStart(head, layer, tensors | {EMBEDDING: embedding}, output, files)
 
 
 def default_head_taps(num_layers: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from outpace.models.base import Part
 from outpace.models.heads.dflash import BlockSession
 from outpace.models.heads.eagle3 import FeatureSession
 from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSlots, TorchSpecFormer
+from outpace.models.llama.cuda.captures import MOST_PENDING, visible_bits
 from outpace.models.llama.cuda.pool import GraphSession
 from outpace.models.llama.cuda.runtime import BatchPart, GraphLlama, pass_rows
 
@@ -63,9 +64,23 @@ class GraphJoined(TorchJoined, FeaturePasses):
 
 
 class GraphBlock(TorchBlock, GraphLlama):
-    """A DFlash or DSpark head with captured passes, without causal layers."""
+    """A DFlash or DSpark head with captured passes."""
 
     session_type = GraphBlockSession  # type: ignore[assignment]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        earlier = visible_bits(np.tri(MOST_PENDING, dtype=bool))  # which slots of a block are not later than each
+        self._earlier = to_device(earlier, np.int64, self.device)
+
+    def _masks(self, inputs: dict[str, Tensor], slots: int) -> list[Tensor]:
+        """Captured: hide later slots of the block in causal layers."""
+        masks = super()._masks(inputs, slots)
+        if not any(self._is_causal):
+            return masks
+        bits = inputs["bits"] & self._earlier[: inputs["bits"].shape[1]]
+        causal = super()._masks({**inputs, "bits": bits}, slots)
+        return [causal[number] if is_causal else masks[number] for number, is_causal in enumerate(self._is_causal)]
 
 
 class GraphSlots(TorchSlots, FeaturePasses):

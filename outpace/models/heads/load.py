@@ -118,7 +118,7 @@ def load_head(
         norm, product = torch_products(opened, of_target, target.device, target.dtype)
         return MedusaModel(head, target, norm, product)
     given = opened, head, of_target, target.device, target.dtype, options.kv_dtype
-    if isinstance(target, GraphLlama) and not any(head.causal):
+    if isinstance(target, GraphLlama):
         classes = GraphBlock, GraphJoined, GraphSpecFormer, GraphEagle
         model = classes[place].from_files(*given)
         for own in [model, *([model.slots] if head.kind == SPECFORMER else [])]:

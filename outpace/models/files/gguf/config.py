@@ -140,6 +140,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"attention.causal": (True,), "rope.scaling.alpha": UNSCALED},
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),  # below 0: unset
 }
+REASONS = {"nextn_predict_layers": ": layers for multi-token prediction (MTP) are not read from GGUF files"}
 REQUIRED = {"context_length": "", "block_count": " (num_hidden_layers)", "attention.layer_norm_rms_epsilon": ""}
 UNKNOWN_METADATA = "unknown_metadata"  # field of config.json's `outpace`: keys that were ignored
 NEUTRAL_BY = {"gemma3": {"rope.scaling.attn_factor": UNSCALED}}  # it would wrongly apply to local layers too
@@ -298,7 +299,7 @@ def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any
         elif name in known or not (any(value) if isinstance(value, list) else value):
             continue
         elif _is_llama_cpp_key(name):
-            raise UserError(refused)
+            raise UserError(refused + REASONS.get(name, ""))
         else:
             unknown.append(f"{architecture}.{name}")
     for name, field in REQUIRED.items():

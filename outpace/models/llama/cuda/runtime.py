@@ -270,16 +270,20 @@ class GraphLlama(Llama):
         """Captured: compute hidden states from tokens. `saved`: buffers for those after some numbers of layers."""
         x = self._embed_pass(pad_rows(inputs["tokens"].flatten(), self.row_counts))
         factors = self._rope(pad_rows(inputs["positions"].flatten(), self.row_counts))
-        masks = {window: self._mask(inputs, slots, window) for window in self._windows}
+        masks = self._masks(inputs, slots)
         for number in range(len(self._layers)):
             save_states(saved, number, x)
-            mask = masks[self.config.window(number)]
-            x = self._mlp(number, self._attention_batch(number, start, x, factors, inputs["slots"], mask))
+            x = self._mlp(number, self._attention_batch(number, start, x, factors, inputs["slots"], masks[number]))
         self._hidden[: len(x)].copy_(x)
 
     def _embed_pass(self, tokens: Tensor) -> Tensor:
         """Captured: return the first layer's input: [rows, hidden]"""
         return self._embed(tokens)
+
+    def _masks(self, inputs: dict[str, Tensor], slots: int) -> list[Tensor]:
+        """Captured: return the mask of each layer."""
+        found = {window: self._mask(inputs, slots, window) for window in self._windows}
+        return [found[self.config.window(number)] for number in range(len(self._layers))]
 
     def _mask(self, inputs: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         return tree_mask(inputs["bits"], inputs["lengths"], inputs["depths"], inputs["below"], slots, window)
