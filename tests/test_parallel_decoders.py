@@ -267,6 +267,19 @@ def test_a_drafter_begins_a_layer_that_ends_after_the_pass_if_hits_are_frequent(
         assert directives.layers == layers
 
 
+@pytest.mark.parametrize(("round_trip", "layers"), [(1.0, 2), (2.0, None)])
+def test_a_drafter_far_away_never_rests(round_trip: float, layers: int | None) -> None:
+    """Its answer takes longer than half a pass of 2.6 draft steps, so the target does not wait for it."""
+    costs = CostModel()
+    context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs)
+    overlap = Overlap(context, lambda: 1.0, 0.0, lambda: round_trip)
+    for _ in range(200):
+        costs.record_round(1, 1, 1, 2.6, 0.0)
+        directives = overlap.during(1, 0.0)
+        overlap.learn(False, 0.5)
+    assert (overlap.is_far, directives.layers) == (layers is None, layers)
+
+
 @pytest.mark.parametrize(
     ("per_node", "width"), [(0.0, 4), (0.2, 3), (10.0, 1)], ids=["rows are free", "rows cost", "rows are all it costs"]
 )

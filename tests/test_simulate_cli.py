@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from commands import last_line, run_command
 
+from outpace.simulate import report
+from outpace.simulate.costs import by_ratio
+from outpace.simulate.run import simulate
+from outpace.simulate.setups import SetupSizes, select_setups
 from outpace.simulate.trace import synthetic_trace
 
 SMALL = ("--answers", "2", "--nodes", "8", "--width", "3", "--ratio", "4")
@@ -44,15 +48,28 @@ def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
 
 def test_delays_have_a_column_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    given = ("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL, "--delay", "0,1,4")
+    given = ("--acceptance", "0.7", "--methods", "card,planned,speculative-chain", *SMALL, "--delay", "0,1,4")
     code, out, err = run(*given, "--plot", tmp_path / "a.svg", "--markdown")
     assert code == 0, err
     assert out.startswith("| T_target / T_draft | delay | 4 |")
     rows = last_line(out)["rows"]
-    assert [row["delay"] for row in rows] == [None, None, 0.0, 1.0, 4.0]
-    near, far, farther = (row["speedup"] for row in rows[2:])
-    assert near > far > farther >= 1.0
+    assert [row["delay"] for row in rows] == [None, None, *2 * [0.0, 1.0, 4.0]]
+    for method in ("card", "planned"):
+        near, far, farther = (row for row in rows if row["method"] == method)
+        assert near["speedup"] > far["speedup"] > farther["speedup"] >= 1.0
+        assert far["target_idle"] == farther["target_idle"] == 0.0, "the target must not wait for a far drafter"
     assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_plot_shows_all_points_of_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    tops: list[float] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: tops.append(self.axes[-1].get_ylim()[1]))
+    trace = synthetic_trace(0.8, 1, 60)
+    chosen = select_setups(SetupSizes(8, 4), ["card"])
+    found = [*simulate(trace, chosen, [by_ratio(2), by_ratio(20)], delays=[0.0, 1.0])]
+    report.plot(found, "a title", tmp_path / "a.svg")
+    assert tops[0] > max(outcome.speedup for outcome in found)
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,14 @@ class Planned(Decoder):
 
     def decode(self, context: RequestContext, options: PlannerOptions) -> DecoderGenerator:
         candidates, planner = context.candidates, Planner(context, options)
-        worker, overlap = planner.models[0], Overlap(context, context.draft_seconds, options.trials)
+        worker = planner.models[0]
+        overlap = Overlap(context, context.draft_seconds, options.trials, context.round_trip)
         try:
             while True:
                 planner.begin()
                 tree = candidates.query(context.budget)
                 overlap.learn(not candidates.missed, planner.found(tree, worker))
-                while not candidates.is_given_up:
+                while not (candidates.is_given_up or overlap.is_far):
                     if not planner.next_width(tree, worker, candidates.best_chances(worker.source.width, leaves=True)):
                         break
                     if overlap.mode == SEQUENTIAL:

@@ -89,6 +89,7 @@ class DraftRunner:
             context.correct = partial(worker.correct, sequence.key)
             context.set_directives = partial(worker.set_directives, sequence.key)
             context.draft_seconds = partial(getattr, worker, "step_seconds")
+            context.round_trip = partial(worker.round_trip_of, context.candidates)
             worker.open(sequence.key, sequence.request, context.candidates)
         elif (drafter := self._of(sequence)) is not None:
             sequence.draft.state = state = self.guarded(sequence.draft.name, drafter.open, sequence.request)

@@ -24,11 +24,21 @@ class Overlap:
 
     A layer that ends after the pass is begun if the part of it that fits is larger than the chance of a miss: a hit
     saves this part, and after a miss the remaining part delays the new tree.
+
+    A drafter that is far away always drafts: it is on another machine, and the target does not wait for it.
     """
 
-    def __init__(self, context: PlanningContext, step_seconds: Callable[[], float], trials: float) -> None:
-        """`step_seconds` returns the mean duration of the worker's forwards, 0 if unknown."""
+    def __init__(
+        self,
+        context: PlanningContext,
+        step_seconds: Callable[[], float],
+        trials: float,
+        round_trip: Callable[[], float] = float,
+    ) -> None:
+        """`step_seconds` returns the mean duration of the worker's forwards, `round_trip` that of a message there and
+        back; 0 if unknown."""
         self._context, self._costs, self._step_seconds, self._trials = context, context.costs, step_seconds, trials
+        self._round_trip = round_trip
         self._slowness = {mode: self._costs.statistic(mode) for mode in (PARALLEL, SEQUENTIAL)}
         self._left = self._costs.statistic("left for the next round", 0.5, 4.0)  # tokens
         self._hits = self._costs.statistic("hits", 0.5, 4.0)  # share of the rounds
@@ -49,10 +59,18 @@ class Overlap:
         """Choose for a pass over `rows` rows of this request, where a second is worth `price` tokens."""
         self._rows = rows + self._context.rows_of_others
         step, seconds = self._step_seconds(), self._costs.pass_seconds(self._rows)
+        if self.is_far:
+            self.mode = PARALLEL
+            return self.next
         self._choose(step, seconds, price)
         if self.mode == SEQUENTIAL:
             return _REST
         return _LAYER._replace(layers=max(1, int(seconds / step + self._hits.value)) if step and seconds else None)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the drafter's answer to a correction takes longer than half a pass, too long to wait for it."""
+        return self._round_trip() > self._costs.pass_seconds(self._rows or 1) / 2
 
     @property
     def next(self) -> DraftDirectives:

@@ -132,7 +132,8 @@ def _title(rows: Sequence[Outcome]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
-    """Write a plot of the speedup by delay, with a panel for each ratio of times; methods without a link are dashed."""
+    """Write a plot of the speedup by delay, with a panel for each ratio of times; methods without a link, and so
+    without a delay, are dashed."""
     from matplotlib.figure import Figure
 
     costs = _costs(outcomes)
@@ -145,11 +146,13 @@ def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
             else:
+                if rows[0].figures.drafted:
+                    style["label"] += ", no delay"
                 axes.axhline(rows[0].speedup, linestyle="--", **style)
         axes.set_title(f"T_target / T_draft {name}", fontsize=9, loc="left")
         axes.set_xlabel("delay one way, in target passes")
-        axes.set_ylim(bottom=0)
         axes.grid(axis="y", linewidth=0.5, alpha=0.5)
+    figure.axes[0].set_ylim(bottom=0)  # after all panels, which share the axis, have set its top
     figure.axes[0].set_ylabel("speedup over plain decoding")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
