@@ -126,7 +126,8 @@ int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRow
         const Proposals& one = offers.at(row);
         if (one.values.size() != one.tokens.size()) refuse("every proposal needs a value");
         for (const int64_t token : one.tokens)
-            if (token < 0 || token > std::numeric_limits<int>::max()) refuse("no token has the id " + std::to_string(token));
+            if (token < 0 || token > std::numeric_limits<int>::max())
+                refuse("no token has the id " + std::to_string(token));
         chances.push_back(picks.log_chances(one.values, width));
         if (first_child_[frontier[row]] >= 0)
             for (std::size_t rank = 0; rank < chances[row].size(); ++rank)
