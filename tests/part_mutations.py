@@ -23,6 +23,7 @@ from outpace.drafters._composite import DraftSelector
 from outpace.drafters._model_drafter import BaseModelDrafter
 from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
+from outpace.models.distributed.pipeline import PipelineModel, PipelineStage
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.overlap import Overlap
@@ -125,6 +126,21 @@ def keeping_a_dead_branch(follow: Original) -> Original:
     return mutated
 
 
+def first_row_twice(exchange: Original) -> Original:
+    return lambda self, *given: exchange(self, *given[:-1], given[-1][[0, *range(len(given[-1]) - 1)]])
+
+
+def without_keeps(change: Original) -> Original:
+    return lambda self, number, name, *given: None if name == "keep" else change(self, number, name, *given)
+
+
+def one_position_off(do_pass: Original) -> Original:
+    def mutated(self: PipelineStage, spans: Any, *given: Any) -> None:
+        do_pass(self, [span._replace(length=max(0, span.committed - 1)) for span in spans], *given)
+
+    return mutated
+
+
 JUDGES: dict[str, None] = {}  # the tests that are named below, each once
 
 
@@ -198,6 +214,11 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("choosing: the first draft drafts", DraftSelector, "_best", returning(0))
     ],
     "test_choosing.py::test_the_state_is_saved": [("choosing: nothing is learnt", DraftSelector, "_compare", nothing)],
+    "test_pipeline.py::test_every_bit_is_that_of_the_unsplit_model": [
+        ("pipeline: a row is sent twice", PipelineModel, "_exchange", first_row_twice),
+        ("pipeline: a rank misses what is kept", PipelineStage, "do_change", without_keeps),
+        ("pipeline: positions are off by one", PipelineStage, "do_pass", one_position_off),
+    ],
     "test_scoring.py::test_the_number_of_an_answer": [
         ("scorer: the first number counts", scoring, "number_in", first_number)
     ],

@@ -41,6 +41,7 @@ MODELS = {
     "llama": 1,
     "files": 2,
     "host": 2,
+    "distributed": 3,
     "text": 3,
     "hf": 4,
     "heads": 4,

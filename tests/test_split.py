@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import Queue
@@ -23,12 +24,13 @@ import torch
 from files import model_folder
 from passes import branch, random_parents
 
-from outpace.core.errors import UserError
+from outpace.core.errors import LostProcess, UserError
 from outpace.models import devices
 from outpace.models.base import Part
+from outpace.models.distributed import lead as processes
+from outpace.models.distributed.lead import Leader
 from outpace.models.hf import split
 from outpace.models.hf.passes import ForwardPasses, TransformersSession
-from outpace.models.hf.split import Leader
 from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
 
@@ -59,18 +61,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Group:
-    """Two processes that find one another, without a launcher that would end the one for the other."""
+    """Processes that find one another, without a launcher that would end the others when one has ended."""
 
     def __init__(
-        self, folders: tuple[Any, Any], options: dict[str, Any], is_cuda: bool = False, **environment: str
+        self, folders: tuple[Any, ...], options: dict[str, Any], is_cuda: bool = False, **environment: str
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"} | environment
-        shared |= {} if is_cuda else {"CUDA_VISIBLE_DEVICES": ""}
+        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | environment
+        shared |= {"WORLD_SIZE": str(len(folders))} | ({} if is_cuda else {"CUDA_VISIBLE_DEVICES": ""})
+        options = options if "pp_plan" in options else {"tp_plan": "auto"} | options
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(where), json.dumps({"tp_plan": "auto"} | options)],
+                [sys.executable, "-c", SCRIPT, str(where), json.dumps(options)],
                 env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -186,21 +189,21 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 def test_a_connection_from_outside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     told: Queue[Any] = Queue()
-    monkeypatch.setattr(split.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
-    monkeypatch.setattr(split.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda: 2)
     found: list[Leader] = []
-    thread = threading.Thread(target=lambda: found.append(split.connect_followers()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(processes.connect_followers()), daemon=True)
     thread.start()
     address, secret = told.get(timeout=60)
     socket.create_connection(address).close()
     with socket.create_connection(address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    link = split._connection(socket.create_connection(address))
-    link.send_bytes(secret)
+    link = processes._connection(socket.create_connection(address))
+    link.send_bytes(secret + b"1")
     thread.join(60)
     assert len(found) == 1
     found[0].end()
-    assert pickle.loads(link.recv_bytes()) == [(split.END, ())]
+    assert pickle.loads(link.recv_bytes()) == [(processes.END, ())]
 
 
 class Followed:
@@ -214,22 +217,17 @@ class Followed:
         self.failure: BaseException | None = None
         self.sessions: dict[int, TransformersSession] = {}
         self.follower = modules[1]
-        self._thread = threading.Thread(target=self._run, args=(theirs, split.repeat), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(theirs,), daemon=True)
         self._thread.start()
 
-    def _run(self, connection: Any, repeat: Any) -> None:
-        def noted(passes: Any, sessions: dict[int, TransformersSession], *operation: Any) -> None:
-            self.sessions = sessions
-            repeat(passes, sessions, *operation)
-
+    def _run(self, connection: Any) -> None:
+        perform = partial(split.repeat, ForwardPasses(self.follower), self.sessions)
         try:
-            split.repeat = noted
-            split.follow(ForwardPasses(self.follower), connection)
+            processes.follow(perform, connection, split.FORWARDS)
         except BaseException as failure:
             self.failure = failure
         finally:
-            split.repeat = repeat
-            connection.close()
+            processes.cut(connection)
 
     def end(self) -> BaseException | None:
         self.lead.end()
@@ -270,8 +268,8 @@ def test_only_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypat
     with pytest.raises(IndexError):
         both.passes.plain([10**6])
     assert both.passes.plain([1, 2]).shape[0] == 2
-    monkeypatch.setattr(split, "PATIENCE", 0.2)
-    with pytest.raises(RuntimeError, match="failed alone"), both.lead.forward("plain", [1, 2]):
+    monkeypatch.setattr(processes, "PATIENCE", 0.2)
+    with pytest.raises(LostProcess, match="failed alone"), both.lead.forward("plain", [1, 2]):
         raise ValueError("here alone")
     with pytest.raises(UserError, match="load it anew"):
         both.passes.plain([1])
@@ -279,6 +277,6 @@ def test_only_a_forward_that_fails_on_one_side_ends_both(folder: Path, monkeypat
     with both.lead.forward("plain", [10**6]):
         pass  # it fails there alone
     time.sleep(0.5)
-    with pytest.raises(UserError, match="has ended"), both.lead.forward("plain", [1]):
+    with pytest.raises(LostProcess, match=r"rank 1 .* has ended"), both.lead.forward("plain", [1]):
         pass
     assert isinstance(both.end(), IndexError)

@@ -13,7 +13,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import PassthroughCommand
-from outpace.core.errors import UserError
+from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
@@ -80,7 +80,7 @@ def _run(arguments: list[str]) -> int:
         if isinstance(error, process.OutputError):
             process.silence_output()
         display.say(f"error: {error}", "red")
-        return 2
+        return 1 if isinstance(error, LostProcess) else 2
     except (KeyboardInterrupt, typer.Abort):
         return process.INTERRUPTED
     except BrokenPipeError:

@@ -130,6 +130,8 @@ LOAD_FLAGS = {  # the fields of LoadOptions that are flags
     " device) or off; auto: cuda on a GPU, else off.",
     "tp_plan": "auto: split each layer of the target over the processes that torch.distributed.run started, by"
     " transformers; only the first process writes output.",
+    "pp_plan": "Layers of the target in each of the processes that torch.distributed.run started, on one machine or"
+    " several, as in 12,10,8; auto: by memory and speed. Only the first process writes output.",
     "trust_remote_code": "Run the Python files that come with a model.",
 }
 SYSTEM = flag(None, "System message that opens the conversation.", panel=TEXT)
@@ -198,6 +200,7 @@ class ModelFlags:
         """Load the models. `extra` are options of the method and the drafter."""
         from outpace.api.llm import load
         from outpace.cli.display import loading_bar, say
+        from outpace.cli.process import end_after_loss
         from outpace.core.lazy import num_cores, set_num_threads
 
         if self.threads is not None:
@@ -215,6 +218,8 @@ class ModelFlags:
                 "exact mode is not available here: without graphs it needs a CPU and a precision other than float16;"
                 " leave out --exact"
             )
+        if llm.target.lead is not None:
+            llm.target.lead.on_loss = end_after_loss
         names: dict[str, list[str]] = {}
         for loaded in (llm.target, llm.draft):
             if loaded and loaded.notice and not quiet:

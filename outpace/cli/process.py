@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -22,6 +23,7 @@ from outpace.core.errors import UserError
 
 INTERRUPTED = 130  # the exit status that shells expect after SIGINT
 TERMINATED = 128 + signal.SIGTERM  # and after SIGTERM
+_GRACE = 1.0  # seconds for the program to end by an error that its main thread raises
 _SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
@@ -38,6 +40,13 @@ class _DeferredInterrupt:
         self.is_pending = True
         if self.stop is not None:
             self.stop()
+
+
+def end_after_loss(error: Exception) -> None:
+    """End the program with status 1 and the error's sentence, unless it ends by itself at once."""
+    time.sleep(_GRACE)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @contextmanager

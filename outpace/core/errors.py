@@ -15,6 +15,10 @@ class UserError(Exception):
     """Raised for bad input. The message is one sentence that names the value and what is allowed."""
 
 
+class LostProcess(UserError):
+    """Raised when another process that this one depends on has ended; commands exit with status 1."""
+
+
 def unknown(what: str, value: str, allowed: Iterable[str], of: str = "") -> UserError:
     """Build the error for a name that is not in `allowed`, with the nearest allowed one; `of` names what was chosen."""
     names = sorted(allowed)

@@ -228,6 +228,7 @@ class Model(SupportsMultiStep):
     capabilities: frozenset[Capability] = frozenset()
     inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
+    stage: range | None = None  # of a stage of a pipeline: its layers, by their numbers in the whole model
 
     @property
     def max_hidden_layer(self) -> int:

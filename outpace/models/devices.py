@@ -39,7 +39,7 @@ def check_device(device: str) -> None:
 def check_options(options: LoadOptions) -> None:
     """Raise UserError if the device does not exist or does not support the options."""
     check_device(options.device)
-    if options.tp_plan is not None:
+    if options.tp_plan is not None or options.pp_plan is not None:
         check_split(options)
     if options.graphs == CUDA and not options.is_on_cuda:
         raise UserError(f"graphs cuda needs a device of CUDA, not {options.device}: say graphs eager, off or {AUTO}")
@@ -56,20 +56,28 @@ def check_options(options: LoadOptions) -> None:
 
 
 def check_split(options: LoadOptions) -> None:
-    """Raise UserError if a model cannot be split over processes as `tp_plan` says."""
-    require("tp_plan", "torch")
-    if options.runtime not in (AUTO, "transformers"):
-        raise UserError(f"tp_plan is for the runtime transformers, not for {options.runtime}: leave out one of them")
+    """Raise UserError if a model cannot be split over processes as `tp_plan` or `pp_plan` says."""
+    if options.tp_plan is not None and options.pp_plan is not None:
+        raise UserError("tp_plan and pp_plan both split the target: leave out one of them")
+    plan, runtimes = ("pp_plan", ("native", "llama")) if options.tp_plan is None else ("tp_plan", ("transformers",))
+    require(plan, "torch")
+    if options.runtime not in (AUTO, *runtimes):
+        names = " and ".join(runtimes)
+        raise UserError(f"{plan} is for the runtime {names}, not for {options.runtime}: leave out one of them")
     if options.device_map is not None:
-        raise UserError("tp_plan and device_map both say where a model's parts go: leave out one of them")
+        raise UserError(f"{plan} and device_map both say where a model's parts go: leave out one of them")
     if num_processes() < 2:
         raise UserError(
-            "tp_plan splits a model over several processes, and this one runs alone: start it with"
+            f"{plan} splits a model over several processes, and this one runs alone: start it with"
             " `python -m torch.distributed.run --nproc-per-node 2 -m outpace ...`, one for each device"
         )
     here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes())), torch.cuda.device_count()
-    if devices and here > devices:
-        raise UserError(f"tp_plan wants a GPU for each process: {here} were started here, and {devices} are present")
+    if devices and here > devices and (options.pp_plan is None or options.is_on_cuda):
+        raise UserError(f"{plan} wants a GPU for each process: {here} were started here, and {devices} are present")
+    if options.pp_plan is not None:
+        if options.graphs not in (AUTO, OFF):
+            raise UserError(f"graphs {options.graphs} does not go with pp_plan: leave it out")
+        return
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("tp_plan needs `pip install accelerate`, by which transformers splits a model")
 

@@ -76,7 +76,7 @@ def load_draft(
     if str(spec).startswith(LAYERS):
         if target.again is None:
             raise UserError(f"{spec} needs a target that is loaded by name, {target.name} is an object of this process")
-        own = {"inflate": None, "is_draft": True, "layers": str(spec).removeprefix(LAYERS)}
+        own = {"inflate": None, "pp_plan": None, "is_draft": True, "layers": str(spec).removeprefix(LAYERS)}
         draft = target.again(progress=progress, **(vars(options) if options else {}) | changes | own)
         return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)

@@ -52,12 +52,13 @@ class LoadOptions:
     `exact` None: if the machine supports it. `runtime` "auto": our own if it supports the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. So is `tp_plan`, "auto": each layer is split over the
-    processes that torch.distributed.run started, and only the first of them writes output. `inflate`: widen the model
-    to the shape of one of this size, as in "8B"; the text does not change. `layers`: load these only, as in
-    "0-24,26-29". `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the native kernels,
-    else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager" runs the same
-    passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the model only
-    proposes, so four bits change no text: by the native kernels, "auto" is "int4".
+    processes that torch.distributed.run started, and only the first of them writes output. `pp_plan`, for the runtimes
+    native and llama, gives each of these processes some of the layers, as in "12,10,8"; "auto": by memory and speed.
+    `inflate`: widen the model to the shape of one of this size, as in "8B"; the text does not change. `layers`: load
+    these only, as in "0-24,26-29". `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the
+    native kernels, else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager"
+    runs the same passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the
+    model only proposes, so four bits change no text: by the native kernels, "auto" is "int4".
     """
 
     device: str = "cpu"
@@ -71,6 +72,7 @@ class LoadOptions:
     graphs: str = AUTO
     kv_dtype: str = AUTO
     tp_plan: str | None = None
+    pp_plan: str | None = None
     is_draft: bool = False
 
     def __post_init__(self) -> None:
@@ -85,17 +87,19 @@ class LoadOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise unknown(name, str(value), filter(None, allowed))
+        if self.pp_plan is not None and not is_plan(self.pp_plan):
+            raise UserError(f"pp_plan is {self.pp_plan!r:.100}, it must be auto or each rank's layers, as in 12,10,8")
         if self.inflate not in (None, *SHAPES):
             raise _unknown_size(str(self.inflate))
 
     def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
         """Return the options of this target's draft model, with its own device and dtype if they are given.
 
-        A device map, a tp_plan and inflation apply to the target only; so do graphs if the devices differ.
+        A device map, a tp_plan, a pp_plan and inflation apply to the target only; so do graphs if the devices differ.
         """
         graphs = self.graphs if device in (None, self.device) else AUTO
         own = replace(self, device=device or self.device, dtype=dtype or self.dtype, graphs=graphs)
-        return replace(own, device_map=None, tp_plan=None, inflate=None)
+        return replace(own, device_map=None, tp_plan=None, pp_plan=None, inflate=None)
 
     def kv_dtype_or(self, default: str) -> str:
         """Return the type of keys and values, given the runtime's default."""
@@ -163,6 +167,12 @@ def _unknown_size(size: str) -> UserError:
         return UserError(message)
     nearest = sorted(SHAPES, key=lambda name: abs(float(name.removesuffix("B")) - wanted))[:2]
     return UserError(f"{message}; the nearest are {' and '.join(nearest)}")
+
+
+def is_plan(text: object) -> bool:
+    """Return whether this is "auto" or numbers of layers, as in "12,10,8"."""
+    parts = text.split(",") if isinstance(text, str) else [""]
+    return text == AUTO or all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts)
 
 
 Progress = Callable[[str, float], None]  # receives a stage and the fraction of it that is done

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Loaded:
     `again` loads the same model, with the options that are changed by name, in any process, and can be pickled; `files`
     finds the folder of its files; both are None if the model was passed as an object. `others`: for a draft model,
     further draft models next to it. `drafter`: for a draft, the drafter that runs it. `is_head`: whether it is a
-    trained head, which reads the target's hidden states.
+    trained head, which reads the target's hidden states. `lead`: the `Leader` of a model that is split over processes.
     """
 
     model: Any
@@ -50,6 +51,7 @@ class Loaded:
     others: tuple[Loaded, ...] = ()
     drafter: str = "model"
     is_head: bool = False
+    lead: Any = None
 
     @property
     def reads_target(self) -> bool:
@@ -69,7 +71,15 @@ def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress
     """
     if options.runtime not in RUNTIMES:
         raise unknown("runtime", options.runtime, RUNTIMES)
-    return RUNTIMES[options.runtime](spec, options, progress)
+    load = partial(RUNTIMES[options.runtime], spec, options, progress)
+    if options.pp_plan is None:
+        return load()
+    from outpace.models.distributed.pipeline import load_pipeline
+
+    loaded, model = load_pipeline(load)
+    stages = " + ".join(str(len(stage.layers)) for stage in model.stages)
+    notices = "; ".join(filter(None, (f"a pipeline of {stages} layers", loaded.notice)))
+    return replace(loaded, model=model, notice=notices, lead=model.lead)
 
 
 def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
@@ -115,7 +125,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     if options.trust_remote_code or options.is_spread:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
     build: Callable[..., Model] = Llama.from_tensors
-    if options.has_graphs:
+    if options.has_graphs and options.pp_plan is None:
         kind, slow_path_warning = _captured(options)
         build = partial(kind.from_tensors, is_eager=options.graphs == EAGER)
         reason = slow_path_warning or reason
@@ -200,7 +210,10 @@ def _read(
         config = inflated_config(own, options.inflate) if options.inflate else own
         layers = [layers[layer % own.num_layers] for layer in range(config.num_layers)]
         weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
-        _check_fit(source, own, config, options, formats)
+        if options.pp_plan is None:
+            _check_fit(source, own, config, options, formats)
+        else:
+            build = _staged(build, source, options, formats)
 
         def fetch(name: str) -> Any:
             return weights(source_of(name, layers))
@@ -219,6 +232,23 @@ def _read(
     notices = "; ".join(filter(None, (model.notice, inflation, reason, ignored)))
     drafter = "model" if mask is None else "parallel"
     return Loaded(model, tokenizer(), name, source.config, size, notices or None, drafter=drafter)
+
+
+def _staged(
+    build: Callable[..., Model], source: Any, options: LoadOptions, formats: tuple[str, ...] | None
+) -> Callable[..., Model]:
+    """Return a function that builds this rank's layers only."""
+    from outpace.models.distributed.pipeline import build_stage
+    from outpace.models.files.cache import weights_digest
+
+    def check_fit(stage: LlamaConfig) -> None:
+        check_memory(tensor_shapes(stage), options)
+        check_host(source, stage, options, formats)
+
+    shared = ("dtype", "exact", "kv_dtype", "pp_plan", "inflate", "layers")
+    identity: dict[str, Any] = {"outpace": version("outpace"), "arithmetic of the kernels": kernels.ARITHMETIC}
+    identity |= {name: getattr(options, name) for name in shared} | {"file": weights_digest(source.path)}
+    return partial(build_stage, build, str(options.pp_plan), identity, check_fit)
 
 
 def _mask_token(source: Any, config: LlamaConfig) -> int | None:
@@ -251,6 +281,8 @@ def _check_fit(
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     require("the runtime transformers", *TRANSFORMERS)
+    if options.pp_plan is not None:
+        raise UserError("pp_plan is for the runtimes native and llama, which do not run this model")
     if options.exact:
         raise UserError("exact mode is not available with the runtime transformers, leave out exact")
     if options.graphs != AUTO:
@@ -269,7 +301,7 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
         check_causal_lm(read_json(source / "config.json"), source)
     model, tokenizer = transformers_load.load(source, revision, options)
-    return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice)
+    return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice, lead=model.lead)
 
 
 def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, str | None]:

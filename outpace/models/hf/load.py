@@ -30,23 +30,18 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
     """
     if options.tp_plan is None:
         return wrap_pair(*_load(source, revision, options))
+    from outpace.models.distributed import lead as processes
     from outpace.models.hf import split
 
-    rank = split.join_processes()
+    rank = processes.join_processes()
     try:
-        module, tokenizer = split.run_everywhere(lambda: _load(source, revision, options))
+        module, tokenizer = processes.run_everywhere(lambda: _load(source, revision, options))
     except BaseException:
-        split.leave_processes()
+        processes.leave_processes()
         raise
     if rank:
-        try:
-            split.follow(ForwardPasses(module), split.connect_to_leader())
-        except Exception as error:
-            raise SystemExit(f"outpace, rank {rank}: {error}") from error
-        finally:
-            split.leave_processes()
-        raise SystemExit(0)
-    lead = split.connect_followers()
+        processes.follow_and_exit(partial(split.repeat, ForwardPasses(module), {}), split.FORWARDS)
+    lead = processes.connect_followers()
     try:
         model, wrapped = wrap_pair(module, tokenizer, lead)
     except BaseException:

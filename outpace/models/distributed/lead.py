@@ -1,0 +1,366 @@
+"""Rank 0 leads and the other ranks follow: the connections between the processes of a split model.
+
+Every rank must perform the same operations in the same order, but what is drafted and when depends on clocks and
+threads. So rank 0 decides; before each forward it sends its arguments, and all changes to keys and values since the
+last one. torch.distributed.run starts the processes. When one ends, rank 0 cuts the connections to all others, which
+ends those that wait for a tensor, too.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, TypeVar
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+
+from outpace.core.errors import LostProcess, UserError
+
+PATIENCE = 30.0  # seconds to wait for the other side to report the same failure
+FAILED, END = b"failed", "end"
+_CONNECT_SECONDS = 60.0  # for all processes to start, and to connect once all have loaded
+_SETTLED = 0.1  # seconds for torch's threads to finish the last collective
+_NOTICED = 2.0  # seconds until the end of another process is noticed at the latest
+_GRACE = 0.5  # seconds for a rank whose leader has ended to leave by itself
+
+Message = list[tuple[str, tuple[Any, ...]]]
+"""Names and arguments of operations, in order."""
+
+T = TypeVar("T")
+
+
+class Leader:
+    """Rank 0's connections to the other ranks.
+
+    `on_loss`, if it is set, is called in another thread with the error when a rank has ended without being asked.
+    """
+
+    def __init__(self, followers: Sequence[Connection]) -> None:
+        """`followers`: the connections to ranks 1, 2, ..."""
+        self.on_loss: Callable[[LostProcess], None] | None = None
+        self._followers = list(followers)
+        self._said: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in followers]
+        self._queued: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._numbers = count(1)
+        self._has_ended, self._is_lost, self._loss = False, threading.Event(), ""
+        self._watcher = threading.Thread(target=self._watch, name="outpace-ranks", daemon=True)
+        self._watcher.start()
+
+    def number(self, session: object) -> int:
+        """Assign a number by which the other ranks know the session until it is released."""
+        number = next(self._numbers)
+        finalize(session, self.queue, "close", number).atexit = False
+        return number
+
+    def queue(self, name: str, *arguments: Any) -> None:
+        """Queue an operation that the other ranks perform before the next forward."""
+        self._queued.append((name, arguments))
+
+    @contextmanager
+    def forward(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Run a forward here and on the other ranks at the same time.
+
+        If it fails, it must fail on all ranks: otherwise their state is unknown and the model unusable.
+        """
+        self.queue(name, *arguments)
+        self.send()
+        try:
+            yield
+        except Exception as error:
+            if self._is_lost.is_set() or not all(map(self._has_failed, range(len(self._followers)))):
+                self._lose(f"a process of the split model has failed alone ({error})")
+                raise self.loss() from error
+            self.queue(FAILED.decode())
+            raise
+
+    def send(self) -> None:
+        """Send all queued operations to the other ranks."""
+        if self._has_ended or self._is_lost.is_set():
+            raise self.loss()
+        message: Message = []
+        while self._queued:  # finalizers in other threads may append meanwhile
+            message.append(self._queued.popleft())
+        data = pickle.dumps(message)
+        try:
+            for follower in self._followers:
+                follower.send_bytes(data)
+        except OSError as error:
+            raise self.loss() from error
+
+    def loss(self) -> LostProcess:
+        """Return the error about the rank that ended first, after a failure that its end may have caused."""
+        if not self._has_ended:
+            self._is_lost.wait(_NOTICED)
+        return LostProcess(f"{self._loss or 'the other processes of the split model have ended'}: load it anew")
+
+    def end(self) -> None:
+        self.queue(END)
+        with suppress(UserError):  # they have already ended
+            self.send()
+        self._has_ended = True
+        self._cut()
+        self._watcher.join(PATIENCE)
+        for follower in self._followers:
+            follower.close()
+        self._followers.clear()
+        _settle()
+
+    def _has_failed(self, follower: int) -> bool:
+        """Return whether the other side reports a failure."""
+        try:
+            return self._said[follower].get(timeout=PATIENCE) == FAILED
+        except Empty:
+            return False
+
+    def _watch(self) -> None:
+        """Read what the other ranks say, and notice when one ends."""
+        opened = {follower: rank for rank, follower in enumerate(self._followers, 1)}
+        while opened:
+            for follower in wait(list(opened)):
+                rank = opened[follower]  # type: ignore[index]
+                try:
+                    said = follower.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    del opened[follower]  # type: ignore[arg-type]
+                    said = b""
+                    self._note_loss(rank)
+                self._said[rank - 1].put(said)
+
+    def _note_loss(self, rank: int) -> None:
+        said = b""
+        with suppress(Empty):
+            said = self._said[rank - 1].get_nowait()
+        how = f"failed: {said.decode()}" if said not in (b"", FAILED) else "ended without notice"
+        if self._lose(f"rank {rank} of the split model has {how}") and self.on_loss is not None:
+            self.on_loss(self.loss())
+
+    def _lose(self, reason: str) -> bool:
+        """Give the model up and end all other ranks, unless that has happened; return whether it had not."""
+        if self._has_ended or self._is_lost.is_set():
+            return False
+        self._loss = reason
+        self._is_lost.set()
+        self._cut()
+        return True
+
+    def _cut(self) -> None:
+        """Let all other ranks notice that this one does not go on."""
+        for follower in list(self._followers):
+            cut(follower)
+
+
+def cut(connection: Connection) -> None:
+    """End a connection in a way that both sides notice, also while a thread reads from it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as connected:
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def join_processes() -> int:
+    """Join the process group and return this process's rank. UserError if the others do not come."""
+    if dist.is_initialized():
+        return int(dist.get_rank())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    limit = timedelta(seconds=_CONNECT_SECONDS)
+    missing: list[str] = []
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store = dist.PrefixStore(f"outpace-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store.set(str(rank), "here")
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        for other in range(size):
+            missing = [str(other)]
+            store.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
+        who = f"rank {missing[0]} has" if missing else f"the process at {os.environ.get('MASTER_ADDR')} has"
+        raise UserError(f"{who} not come within {_CONNECT_SECONDS:.0f} seconds: start it on every machine") from error
+    dist.init_process_group(store=store, rank=rank, world_size=size)
+    return int(rank)
+
+
+def leave_processes() -> None:
+    """Leave the process group: torch may abort a process that ends while its threads still wait for a dead peer."""
+    _settle()
+    dist.destroy_process_group()
+
+
+def _settle() -> None:
+    """Wait until gloo's threads have released a collective's tensors.
+
+    They need the interpreter for that, and abort the process if it is already shutting down (seen in a debugger).
+    """
+    time.sleep(_SETTLED)
+
+
+class _OtherFailed(UserError):
+    """Raised if another rank could not load the model; that rank knows already."""
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's value. UserError if one has failed in `run_everywhere`."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (None, value))
+    return [value for _, value in _checked(found)]
+
+
+def run_everywhere(work: Callable[[], T]) -> T:
+    """Run `work` in every process. If one fails, all raise UserError, so that none waits for another.
+
+    `work` may call `gather`.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except _OtherFailed:
+        raise
+    except Exception as error:
+        failure = error
+    is_plain = failure is None or isinstance(failure, UserError)
+    reason = failure and (str(failure) if is_plain else f"{type(failure).__name__}: {failure}")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (reason, None))
+    if failure is not None:
+        raise failure
+    _checked(found)
+    return result  # type: ignore[return-value]  # None only if `work` returns it
+
+
+def _checked(found: Sequence[tuple[str | None, T]]) -> Sequence[tuple[str | None, T]]:
+    for rank, (reason, _) in enumerate(found):
+        if reason is not None:
+            raise _OtherFailed(f"rank {rank} of the split model could not load it: {reason}")
+    return found
+
+
+def connect_followers() -> Leader:
+    """Accept connections from all other ranks (on rank 0)."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    secret = secrets.token_bytes(16)
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(_CONNECT_SECONDS)
+        dist.broadcast_object_list([(server.getsockname()[:2], secret)], src=0)
+        followers: dict[int, Connection] = {}
+        while len(followers) < dist.get_world_size() - 1:
+            follower = _connection(server.accept()[0])
+            with suppress(EOFError, OSError):  # a connection from outside
+                if follower.poll(_CONNECT_SECONDS):
+                    said = follower.recv_bytes(64)
+                    if secrets.compare_digest(said[: len(secret)], secret):
+                        followers[int(said[len(secret) :])] = follower
+    return Leader([followers[rank] for rank in sorted(followers)])
+
+
+def connect_to_leader() -> Connection:
+    """Connect to rank 0 (on all other ranks)."""
+    found: list[Any] = [None]
+    dist.broadcast_object_list(found, src=0)
+    address, secret = found[0]
+    connection = _connection(socket.create_connection(address, timeout=_CONNECT_SECONDS))
+    connection.send_bytes(secret + str(dist.get_rank()).encode())
+    return connection
+
+
+def _connection(opened: socket.socket) -> Connection:
+    opened.settimeout(None)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send messages at once
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2)):  # a machine that is gone
+        if hasattr(socket, name):
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    return Connection(opened.detach())
+
+
+def follow(perform: Callable[..., None], leader: Connection, shared: Sequence[str] = ()) -> None:
+    """Perform rank 0's operations until it ends. Interrupts are ignored, as rank 0 handles them.
+
+    `shared`: forwards that all ranks run alike, so that one that fails must fail on rank 0 too. Any other failure is
+    reported to rank 0 and raised, and so is the end of rank 0 without notice.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    messages: SimpleQueue[Message | None] = SimpleQueue()
+    is_over = threading.Event()
+    threading.Thread(target=_read, args=(leader, messages, is_over), name="outpace-leader", daemon=True).start()
+    failure: Exception | None = None
+    try:
+        while True:
+            try:
+                message = messages.get(timeout=None if failure is None else PATIENCE)
+            except Empty:
+                assert failure is not None
+                raise failure from None
+            if message is None:
+                raise LostProcess("rank 0 of the split model has ended without notice")
+            for name, arguments in message:
+                if failure is not None and name == FAILED.decode():
+                    failure = None
+                    continue
+                if failure is not None and name in shared:
+                    raise failure
+                if name == END:
+                    return
+                try:
+                    perform(name, *arguments)
+                except Exception as error:
+                    if not shared:
+                        _report(leader, error)
+                        raise
+                    failure = error
+                    with suppress(OSError):  # `_read` notices that rank 0 has ended
+                        leader.send_bytes(FAILED)
+    finally:
+        is_over.set()
+
+
+def follow_and_exit(perform: Callable[..., None], shared: Sequence[str] = ()) -> NoReturn:
+    """Follow rank 0 until it ends, then exit. After a failure: at once, with status 1 and a sentence, because torch's
+    threads may wait long for a dead peer."""
+    try:
+        follow(perform, connect_to_leader(), shared)
+    except Exception as error:
+        print(f"outpace, rank {dist.get_rank()}: {_sentence(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    leave_processes()
+    raise SystemExit(0)
+
+
+def _sentence(error: Exception) -> str:
+    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return said.partition("\n")[0]
+
+
+def _report(leader: Connection, error: Exception) -> None:
+    with suppress(OSError):
+        leader.send_bytes(_sentence(error).encode())
+
+
+def _read(leader: Connection, messages: SimpleQueue[Message | None], is_over: threading.Event) -> None:
+    """Read rank 0's messages. If it ends, end this process even if it waits for a tensor of another rank."""
+    try:
+        while True:
+            messages.put(pickle.loads(leader.recv_bytes()))
+    except (EOFError, OSError):
+        messages.put(None)
+    if not is_over.wait(_GRACE) and threading.main_thread().is_alive() and _is_follower():
+        print("outpace: rank 0 of the split model has ended or cut the connection", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _is_follower() -> bool:
+    """Whether this whole process follows rank 0."""
+    return dist.is_initialized() and dist.get_rank() > 0

@@ -1,0 +1,398 @@
+"""Runs a target in a pipeline: each rank holds some of the layers, and rows travel from rank to rank and back.
+
+Rank 0 holds the first layers, the embedding and the output layer, and runs engine, rules and drafters. Hidden states
+travel in float32, so a row's bits are those of the unsplit model. One journey verifies a whole tree, which is the gain
+of decentralised speculative decoding (arXiv:2511.11733).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
+from outpace.core.machine import free_bytes
+from outpace.models.base import (
+    Capability,
+    Model,
+    Part,
+    Session,
+    apply_keep,
+    chain,
+    check_forest,
+    hidden_row_numbers,
+    row_numbers,
+)
+from outpace.models.distributed import lead as processes
+from outpace.models.distributed.lead import Leader
+from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
+from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.weight_sources import source_of
+from outpace.models.options import AUTO
+
+_BLANK_ROWS = 32  # of the embedding that a stage without one has in its place: as many as the kernels pack together
+_TRIALS = 5  # passes of one layer that are timed
+
+
+class StageFacts(NamedTuple):
+    """What rank 0 knows about a loaded stage. `free`: bytes of memory left."""
+
+    layers: range
+    token_bytes: int
+    weight_bytes: int
+    is_exact: bool
+    free: int
+
+
+class StageSpan(NamedTuple):
+    """One part of a pass: a session's number, its committed and pending nodes before the pass, the parents of the new
+    nodes, and `Part.length`."""
+
+    session: int
+    committed: int
+    pending: int
+    parents: Sequence[int]
+    length: int | None
+
+
+def facts_of(model: Model) -> StageFacts:
+    """Return what rank 0 needs to know about a stage."""
+    assert model.stage is not None
+    weights = int(model.weight_bytes or 0)
+    return StageFacts(model.stage, model.token_bytes, weights, model.exact, free_bytes(model.device))
+
+
+class Wire:
+    """Sends and receives rows of hidden states, float32 [rows, width], and counts the bytes sent."""
+
+    def __init__(self, width: int, device: Any) -> None:
+        self._width, self._device = width, device
+        self.bytes_sent = 0
+
+    def send(self, rows: Tensor, rank: int) -> None:
+        self.bytes_sent += rows.nbytes
+        dist.send(rows.contiguous(), rank)
+
+    def receive(self, count: int, rank: int) -> Tensor:
+        rows = torch.empty(count, self._width, device=self._device)
+        dist.recv(rows, rank)
+        return rows
+
+
+def build_stage(
+    build: Callable[..., Model],
+    plan: str,
+    identity: Mapping[str, Any],
+    check_fit: Callable[[LlamaConfig], None],
+    config: LlamaConfig,
+    fetch: Callable[[str], Any],
+    *,
+    head_ids: Any = None,
+    progress: Callable[[str, float], None],
+) -> Model:
+    """Build this rank's layers of the model by `build`, in every rank at the same time.
+
+    `identity`: what must be equal in all ranks, by its name in errors. `check_fit` raises UserError for a stage that
+    does not fit in memory.
+    """
+    facts, layer_bytes = RankFacts(free_bytes("cpu"), 0.0), 1
+    if plan == AUTO:
+        facts, layer_bytes = _time_layer(build, config, fetch)
+    found = processes.gather((dict(identity), facts))
+    for rank, (theirs, _) in enumerate(found):
+        for name, value in found[0][0].items():
+            if theirs.get(name) != value:
+                raise UserError(f"rank {rank} has another {name} than rank 0: {theirs.get(name)}, not {value}")
+    end_bytes = layer_bytes * config.vocab_size * (1 if config.tie_embeddings else 2) // max(1, _layer_width(config))
+    counts = share_layers(plan, config.num_layers, [facts for _, facts in found], layer_bytes, end_bytes)
+    layers, is_first = layer_ranges(counts)[dist.get_rank()], not dist.get_rank()
+    own = config.of_layers(layers)
+    check_fit(own if is_first else _blank(own))
+    if is_first:
+        model = build(own, lambda name: fetch(source_of(name, layers)), head_ids=head_ids, progress=progress)
+    else:
+        model = build(_blank(own), _without_ends(config, layers, fetch), progress=progress)
+    model.stage = layers
+    return model
+
+
+def _blank(config: LlamaConfig) -> LlamaConfig:
+    """Return the config of a stage without an embedding and an output layer of its own."""
+    return replace(config, vocab_size=_BLANK_ROWS, tie_embeddings=True)
+
+
+def _layer_width(config: LlamaConfig) -> int:
+    """Return a layer's number of weights over the hidden size."""
+    heads = (config.num_heads + config.num_kv_heads) * config.head_dim
+    return 2 * heads + 3 * config.intermediate_size
+
+
+def _without_ends(config: LlamaConfig, layers: Sequence[int], fetch: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a source of these layers' weights, with zeros for the embedding: it is never read."""
+
+    def fetch_stage(name: str) -> Any:
+        if name == "model.norm.weight":
+            return torch.ones(config.hidden_size)
+        if name == "model.embed_tokens.weight":
+            return torch.zeros(_BLANK_ROWS, config.hidden_size)
+        return fetch(source_of(name, layers))
+
+    return fetch_stage
+
+
+def _time_layer(build: Callable[..., Model], config: LlamaConfig, fetch: Callable[[str], Any]) -> tuple[RankFacts, int]:
+    """Return this rank's facts and the bytes of a layer, by loading the first layer and running it."""
+    free = free_bytes("cpu")
+    model = build(_blank(config.of_layers([0])), _without_ends(config, [0], fetch))
+    free = free_bytes(model.device) if str(model.device) != "cpu" else free
+    session, times = model.open(_TRIALS, 1), []
+    part = chain(session, [0])._replace(hidden_rows=(0,), inputs=torch.zeros(1, config.hidden_size))
+    for _ in range(_TRIALS):
+        start = time.perf_counter()
+        _float_rows(model.score_hidden([part], (1,))).sum().item()
+        times.append(time.perf_counter() - start)
+    return RankFacts(free, statistics.median(times)), int(model.weight_bytes or 1)
+
+
+def _float_rows(output: TargetOutput) -> Tensor:
+    """Return the hidden states of a pass: float32 [layers, rows, width]"""
+    assert output.hidden is not None
+    return tensor_of(output.hidden).float()
+
+
+class PipelineSession:
+    """One request's sessions in all stages. Changes go to every rank, and facts are those of rank 0's session."""
+
+    def __init__(self, own: Session, lead: Leader) -> None:
+        self.own, self._lead = own, lead
+        self.number = lead.number(self)
+        lead.queue("open", self.number, own.capacity, own.max_pending)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    @property
+    def capacity(self) -> int:
+        return self.own.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        self.own.capacity = capacity
+        self._lead.queue("limit", self.number, capacity)
+
+    def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        self._change("keep", tuple(path), tuple(live))
+
+    def truncate(self, length: int) -> None:
+        self._change("truncate", length)
+
+    def reserve(self, slots: int, least: bool = False) -> None:
+        self._change("reserve", slots, least)
+
+    def trim(self) -> None:
+        self._change("trim")
+
+    def start_from(self, other: PipelineSession, length: int) -> None:
+        self.own.start_from(other.own, length)
+        self._lead.queue("start_from", self.number, other.number, length)
+
+    def _change(self, name: str, *arguments: Any) -> None:
+        getattr(self.own, name)(*arguments)
+        self._lead.queue("change", self.number, name, *arguments)
+
+
+class PipelineStage:
+    """The layers of one rank but the first: performs what rank 0 sends."""
+
+    def __init__(self, model: Model, wire: Wire, rank: int, is_last: bool) -> None:
+        self.model, self.wire, self.rank, self._is_last = model, wire, rank, is_last
+        self.sessions: dict[int, Session] = {}
+
+    def perform(self, name: str, *arguments: Any) -> None:
+        getattr(self, f"do_{name}")(*arguments)
+
+    def do_open(self, number: int, capacity: int, max_pending: int) -> None:
+        self.sessions[number] = self.model.open(capacity, max_pending)
+
+    def do_close(self, number: int) -> None:
+        self.sessions.pop(number, None)
+
+    def do_limit(self, number: int, capacity: int) -> None:
+        self.sessions[number].capacity = capacity
+
+    def do_change(self, number: int, name: str, *arguments: Any) -> None:
+        getattr(self.sessions[number], name)(*arguments)
+
+    def do_start_from(self, number: int, other: int, length: int) -> None:
+        self.sessions[number].start_from(self.sessions[other], length)
+
+    def do_pass(
+        self, spans: Sequence[StageSpan], wanted: Sequence[int], layers: Sequence[int], shown: Sequence[int]
+    ) -> None:
+        """Apply the layers to rows from the rank before, and pass them on: the last stage sends rows `wanted` to rank
+        0. Rows `shown` go to rank 0 after those of `layers`, numbers of the whole model, that are here."""
+        ends = list(itertools.accumulate(len(span.parents) for span in spans))
+        rows = self.wire.receive(ends[-1], self.rank - 1)
+        parts = []
+        for span, end in zip(spans, ends, strict=True):
+            session, count = self.sessions[span.session], len(span.parents)
+            if (session.length, session.pending) != (span.committed, span.pending):
+                raise RuntimeError(
+                    f"a session holds {session.length} and {session.pending} nodes here,"
+                    f" {span.committed} and {span.pending} on rank 0"
+                )
+            inputs = rows[end - count : end]
+            parts.append(Part(session, [0] * count, span.parents, (), None, range(count), span.length, None, inputs))
+        assert self.model.stage is not None
+        first, count = self.model.stage.start, len(self.model.stage)
+        asked = [layer for layer in layers if layer in range(first + 1, first + count + 1)]
+        local = sorted({count, *(layer - first for layer in asked)})
+        hidden = _float_rows(self.model.score_hidden(parts, local))  # [layers, rows, width]
+        if self._is_last:
+            self.wire.send(hidden[-1][list(wanted)], 0)
+        else:
+            self.wire.send(hidden[-1], self.rank + 1)
+        for layer in asked:
+            self.wire.send(hidden[local.index(layer - first)][list(shown)], 0)
+
+
+class PipelineModel(Model):
+    """A model whose first layers are here, in `first`, and the others in other ranks."""
+
+    capabilities = frozenset({Capability.HIDDEN, Capability.LENGTH, Capability.INPUTS, Capability.PROJECT})
+
+    def __init__(self, first: Any, stages: Sequence[StageFacts], lead: Leader, wire: Wire) -> None:
+        """`stages`: of all ranks."""
+        self.first, self.config, self.stages, self.lead = first, first.config, list(stages), lead
+        for name in ("vocab_size", "max_positions", "device", "dtype", "draft_window", "row_counts", "inflate"):
+            setattr(self, name, getattr(first, name))
+        self.notice, self.mask_token = first.notice, first.mask_token
+        self.num_layers = sum(len(stage.layers) for stage in stages)
+        self.exact = all(stage.is_exact for stage in stages)
+        self.wire = wire
+        self._thread = ThreadPoolExecutor(1, "outpace-wire")  # so that Ctrl-C never leaves rows on their way behind
+        own = stages[0]
+        self._share = max(stage.token_bytes * max(1.0, own.free / max(stage.free, 1)) for stage in stages)
+
+    @property
+    def precision(self) -> str:
+        return self.first.precision
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per slot in the rank whose memory ends first, scaled to the free memory of rank 0."""
+        return int(self._share)
+
+    def session_bytes(self, slots: int) -> int:
+        return int(self.first.session_bytes(slots) * self._share / self.stages[0].token_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(stage.weight_bytes for stage in self.stages)
+
+    @property
+    def instruction_set(self) -> str | None:
+        return self.first.instruction_set
+
+    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
+        self.first.limit_threads(most, leave)
+
+    def open(self, capacity: int, max_pending: int) -> PipelineSession:
+        return PipelineSession(self.first.open(capacity, max_pending), self.lead)
+
+    def project(self, hidden: Any) -> SparseLogits:
+        return self.first.project(hidden)
+
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+        check_forest(self, forest)
+        return self.project(self._run(apply_keep(forest), ())[0])
+
+    def _score(self, forest: Sequence[Part]) -> Any:
+        return tensor_of(self.project(self._run(forest, ())[0]).wide())
+
+    def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
+        """Return logits, and hidden states in the type of the first stage: [layers, hidden rows, width]"""
+        rows, shown = self._run(forest, layers)
+        hidden = torch.stack([shown[layer] for layer in layers]).to(self.dtype or torch.float32) if layers else None
+        is_host = self.dtype is None and hidden is not None
+        return TargetOutput(self.project(rows).wide(), hidden.numpy() if is_host else hidden)  # type: ignore[union-attr]
+
+    def _run(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run all layers; return the last layer's output at the logit rows, and hidden states after each of `layers`.
+
+        float32 [logit rows, width] and [hidden rows, width]
+        """
+        wanted, shown = row_numbers(forest), hidden_row_numbers(forest)
+        spans = [
+            StageSpan(part.session.number, part.session.length, part.session.pending, list(part.parents), part.length)
+            for part in forest
+            if part.tokens
+        ]
+        own = [
+            part._replace(session=part.session.own, logit_rows=(), hidden_rows=range(len(part.tokens)), best=0)
+            for part in forest
+            if part.tokens
+        ]
+        if not own:
+            empty = torch.empty(0, self.config.hidden_size, device=self.device)
+            return empty, dict.fromkeys(layers, empty)
+        count = len(self.stages[0].layers)
+        local = sorted({count, *(layer for layer in layers if layer <= count)})
+        hidden = _float_rows(self.first.score_hidden(own, local))
+        found = {layer: hidden[local.index(layer)][shown] for layer in local if layer in layers}
+        self.lead.queue("pass", spans, wanted or [0], tuple(layers), shown)  # before what is queued during the exchange
+        ask = partial(self._exchange, max(1, len(wanted)), tuple(layers), len(shown))
+        rows, others = self._thread.submit(ask, hidden[-1]).result()
+        return rows[: len(wanted)], found | others
+
+    def _exchange(
+        self, num_wanted: int, layers: Sequence[int], num_shown: int, rows: Tensor
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Send rows on their way through the other ranks, and receive what comes back."""
+        self.lead.send()
+        found, last = {}, len(self.stages) - 1
+        try:
+            self.wire.send(rows, 1)
+            result = None
+            for rank, stage in enumerate(self.stages[1:], 1):
+                if rank == last:
+                    result = self.wire.receive(num_wanted, last)
+                for layer in layers:
+                    if layer - 1 in stage.layers:
+                        found[layer] = self.wire.receive(num_shown, rank)
+        except RuntimeError as error:  # of torch: the connection to a rank has ended
+            raise self.lead.loss() from error
+        assert result is not None
+        return result, found
+
+
+def load_pipeline(load: Callable[[], Any]) -> tuple[Any, PipelineModel]:
+    """Load this rank's stage by `load`, which returns a `Loaded` whose model `build_stage` has built; return it and the
+    whole model. Only rank 0 returns; the other ranks follow it until it ends, then exit."""
+    rank = processes.join_processes()
+    try:
+        loaded = processes.run_everywhere(load)
+        model = loaded.model
+        stages = processes.gather(facts_of(model))
+    except BaseException:
+        processes.leave_processes()
+        raise
+    if rank:
+        stage = PipelineStage(model, Wire(model.config.hidden_size, model.device), rank, rank == len(stages) - 1)
+        processes.follow_and_exit(stage.perform)
+    lead = processes.connect_followers()
+    whole = PipelineModel(model, stages, lead, Wire(model.config.hidden_size, model.device))
+    finalize(whole, lead.end)  # at the latest when the program ends
+    return loaded, whole

@@ -1,0 +1,347 @@
+"""A target in a pipeline: the bits are those of the unsplit model, every rank holds its own layers, and none hangs."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from files import model_folder, weights, write_gguf
+from passes import branch, random_parents
+from test_split import Group
+
+import outpace
+from outpace.cli.main import _run
+from outpace.core.errors import LostProcess, UserError
+from outpace.core.logits import tensor_of
+from outpace.models import devices
+from outpace.models.base import Model, Part
+from outpace.models.distributed import lead as processes
+from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, Wire, build_stage, facts_of
+from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
+from outpace.models.load import load_model
+from outpace.models.options import LoadOptions
+from outpace.models.runtimes import Loaded
+
+CHANGES = {"num_hidden_layers": 5}
+PROMPTS = ["the cat sat on the cat sat on the", "a b a b", "the cat", "b a", "cat cat", "on", "sat a b", "a the b"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("pipeline"), **CHANGES)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in blocks of its file."""
+    where = tmp_path_factory.mktemp("packed")
+    return write_gguf(where / "m.gguf", {"llama.block_count": 5}, "Q8_0", tensors=weights(**CHANGES))
+
+
+class Rows(Wire):
+    """A wire between threads; a receive fails when one of them has failed, as torch's does."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], Queue[Any]], failures: list[BaseException]) -> None:
+        super().__init__(64, "cpu")
+        self._rank, self._queues, self._failures = rank, queues, failures
+
+    def send(self, rows: torch.Tensor, rank: int) -> None:
+        self.bytes_sent += rows.nbytes
+        self._queues[self._rank, rank].put(rows.clone())
+
+    def receive(self, count: int, rank: int) -> torch.Tensor:
+        while self._queues[rank, self._rank].empty():
+            if self._failures:
+                time.sleep(0.2)  # torch notices later than the watcher of the connections
+                raise RuntimeError("Connection closed by peer")
+            time.sleep(1e-4)
+        rows: torch.Tensor = self._queues[rank, self._rank].get()
+        assert rows.shape == (count, 64)
+        return rows
+
+
+class Ranks:
+    """A pipeline whose ranks are threads of this process; `whole` is the unsplit model."""
+
+    def __init__(self, source: Path, counts: Sequence[int], **options: Any) -> None:
+        self.whole: Loaded = load_model(source, **options)
+        ranges = layer_ranges(counts)
+        parts = [load_model(source, layers=f"{own.start}-{own.stop - 1}", **options) for own in ranges]
+        models: list[Model] = [part.model for part in parts]
+        for model, own in zip(models, ranges, strict=True):
+            model.stage = own
+        queues: dict[tuple[int, int], Queue[Any]] = {
+            (one, two): Queue() for one in range(len(counts)) for two in range(len(counts))
+        }
+        pipes = [Pipe() for _ in counts[1:]]
+        self.lead = processes.Leader([mine for mine, _ in pipes])
+        self.failures: list[BaseException] = []
+        self.stages = [
+            PipelineStage(model, Rows(rank, queues, self.failures), rank, rank == len(counts) - 1)
+            for rank, model in enumerate(models[1:], 1)
+        ]
+        for stage, (_, theirs) in zip(self.stages, pipes, strict=True):
+            threading.Thread(target=self._follow, args=(stage, theirs), daemon=True).start()
+        wire = Rows(0, queues, self.failures)
+        self.model = PipelineModel(models[0], [facts_of(model) for model in models], self.lead, wire)
+        self.loaded = replace(parts[0], model=self.model, lead=self.lead)
+
+    def _follow(self, stage: PipelineStage, connection: Any) -> None:
+        try:
+            processes.follow(stage.perform, connection)
+        except BaseException as failure:
+            self.failures.append(failure)
+        finally:
+            processes.cut(connection)
+
+
+@contextmanager
+def ranks(*given: Any, **options: Any) -> Iterator[Ranks]:
+    found = Ranks(*given, **options)
+    try:
+        yield found
+    finally:
+        found.lead.end()
+
+
+def difference(found: Ranks, rounds: int = 16) -> str | None:
+    """What first differs from the unsplit model over random trees of three sessions; None if every bit is equal."""
+    rng, layers = random.Random(7), (0, 1, 3, 4, 5)
+    both = [[model.open(100, 40) for _ in range(3)] for model in (found.whole.model, found.model)]
+    keep: list[Sequence[int]] = [()] * 3
+    for turn in range(rounds):
+        chosen = sorted(rng.sample(range(3), rng.randrange(1, 4)))
+        parts: list[list[Part]] = [[], []]
+        for number in chosen:
+            tokens, parents = [rng.randrange(200) for _ in range(7)], random_parents(7, turn + number)
+            rows = sorted(rng.sample(range(7), 4))
+            for sessions, own in zip(both, parts, strict=True):
+                own.append(Part(sessions[number], tokens, parents, rows, keep[number], rows[:2]))
+            keep[number] = branch(parents, rng.randrange(7))
+        if turn % 2:
+            one, two = (model.score_hidden(own, layers) for model, own in zip(models(found), parts, strict=True))
+            hidden = [tensor_of(output.hidden) for output in (one, two)]
+            if not torch.equal(*hidden):
+                return f"hidden states in round {turn}"
+            scores = [tensor_of(output.logits) for output in (one, two)]
+        else:
+            scores = [tensor_of(model.score_held(own).wide()) for model, own in zip(models(found), parts, strict=True)]
+        if not torch.equal(*scores):
+            return f"logits in round {turn}"
+        if turn == rounds // 2:
+            for sessions, model in zip(both, models(found), strict=True):
+                length = sessions[0].length
+                sessions[1] = model.open(100, 40)
+                sessions[1].start_from(sessions[0], length // 2)
+                sessions[0].truncate(length // 3)
+                sessions[0].trim()
+            keep[0] = keep[1] = ()
+    return None
+
+
+def models(found: Ranks) -> tuple[Any, PipelineModel]:
+    return found.whole.model, found.model
+
+
+@pytest.mark.parametrize(
+    ("counts", "kind", "options"),
+    [
+        ((2, 3), "packed", {"runtime": "native"}),
+        ((2, 1, 2), "folder", {"runtime": "native"}),
+        ((2, 1, 1, 1), "folder", {"runtime": "llama", "dtype": "float32"}),
+        ((1, 4), "folder", {"runtime": "llama", "dtype": "float32", "exact": False}),
+    ],
+    ids=["packed", "int8", "float32", "inexact"],
+)
+def test_every_bit_is_that_of_the_unsplit_model(
+    counts: tuple[int, ...], kind: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    with ranks(request.getfixturevalue(kind), counts, **options) as found:
+        assert difference(found) is None
+        assert found.model.exact == found.whole.model.exact
+        hops = [found.model.wire, *(stage.wire for stage in found.stages)]
+        assert all(wire.bytes_sent for wire in hops)
+        held = [len(stage.sessions) for stage in found.stages]
+        assert max(held) <= 4, "released sessions are closed"
+
+
+TEXTS = [
+    {"method": "speculative", "drafter": "ngram"},
+    {"method": "auto"},
+    pytest.param({"method": "card", "worker": "thread"}, marks=pytest.mark.long),
+    pytest.param({"method": "speculative", "drafter": "recycle", "width": 3}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("options", TEXTS, ids=lambda options: options["method"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_the_unsplit_model(folder: Path, options: dict[str, Any], temperature: float) -> None:
+    """Eight prompts at once, in so little memory that requests pause, and then again from kept texts."""
+    given = {"max_tokens": 24, "temperature": temperature, "seed": 5, "ignore_eos": True}
+    with ranks(folder, (2, 1, 2), runtime="native") as found:
+        draft = found.whole if options["method"] == "card" else None
+        with outpace.LLM(found.whole, None, method="autoregressive", profile=False) as llm:
+            expected = [result.tokens for result in llm.generate(PROMPTS, **given)]
+        least = 4 * found.model.session_bytes(64) / (1 << 30)
+        with outpace.LLM(found.loaded, draft, kv_memory=None if draft else least, profile=False, **options) as llm:
+            for _ in range(2):
+                assert [result.tokens for result in llm.generate(PROMPTS, **given)] == expected
+        assert not found.failures
+
+
+def test_an_interrupted_pass_leaves_no_rows_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        ranks(folder, (2, 3), runtime="native") as found,
+        outpace.LLM(found.loaded, None, method="autoregressive", profile=False) as llm,
+    ):
+        given = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+        expected = llm.generate(PROMPTS[:1], **given)[0].tokens
+        submit, calls = found.model._thread.submit, iter(range(100))
+
+        def interrupted(*given: Any) -> Any:
+            future = submit(*given)
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return future
+
+        monkeypatch.setattr(found.model._thread, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[:1], **given)
+        assert llm.generate(PROMPTS[:1], **given)[0].tokens == expected
+
+
+def test_a_rank_that_fails_or_ends_is_an_error_that_names_it(folder: Path) -> None:
+    with ranks(folder, (2, 1, 2), runtime="native") as found:
+        session = found.model.open(50, 8)
+
+        def fail(*given: Any) -> None:
+            raise MemoryError("no memory is left")
+
+        found.stages[0].do_change = fail  # type: ignore[method-assign]
+        session.reserve(32)
+        start = time.monotonic()
+        with pytest.raises(LostProcess, match=r"rank 1 of the split model has failed: MemoryError: no memory"):
+            found.model.score([Part(session, [1, 2], (-1, 0), (1,))])
+        assert time.monotonic() - start < 3.0
+        with pytest.raises(LostProcess, match=r"rank 1 .*load it anew"):
+            found.model.score([Part(session, [1], (-1,), (0,))])
+
+
+@pytest.mark.parametrize(
+    ("plan", "free", "seconds", "expected"),
+    [
+        ("12,10,8", (1, 1, 1), (1, 1, 1), [12, 10, 8]),
+        ("auto", (900, 900, 900), (1, 1, 1), [10, 10, 10]),
+        ("auto", (900, 900, 900), (1, 2, 1), [12, 6, 12]),
+        ("auto", (900, 90, 900), (1, 1, 1), [13, 4, 13]),
+        ("auto", (150, 900, 900), (1, 1, 1), [3, 14, 13]),  # rank 0 also holds the ends
+    ],
+)
+def test_layers_are_shared_by_memory_and_speed(
+    plan: str, free: Sequence[int], seconds: Sequence[float], expected: list[int]
+) -> None:
+    found = share_layers(plan, 30, [RankFacts(*facts) for facts in zip(free, seconds, strict=True)], 15, 75)
+    assert sum(found) == 30
+    assert found == expected
+
+
+def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three = [RankFacts(100, 1.0)] * 3
+    for plan, said in [
+        ("12,10", r"names 22 layers of 2 ranks: the model has 30 layers, and 3 ranks"),
+        ("12,10,9", r"names 31 layers of 3 ranks"),
+        ("auto", r"have memory for 5 \+ 8 \+ 8 of the 30 layers"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            share_layers(plan, 30, three, 10, 30)
+    with pytest.raises(UserError, match="2 layers, which 3 ranks cannot share"):
+        share_layers("auto", 2, three, 10, 30)
+    for plan in ("", "0,3", "a", "3;4", "-1,2", "1,,2"):
+        with pytest.raises(UserError, match=r"it must be auto or each rank's layers, as in 12,10,8"):
+            LoadOptions(pp_plan=plan)
+    assert LoadOptions(pp_plan="3,4").of_draft().pp_plan is None
+    missing = tmp_path / "missing"
+    with pytest.raises(UserError, match=r"pp_plan splits .* this one runs alone"):
+        load_model(missing, pp_plan="auto")
+    monkeypatch.setattr(devices, "num_processes", lambda: 2)
+    for more, said in [
+        ({"tp_plan": "auto"}, "tp_plan and pp_plan both split"),
+        ({"runtime": "transformers"}, "for the runtime native and llama, not for transformers"),
+        ({"device_map": "auto"}, "both say where"),
+        ({"graphs": "eager"}, "graphs eager does not go with pp_plan"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            load_model(missing, pp_plan="auto", **more)
+
+
+def test_ranks_with_other_files_or_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = RankFacts(1 << 40, 1.0)
+    theirs = [({"outpace": "1", "file": "a"}, facts), ({"outpace": "1", "file": "b"}, facts)]
+    monkeypatch.setattr(processes, "gather", lambda value: theirs)
+    with pytest.raises(UserError, match="rank 1 has another file than rank 0: b, not a"):
+        build_stage(lambda *given: None, "1,1", theirs[0][0], lambda stage: None, None, None, progress=None)  # type: ignore[arg-type]
+
+
+def test_a_lost_rank_ends_a_command_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def lost(*given: Any, **named: Any) -> Any:
+        raise LostProcess("rank 2 of the split model has ended without notice: load it anew")
+
+    monkeypatch.setattr("outpace.api.llm.load", lost)
+    assert _run(["generate", "hello"]) == 1
+    assert "error: rank 2 of the split model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (3, {"pp_plan": "auto", "method": "auto"}),
+        pytest.param(2, {"pp_plan": "1,4", "dtype": "float32"}, marks=pytest.mark.long),
+        pytest.param(4, {"pp_plan": "1,1,2,1", "method": "card", "draft": True}, marks=pytest.mark.long),
+    ],
+)
+def test_processes_write_what_one_process_writes(folder: Path, count: int, options: dict[str, Any]) -> None:
+    given = options | ({"draft": str(folder)} if "draft" in options else {})
+    group = Group((folder,) * count, given)
+    assert group.line() == "loaded"
+    plain, ours, sampled_plain, sampled = group.line()
+    assert (ours, sampled) == (plain, sampled_plain)
+    assert [(status, out) for status, out, _ in group.ends()] == [(0, "")] * count, "rank 0 alone writes"
+    with outpace.load(folder, dtype=options.get("dtype", "auto"), method="autoregressive", profile=False) as llm:
+        found = llm.generate(PROMPTS[:2], max_tokens=24, temperature=0.0)
+    assert [list(result.tokens) for result in found] == plain
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dying", [0, 1, 2])
+def test_a_killed_rank_ends_all_others(folder: Path, dying: int) -> None:
+    group = Group((folder,) * 3, {"pp_plan": "2,1,2"}, GO_ON="1")
+    assert group.line() == "loaded"
+    group.line()
+    time.sleep(random.Random(dying).random())
+    group.ranks[dying].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    while any(rank.poll() is None for rank in group.ranks) and time.monotonic() - start < 30:
+        time.sleep(0.01)
+    ends = group.ends()
+    assert [status for rank, (status, *_) in enumerate(ends) if rank != dying] == [1, 1], ends
+    if dying:
+        assert f"rank {dying} of the split model has ended without notice" in ends[0][2]
+
+
+@pytest.mark.long
+def test_another_file_in_one_rank_is_said_by_all(folder: Path, tmp_path: Path) -> None:
+    other = model_folder(tmp_path, seed=1, **CHANGES)
+    ends = Group((folder, folder, other), {"pp_plan": "auto"}).ends()
+    assert [status for status, *_ in ends] == [1, 1, 1]
+    assert all("rank 2 has another file than rank 0" in said for *_, said in ends)
