@@ -346,6 +346,13 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     assert [bound["drafts"] for bound in found["bounds"]] == [1, 2, 3]
     assert [bound["ideal_speedup"] for bound in found["bounds"]] == pytest.approx([2.8, 2.9, 2.9])
     assert [1 / bound["rejections_per_token"] for bound in found["bounds"]] == pytest.approx([2.8, 2.9, 2.9])
+    found = json.loads(run("theory", "--stages", "4", "--hop", "5", "--json")[1])
+    for row in found["lengths"]:
+        gamma = row["draft_length"]
+        assert row["sequential_speedup"] == pytest.approx(theory.pipeline_speedup(row["tokens"], gamma, 0.1, 4, 5.0))
+    best = max(found["lengths"], key=lambda row: row["sequential_speedup"])
+    assert found["pipeline"]["journey"] == 20.0
+    assert found["pipeline"]["travel_saved_per_token"] == theory.pipeline_saving(4, 5.0, best["tokens"])
     shown = run("theory", "--drafts", "0.5")[1]
     assert "Yin et al., 1 draft: ideal speedup 5.00, 20.0 rejections in 100 tokens" in shown
     assert "Yin et al., 2 drafts: ideal speedup 5.50, 18.2 rejections in 100 tokens" in shown
@@ -358,6 +365,9 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     [
         ("--acceptance", "high", "acceptance is 'high'"),
         ("--acceptance", "1.2", "acceptance is 1.2"),
+        ("--stages", "0", "stages is 0"),
+        ("--hop", "-1", "hop is -1"),
+        ("--hop", "2", "which needs a pipeline"),
         ("--drafts", "0.5,1.5", "drafts is 1.5"),
         ("--drafts", "0.5;1", "drafts is '0.5;1'"),
         ("--cost", "-1", "cost"),

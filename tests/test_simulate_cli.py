@@ -46,6 +46,14 @@ def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
     assert rows[-1]["ratio"] == 6.0
 
 
+def test_a_pipeline_multiplies_what_drafting_gains() -> None:
+    given = ("--acceptance", "0.7", "--methods", "speculative-chain", *SMALL)
+    near, far = (last_line(run(*given, *more)[1])["rows"] for more in ((), ("--stages", "4", "--hop", "5")))
+    assert far[1]["speedup"] > near[1]["speedup"]
+    assert far[1]["ratio"] == 4.0 * 21
+    assert "which needs a pipeline" in run(*given, "--hop", "1")[2]
+
+
 def test_delays_have_a_column_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     given = ("--acceptance", "0.7", "--methods", "card,planned,speculative-chain", *SMALL, "--delay", "0,1,4")

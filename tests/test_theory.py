@@ -84,6 +84,23 @@ def test_limits() -> None:
     assert theory.card_limit(5.0, 1.25, 0.2, 2.0) == pytest.approx(2.5)
 
 
+@pytest.mark.parametrize(("stages", "hop"), [(1, 0.0), (2, 0.5), (4, 5.0)])
+def test_a_pipeline_over_rounds_walked_through(stages: int, hop: float) -> None:
+    """Plain decoding takes one journey a token; a round takes one for all of its tokens."""
+    gamma, c, alpha, v = 4, 0.1, 0.75, 1.2
+    tokens = theory.expected_tokens(alpha, gamma)
+    ring = sum(hop for _ in range(stages)) if stages > 1 else 0.0
+    plain, ours = 1000 * (1.0 + ring), 1000 / tokens * (gamma * c + v + ring)
+    assert theory.pipeline_speedup(tokens, gamma, c, stages, hop, v) == pytest.approx(plain / ours)
+    least = theory.pipeline_break_even(gamma, c, stages, hop, v)
+    assert theory.pipeline_speedup(least, gamma, c, stages, hop, v) == pytest.approx(1.0)
+    without_way_back = (stages - 1) * hop
+    saved = without_way_back - without_way_back / tokens
+    assert theory.pipeline_saving(stages, hop, tokens) == pytest.approx(saved)
+    if stages == 1:
+        assert theory.pipeline_speedup(tokens, gamma, c, 1, 0.0) == theory.speedup(tokens, gamma, c)
+
+
 TARGET, DRAFT = [0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
 
 

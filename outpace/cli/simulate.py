@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
+from outpace.cli.theory import check_pipeline
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class TimeFlags:
         None, "Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10."
     )
     draft_times: str | None = flag(None, "With --target-times: those of a draft step.")
+    stages: int = flag(1, "Stages of a pipeline that the target runs in (--pp-plan).")
+    hop: float = flag(0.0, "Time from one stage to the next, in plain target passes; the ring has a hop per stage.")
     devices: int = flag(2, "2: the drafter has a device of its own; 1: both share one.")
     delay: str = flag(
         "0",
@@ -85,6 +88,7 @@ def simulate(
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--json", output.rows)
+    check_pipeline(times.stages, times.hop)
     costs, delays = _costs(times), _delays(times.delay)
     if output.plot is not None and len(delays) < 2:
         raise UserError("--plot draws the speedup by delay: name several with --delay, as in 0,0.5,1,2")
@@ -128,10 +132,12 @@ def _costs(times: TimeFlags) -> list[Any]:
     from outpace.simulate import costs
 
     if times.target_times is None and times.draft_times is None:
-        return [costs.by_ratio(ratio) for ratio in costs.ratios(times.ratio)]
-    if times.target_times is None or times.draft_times is None:
+        found = [costs.by_ratio(ratio) for ratio in costs.ratios(times.ratio)]
+    elif times.target_times is None or times.draft_times is None:
         raise UserError("target-times and draft-times go together, name both or neither")
-    return [costs.measured(times.target_times, times.draft_times)]
+    else:
+        found = [costs.measured(times.target_times, times.draft_times)]
+    return [costs.in_pipeline(cost, times.stages, times.hop) for cost in found]
 
 
 def _delays(text: str) -> list[float]:

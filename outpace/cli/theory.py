@@ -10,7 +10,7 @@ from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import JSON
 from outpace.core import theory as formulas
-from outpace.core.errors import check_range, check_whole
+from outpace.core.errors import UserError, check_range, check_whole
 
 
 @flags
@@ -28,6 +28,8 @@ def theory(
     cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
     verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
     overhead: float = flag(0.0, "Other time in a round, as a share of a plain pass."),
+    stages: int = flag(1, "Stages of a pipeline that the target runs in (--pp-plan)."),
+    hop: float = flag(0.0, "Time from one stage to the next, in plain passes; the ring has a hop per stage."),
     lengths: int = flag(10, "Show draft lengths (gamma) up to this one."),
     as_json: bool = JSON,
 ) -> None:
@@ -36,7 +38,10 @@ def theory(
     for name, share in (("cost", cost), ("verify", verify), ("overhead", overhead)):
         check_range(name, share, 0.0, 100.0)
     check_whole("lengths", lengths, 1, 256)
-    rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)]
+    check_pipeline(stages, hop)
+    journey = formulas.journey_time(stages, hop)
+    rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead, journey) for gamma in range(1, lengths + 1)]
+    pipeline = {"pipeline": _pipeline(rows, cost, stages, hop, verify, overhead)} if journey else {}
     found = {
         "sequential_limit": formulas.tokens_per_rejection(positions),
         "parallel_limit": formulas.parallel_limit(cost),
@@ -44,9 +49,12 @@ def theory(
     limits = {name: value if value < float("inf") else None for name, value in found.items()}
     bounds = [_bound(positions, others[:count]) for count in range(len(others) + 1)]
     if as_json:
-        display.print_json({"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits, "bounds": bounds})
+        shown = {"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits, "bounds": bounds}
+        display.print_json(shown | pipeline)
         return
     display.stdout().print(_table(rows))
+    for name, value in pipeline.get("pipeline", {}).items():
+        display.stdout().print(f"{name.replace('_', ' ')}: {value:.2f}")
     for name, limit in limits.items():
         display.stdout().print(f"{name.replace('_', ' ')}: {_speed(limit)}")
     for bound in bounds:
@@ -76,14 +84,37 @@ def _speed(limit: float | None) -> str:
     return "none" if limit is None else f"{limit:.2f}"
 
 
-def _row(positions: list[float], gamma: int, cost: float, verify: float, overhead: float) -> dict[str, Any]:
+def check_pipeline(stages: int, hop: float) -> None:
+    """Raise UserError for a pipeline that does not exist."""
+    check_whole("stages", stages, 1, 1024)
+    check_range("hop", hop, 0.0, 1e6)
+    if hop and stages < 2:
+        raise UserError(f"hop is {hop:g}, which needs a pipeline: name its stages with --stages")
+
+
+def _pipeline(
+    rows: list[dict[str, Any]], cost: float, stages: int, hop: float, verify: float, overhead: float
+) -> dict[str, float]:
+    """Return what a pipeline's best draft length saves, and the tokens per journey from which it gains."""
+    best = max(rows, key=lambda row: row["sequential_speedup"])
+    gamma = best["draft_length"]
+    return {
+        "journey": formulas.journey_time(stages, hop),
+        "travel_saved_per_token": formulas.pipeline_saving(stages, hop, best["tokens"]),
+        "gains_above_tokens": formulas.pipeline_break_even(gamma, cost, stages, hop, 1.0 + verify * gamma, overhead),
+    }
+
+
+def _row(
+    positions: list[float], gamma: int, cost: float, verify: float, overhead: float, journey: float
+) -> dict[str, Any]:
     known = (positions + positions[-1:] * gamma)[:gamma]
     tokens = formulas.expected_tokens_by_position(known)
     return {
         "draft_length": gamma,
         "tokens": tokens,
-        "sequential_speedup": formulas.speedup(tokens, gamma, cost, verify, overhead),
-        "pearl_speedup": formulas.pearl_tokens(positions, gamma) / max(gamma * cost, 1.0),
+        "sequential_speedup": (1.0 + journey) * formulas.speedup(tokens, gamma, cost, verify, overhead + journey),
+        "pearl_speedup": formulas.pearl_tokens(positions, gamma) * (1.0 + journey) / max(gamma * cost, 1.0 + journey),
     }
 
 

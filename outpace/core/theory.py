@@ -101,6 +101,36 @@ def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
     return pearl_tokens([alpha], gamma) / max(gamma * c, 1.0)
 
 
+def journey_time(stages: int, hop: float) -> float:
+    """Return the time that rows travel in a pass: a ring of `stages` has as many hops of time `hop`; one has none.
+
+    Decentralised speculative decoding, arXiv:2511.11733, counts stages - 1 hops: it has no way back to the first.
+    """
+    return stages * hop if stages > 1 else 0.0
+
+
+def pipeline_speedup(
+    tokens: float, gamma: int, c: float, stages: int, hop: float, v: float = 1.0, overhead: float = 0.0
+) -> float:
+    """Return the speedup in a pipeline, E (1 + L) / (gamma c + v + o + L), where L is the time of a journey.
+
+    One journey verifies all drafts; plain decoding makes one for each token. arXiv:2511.11733.
+    """
+    journey = journey_time(stages, hop)
+    return tokens * (1.0 + journey) / (gamma * c + v + overhead + journey)
+
+
+def pipeline_saving(stages: int, hop: float, tokens: float) -> float:
+    """Return the travel time saved per token, (N - 1) t1 (k - 1) / k for k tokens per journey. arXiv:2511.11733."""
+    return (stages - 1) * hop * (tokens - 1.0) / tokens
+
+
+def pipeline_break_even(gamma: int, c: float, stages: int, hop: float, v: float = 1.0, overhead: float = 0.0) -> float:
+    """Return the tokens per journey above which drafting gains: (gamma c + v + o + L) / (1 + L)."""
+    journey = journey_time(stages, hop)
+    return (gamma * c + v + overhead + journey) / (1.0 + journey)
+
+
 def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:
     """Return CARD's bound: A / v by the target and 1 / (c d) by the drafter. arXiv:2508.04462.
 

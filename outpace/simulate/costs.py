@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from outpace.core.errors import UserError, check_range
+from outpace.core.theory import journey_time
 
 Cost = Callable[[int], float]
 """Returns the time of a pass, in seconds or any other unit, from its number of rows."""
@@ -37,6 +38,12 @@ def measured(target: str, draft: str) -> PassCosts:
     """Parse measured times of rows, as in `1:6.0,4:6.2,8:7.0`."""
     costs = PassCosts("measured", parse_curve("target-times", target), parse_curve("draft-times", draft))
     return PassCosts(f"{costs.ratio:.3g} measured", costs.target, costs.draft)
+
+
+def in_pipeline(costs: PassCosts, stages: int, hop: float) -> PassCosts:
+    """Return costs where a target pass also travels through a pipeline; `hop`: in plain target passes."""
+    travel = journey_time(stages, hop) * costs.target(1)
+    return replace(costs, target=lambda rows: costs.target(rows) + travel) if travel else costs
 
 
 def ratios(text: str) -> list[float]:
