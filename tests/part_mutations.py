@@ -13,7 +13,7 @@ import test_parallel_decoders
 from mutation_checks import BROKEN, Mutation, Original
 from outpace_kernels import NodeDelta
 
-from outpace.bench import scoring
+from outpace.api import scoring
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.loop import DraftedRequest, DraftLoop
 from outpace.core.drafting import DraftDirectives

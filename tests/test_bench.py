@@ -355,7 +355,7 @@ def test_all_rules_are_those_that_fit() -> None:
     assert labels("card", "all", GREEDY) == ["autoregressive", "card:rule=greedy"]
     assert "speculative:rule=top_beta" in labels("speculative", "all", GREEDY)
     sampled = {label.partition("rule=")[2] for label in labels("speculative", "all")}
-    assert set(registry.names("rules")) - sampled == {"greedy", "top_beta"}
+    assert set(registry.names("rules")) - sampled == {"greedy", "judge", "top_beta"}
 
 
 @pytest.mark.parametrize(

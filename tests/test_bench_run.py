@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused_before_a_model_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr("outpace.api.llm.load", None)
-    monkeypatch.setattr("outpace.bench.sandbox.is_available", lambda: False)
+    monkeypatch.setattr("outpace.api.sandbox.is_available", lambda: False)
     if "matplotlib" in message:
         monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     (tmp_path / "file").touch()

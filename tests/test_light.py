@@ -77,7 +77,7 @@ def texts(target: str, draft: str) -> list[str]:
     options = ["", sampled, "|--method|card" + sampled, "|--method|planned"]
     for filters in ("--top-k|9", "--top-p|0.8", "--min-p|0.1"):
         options.append(f"{sampled}|--method|speculative|{filters}")
-    for name in registry.names("rules"):
+    for name in set(registry.names("rules")) - {"judge"}:  # it needs a file for its target
         traits = registry.find("rules", name).traits
         method = "|--method|bild" if name == "rollback" else "|--method|speculative|--drafter|model"
         options.append(f"{method}|--rule|{name}{sampled if traits.sampled else ''}")

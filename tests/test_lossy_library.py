@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Run
 from commands import run as run
 from commands import tiny as tiny
+from judges import random_judge
 
 from outpace.api.llm import LLM
 from outpace.cli import display
@@ -21,11 +23,14 @@ LOSSY = [name for name in registry.names("rules") if not registry.describe("rule
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_lossy_rule_says_so_in_its_help_and_in_each_answer(name: str, tiny_pair: tuple[Loaded, Loaded]) -> None:
+def test_a_lossy_rule_says_so_in_its_help_and_in_each_answer(
+    name: str, tiny_pair: tuple[Loaded, Loaded], tmp_path: Path
+) -> None:
     assert registry.describe("rules", name).help.startswith("Lossy: ")
-    temperature = 0.0 if name == "top_beta" else 1.1
+    temperature = 0.0 if name in ("top_beta", "judge") else 1.1
+    own = {"judge": str(random_judge(tmp_path, tiny_pair[0]))} if name == "judge" else {}
     method = "speculative" if name == "cascade" else "auto"
-    with LLM(*tiny_pair, rule=name, method=method) as llm:
+    with LLM(*tiny_pair, rule=name, method=method, **own) as llm:
         assert llm.method == "speculative"
         result = llm.stream("hello hello", **{**ASKED, "temperature": temperature}).finish()
     assert not result.lossless

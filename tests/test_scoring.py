@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from outpace.bench import sandbox, scoring, tasks
-from outpace.bench.scoring import Reference, is_right
+from outpace.api import sandbox, scoring
+from outpace.api.scoring import Reference, is_right
+from outpace.bench import tasks
 from outpace.core.errors import UserError
 
 CONFINES = sandbox.is_available()

@@ -14,11 +14,13 @@ from commands import Run
 from commands import run as run
 from commands import tiny as tiny
 from files import smollm2_file
+from judges import random_judge
 
 import outpace
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.engine.build import check_rule
+from outpace.models.load import load_model
 
 SCHEMA = {
     "type": "object",
@@ -62,11 +64,12 @@ def test_answers_are_valid_and_the_same_by_every_method(tiny_folder: str, method
 
 
 @pytest.mark.parametrize("rule", registry.names("rules"))
-def test_answers_are_valid_by_every_rule(tiny_folder: str, rule: str) -> None:
+def test_answers_are_valid_by_every_rule(tiny_folder: str, rule: str, tmp_path: Path) -> None:
     decoder = registry.find("decoders", "speculative")
     check_rule(rule, decoder, "model")
     first = registry.names("rules").index(rule) % len(ASKED)  # one of what is asked; the next rule takes the next one
-    with outpace.load(tiny_folder, "layers:0", method="speculative", rule=rule, profile=False) as llm:
+    own = {"judge": str(random_judge(tmp_path, load_model(tiny_folder))), "threshold": 1.0} if rule == "judge" else {}
+    with outpace.load(tiny_folder, "layers:0", method="speculative", rule=rule, profile=False, **own) as llm:
         for name, asked in list(ASKED.items())[first : first + 1]:
             for temperature in (0.0, 1.0):
                 try:

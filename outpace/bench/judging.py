@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from outpace.api.scoring import PROGRAM, is_right
 from outpace.bench.contenders import PLAIN, is_lossy
 from outpace.bench.figures import TableRow
 from outpace.bench.run import Bench
-from outpace.bench.scoring import PROGRAM, is_right
 from outpace.bench.store import Record, RecordKey
 from outpace.bench.tasks import TaskPrompt
 from outpace.core.logits import host_array, log_softmax, token_scores

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
@@ -21,6 +22,7 @@ from outpace.bench.tasks import BUILT_IN, TaskPrompt, check_turns, collect, prom
 from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import num_threads
 from outpace.core.options import CheckedOptions, whole
+from outpace.rules.judge import JudgeFile
 
 T = TypeVar("T")
 
@@ -92,6 +94,7 @@ class Bench:
             for contender in options.methods:
                 engine = MethodRunner(contender, models, options.sampling_params, max(options.batch, default=1))
                 self._engines[contender.label] = exits.enter_context(closing(engine))
+                self._warn_of_other_tasks(contender)
             self._exits = exits.pop_all()
 
     def __enter__(self) -> Bench:
@@ -235,6 +238,17 @@ class Bench:
                     raise
             except Exception as error:  # the failed answers will report it again
                 self._say(f"{contender.label} failed to warm up ({type(error).__name__}: {error})")
+
+    def _warn_of_other_tasks(self, contender: Contender) -> None:
+        """Warn of a judge that was mined on other tasks than those of the bench."""
+        if contender.options.get("rule") != "judge":
+            return
+        mined = JudgeFile.read(Path(str(contender.options["judge"])).expanduser()).tasks
+        if others := sorted({prompt.task for prompt in self.prompts} - {*mined}):
+            self._say(
+                f"{contender.label}: this judge was mined on {', '.join(sorted(mined))}, not on {', '.join(others)};"
+                " what it gains and keeps on one task does not carry over to others"
+            )
 
     def _check_lengths(self) -> None:
         """Raise UserError if no prompt fits the context; a single prompt that is too long only fails itself."""

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outpace.api import scoring
 from outpace.api.prompt_file import load_data_set, read_prompt_file, user_turns
-from outpace.bench import scoring
-from outpace.bench.scoring import Reference
+from outpace.api.scoring import Reference
 from outpace.core.errors import UserError, unknown
 
 HUB = "hub:"

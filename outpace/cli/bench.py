@@ -112,8 +112,9 @@ def bench(
 
 def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFlags) -> BenchOptions:
     """Convert the flags to BenchOptions, and check names before a model is loaded."""
+    from outpace.api import sandbox
     from outpace.api.params import SamplingParams
-    from outpace.bench import contenders, sandbox
+    from outpace.bench import contenders
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 

@@ -17,9 +17,18 @@ from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
-INTERRUPTIBLE = ("demo", "bench", "distill", "tune", "simulate", "edge", "forecast")  # Ctrl-C may end them at any point
+INTERRUPTIBLE = (
+    "demo",
+    "bench",
+    "distill",
+    "judge",
+    "tune",
+    "simulate",
+    "edge",
+    "forecast",
+)  # Ctrl-C may end them at any point
 COMMANDS = (
-    *("generate", "chat", "serve", "draft-worker", "demo", "bench", "distill", "tune"),
+    *("generate", "chat", "serve", "draft-worker", "demo", "bench", "distill", "judge", "tune"),
     *("simulate", "edge", "forecast", "methods", "theory", "doctor"),
 )
 

@@ -15,8 +15,8 @@ def whole(default: int | None, low: int, high: float = math.inf) -> Any:
     return field(default=default, metadata={"check": check_whole, "bounds": (low, high)})
 
 
-def number(default: float, low: float, high: float = math.inf) -> Any:
-    """Declare an option that is a number from `low` to `high`."""
+def number(default: float | None, low: float, high: float = math.inf) -> Any:
+    """Declare an option that is a number from `low` to `high`; with default None it may be None too."""
     return field(default=default, metadata={"check": check_range, "bounds": (low, high)})
 
 

@@ -103,6 +103,9 @@ class Rule:
         if hasattr(cls, "traits") and "rank" in own:
             cls.traits = replace(cls.traits, ranks=None)
 
+    def check_target(self, target: Any) -> None:
+        """Raise UserError if this rule cannot verify drafts of the loaded target, a `models.runtimes.Loaded`."""
+
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Reduce logits [rows, vocab] to one small value per row, usually the token that the target writes there."""
         raise NotImplementedError

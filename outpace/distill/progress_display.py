@@ -30,6 +30,9 @@ NAMES = {
     "chain": "chain of 4",
     "tree": "tree of 16",
     "prompts": "prompts",
+    "questions": "questions",
+    "mismatches": "mismatches",
+    "important": "important",
     "shards": "shards",
     "step": "step",
     "judged": "done",
@@ -37,6 +40,8 @@ NAMES = {
     "dropped": "torn shards dropped",
     "seconds_left": "left",
 }
+COUNTS = {"tokens", "shards", "step", "dropped", "tokens_per_second", "bytes_per_token"}
+COUNTS |= {"questions", "mismatches", "important"}
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -78,6 +83,6 @@ def _format(name: str, value: float) -> str:
         return str(timedelta(seconds=round(value)))
     if name == "judged":
         return f"{value:.0%}"
-    if name in ("tokens", "shards", "step", "dropped", "tokens_per_second", "bytes_per_token"):
+    if name in COUNTS:
         return f"{value:,.0f}"
     return f"{value:.3f}"

@@ -23,10 +23,9 @@ from outpace.distill.prompts import collect, is_held_out, prompt_hash, read_prom
 from outpace.distill.shards import TextFolder
 from outpace.distill.taps import TAPS, TapRecorder, tap_list
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, make_writer
-from outpace.models.base import Model, check_needs
+from outpace.models.base import Model, check_needs, runtime_name
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import locate, shipped_model
-from outpace.models.heads.steering import runtime_name
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer

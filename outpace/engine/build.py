@@ -279,7 +279,9 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     needs = NO_NEEDS
     if options.rule != "auto":
         modules[f"rule {options.rule}"] = registry.find("rules", options.rule)
-        needs = Needs(layers=_build_rule(options.rule, values).traits.hidden_layers)
+        rule = _build_rule(options.rule, values)
+        rule.check_target(target)
+        needs = Needs(layers=rule.traits.hidden_layers)
     if decoder.drafting is None:
         if options.drafter is not None:
             raise UserError(

@@ -321,6 +321,11 @@ class Model(SupportsMultiStep):
             raise unsupported(self, capability)
 
 
+def runtime_name(model: Model) -> str:
+    """Return the names of a model's runtime and precision, on which its hidden states depend."""
+    return f"{type(model).__name__} {getattr(model, 'precision', model.dtype)}"
+
+
 def unsupported(model: Model, capability: Capability) -> UserError:
     """Make the error for a capability that a model lacks."""
     ability, runtimes = capability.value

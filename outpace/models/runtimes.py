@@ -18,8 +18,9 @@ from typing import Any
 from outpace.core.errors import UserError, require, unknown
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, num_threads
-from outpace.models.base import Model, UnsupportedModel
+from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_host, check_memory
+from outpace.models.files.cache import weights_digest
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.inflation import SHAPES, inflated_config, inflated_source
 from outpace.models.llama.weight_sources import parse_layers, source_of
@@ -62,6 +63,15 @@ class Loaded:
     def precision(self) -> str:
         precision: str = self.model.precision
         return precision
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Describe what hidden states depend on: tokenizer, template, runtime with its precision, and the weights."""
+        found = {"tokenizer": self.tokenizer.fingerprint[:16], "template": self.tokenizer.template_digest}
+        if self.files is not None:
+            found["weights"] = weights_digest(self.files())
+        inflated = f" inflated to {self.inflate}" if self.inflate else ""
+        return found | {"runtime": runtime_name(self.model) + inflated}
 
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:

@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 _PLAIN: dict[bool, Greedy | Gumbel] = {True: Greedy(), False: Gumbel()}  # the rules of plain decoding, by `is_greedy`
 
 
+def longest_path(tree: TokenTree, num_rows: int, cost: Callable[[int, int], int | None]) -> list[int]:
+    """Return the longest path of accepted nodes, of equally long ones the cheapest, then the first.
+
+    Only nodes with a row, the first `num_rows`, may have accepted children. `cost(parent, node)` is None for a node
+    that is not accepted.
+    """
+    found: dict[int, tuple[int, int]] = {0: (0, 0)}  # length and minus cost, by accepted node
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        if parent not in found or parent >= num_rows or tree.roles[node] == Role.PROBE:
+            continue
+        if (more := cost(parent, node)) is not None:
+            length, credit = found[parent]
+            found[node] = length + 1, credit - more
+    return tree.path(max(found, key=found.__getitem__))
+
+
 class Relaxed(LogProbRule):
     """Accepts tokens by `acceptable`, however they were drafted."""
 
@@ -38,17 +55,14 @@ class Relaxed(LogProbRule):
         return [NodeScores(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def walk(self, tree: TokenTree, picks: Sequence[NodeScores]) -> Verdict:
-        depth: dict[int, int] = {0: 0}
         good: dict[int, Callable[[int], bool]] = {}
-        for node in range(1, len(tree)):
-            parent = tree.parents[node]
-            if parent not in depth or parent >= len(picks) or tree.roles[node] == Role.PROBE:
-                continue
+
+        def cost(parent: int, node: int) -> int | None:
             if parent not in good:
                 good[parent] = self.acceptable(picks[parent])
-            if good[parent](tree.tokens[node]):
-                depth[node] = depth[parent] + 1
-        path = tree.path(max(depth, key=depth.__getitem__))
+            return 0 if good[parent](tree.tokens[node]) else None
+
+        path = longest_path(tree, len(picks), cost)
         own = [self._own(picks[node]) for node in path if node < len(picks)]
         relaxed = sum(tree.tokens[node] != token for node, token in zip(path[1:], own, strict=False))
         return Verdict(path, own[-1] if len(own) == len(path) else None, relaxed)

@@ -15,8 +15,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.base import Capability, Model
-from outpace.models.files.cache import weights_digest
+from outpace.models.base import Capability, runtime_name
 from outpace.models.files.reading import SafetensorsFile
 from outpace.models.heads.medusa import Product, native_products
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -67,11 +66,8 @@ class SteeringFile:
 
     def check_target(self, target: Any) -> None:
         """Raise UserError, naming the difference, if this is a steering for another target, which is loaded."""
-        found = {"tokenizer": target.tokenizer.fingerprint[:16], "template": target.tokenizer.template_digest}
-        if target.files is not None:
-            found["weights"] = weights_digest(target.files())
-        for name, value in found.items():
-            if self.trained_on.get(name, value) != value:
+        for name, value in target.identity.items():
+            if name != "runtime" and self.trained_on.get(name, value) != value:
                 raise UserError(
                     f"{self.path} was trained for a target with another {name} than {target.name}: {name}"
                     f" {self.trained_on[name]}, not {value}; without this file the folder is an ordinary draft"
@@ -147,11 +143,6 @@ def attach_steering(draft: Any, target: Any) -> Any:
         other = f"the steering was trained on hidden states of {file.trained_on['runtime']}, not {runtime}"
         notice = f"{notice}; {other}" if notice else other
     return replace(draft, drafter="steered", notice=notice)
-
-
-def runtime_name(model: Model) -> str:
-    """Return the names of a model's runtime and precision, on which its hidden states depend."""
-    return f"{type(model).__name__} {getattr(model, 'precision', model.dtype)}"
 
 
 def _load(file: SteeringFile, draft: Any) -> Steering:

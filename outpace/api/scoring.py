@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from outpace.bench import sandbox
+from outpace.api import sandbox
 from outpace.core.errors import UserError
 
 NUMBER, CHOICE, TEXT, PROGRAM = "number", "choice", "text", "program"
@@ -73,13 +73,25 @@ def _choice_reference(value: str, choices: Any, where: str) -> Reference:
 
 def is_right(reference: Reference, answer: str, runs_tests: bool = False) -> bool | None:
     """Whether the answer is right; None for a program unless `runs_tests`."""
+    if reference.kind == PROGRAM:
+        return passes(reference, answer) if runs_tests else None
+    right = _value(reference.value) if reference.kind == NUMBER else reference.value
+    return final_answer(reference, answer) == (_normalised(reference.value) if reference.kind == TEXT else right)
+
+
+def final_answer(reference: Reference, answer: str) -> Fraction | str | bool | None:
+    """Return what counts of an answer to a question with this reference: the number, the choice, the text without case
+    and spaces, or whether the program passes the tests."""
     if reference.kind == NUMBER:
-        return number_in(answer) == _value(reference.value)
+        return number_in(answer)
     if reference.kind == CHOICE:
-        return choice_in(answer, reference.choices) == reference.value
-    if reference.kind == TEXT:
-        return _normalised(answer) == _normalised(reference.value)
-    return sandbox.runs_to_end(program_of(reference, answer)) if runs_tests else None
+        return choice_in(answer, reference.choices)
+    return _normalised(answer) if reference.kind == TEXT else passes(reference, answer)
+
+
+def passes(reference: Reference, answer: str) -> bool:
+    """Whether the answer's program passes the reference's tests."""
+    return sandbox.runs_to_end(program_of(reference, answer))
 
 
 def number_in(answer: str) -> Fraction | None:

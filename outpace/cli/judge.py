@@ -1,0 +1,82 @@
+"""`outpace judge`: train a judge for the rule of that name, on answers of a target and the mismatches of a draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from outpace.cli import display
+from outpace.cli.flags import flag, flags
+from outpace.cli.options import DRAFT, JSON, LOAD_FLAGS, MAX_TOKENS, TARGET
+from outpace.cli.process import sigterm_as_interrupt
+from outpace.core.errors import UserError, check_range
+from outpace.models.options import LoadOptions
+
+if TYPE_CHECKING:
+    from outpace.rules.judge import JudgeFile
+
+
+@dataclass(frozen=True)
+class JudgedPairFlags:
+    """The models, and how they are loaded; a judge serves this target in this precision alone."""
+
+    panel: ClassVar[str] = "Model"
+    target: str | None = flag(None, TARGET)
+    draft: str | None = flag(None, DRAFT)
+    options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": LOAD_FLAGS})
+    threads: int | None = flag(None, "CPU threads; the default is one for each core.")
+
+
+@flags
+def judge(
+    pair: JudgedPairFlags,
+    tasks: list[Path] | None = flag(
+        None, "File of questions with right answers, as for outpace bench; may be repeated.", metavar="FILE"
+    ),
+    out: Path = flag(Path("judge"), "Folder of the judge; a run that stopped is continued."),
+    max_tokens: int = flag(256, MAX_TOKENS),
+    batch: int = flag(16, "Number of questions mined at once."),
+    run_tests: bool = flag(False, "Compare programs by running their tests, each in a confined process."),
+    as_json: bool = JSON,
+) -> None:
+    """Learn which mismatches of draft and target change the final answer, for --rule judge. The rule is lossy."""
+    from outpace.api.pair import load_pair
+    from outpace.core.lazy import num_cores, set_num_threads
+    from outpace.distill.judge import JudgeOptions, make_judge
+    from outpace.distill.mining import MiningOptions
+    from outpace.distill.progress_display import ProgressDisplay
+    from outpace.engine.build import BuildOptions
+
+    if not tasks:
+        raise UserError("outpace judge learns from questions, name a file of them with --tasks")
+    if pair.threads is not None:
+        check_range("threads", pair.threads, 1, num_cores())
+        set_num_threads(pair.threads)
+    options = JudgeOptions(tasks, out, MiningOptions(max_tokens, batch, run_tests))
+    with sigterm_as_interrupt(), ProgressDisplay(as_json) as progress:
+        target, draft = load_pair(pair.target, pair.draft, pair.options, BuildOptions())
+        if draft is None or draft.is_head:
+            raise UserError("a judge learns from a draft model's mismatches, name one with --draft")
+        try:
+            found = make_judge(target, draft, options, progress.show)
+        finally:
+            target.tokenizer.close()
+    if as_json:
+        display.print_json({"judge": str(out), "thresholds": found.thresholds, **found.facts})
+    else:
+        _say(found, out)
+
+
+def _say(found: JudgeFile, out: Path) -> None:
+    """Show what the judge reaches on held-out prompts."""
+    facts, curve = found.facts, found.curve
+    display.say(
+        f"{facts['mismatches']} mismatches, {facts['important']} important; on {facts['held_out_mismatches']} of"
+        f" held-out prompts ROC-AUC {facts['roc_auc']:.3f}"
+    )
+    for recall, threshold in found.thresholds.items():
+        refused = curve[curve[:, 0] >= threshold][:1, 2]
+        spared = 1.0 - float(refused[0]) if len(refused) else 1.0
+        display.say(f"recall {recall:g}: threshold {threshold:.4f}, accepts {spared:.0%} of the unimportant mismatches")
+    display.say(f"judge: {out}; use it with --rule judge --judge {out} --recall 0.9")

@@ -1,0 +1,148 @@
+"""Trains a judge on mined mismatches: a linear classifier of hidden states, stored for the rule `judge`.
+
+AutoJudge, Garipov et al., arXiv:2504.20039: a StandardScaler and a logistic regression, whose C is chosen by ROC-AUC on
+a tenth of the prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outpace.core.errors import UserError, require
+from outpace.core.options import CheckedOptions
+from outpace.distill.mining import Journal, Miner, MiningOptions, Mismatch, Question, all_mismatches, read_questions
+from outpace.models.files.cache import exclusive_lock
+from outpace.models.runtimes import Loaded
+from outpace.rules.judge import FILE, JudgeFile
+
+RECALLS = (0.8, 0.9, 0.95, 0.99)
+GRID = tuple(10.0**power for power in range(-7, 2))  # of C
+LEAST = 200  # mismatches
+HELD_OUT = 0.1  # of the prompts
+POINTS = 101  # of the curve
+StageProgress = Callable[[str, dict[str, float]], None]
+
+
+class Data(NamedTuple):
+    """Mismatches as arrays: hidden states [rows, width], whether each is important, and whether it is held out."""
+
+    hidden: np.ndarray
+    is_important: np.ndarray
+    is_held_out: np.ndarray
+
+
+@dataclass(frozen=True)
+class JudgeOptions(CheckedOptions):
+    """Which questions to mine, and the folder of the journal and the judge."""
+
+    tasks: Sequence[Path]
+    out: Path
+    mining: MiningOptions = field(default_factory=MiningOptions)
+
+
+def make_judge(target: Loaded, draft: Loaded, options: JudgeOptions, progress: StageProgress) -> JudgeFile:
+    """Mine what is not mined yet, then train a judge and write it. UserError for too few mismatches, with their
+    counts."""
+    require("outpace judge", "judge", "sklearn")
+    questions = read_questions(options.tasks, options.mining.run_tests)
+    miner = Miner(target, draft, options.mining)
+
+    def fail() -> None:
+        raise UserError(f"another process is mining in {options.out}: wait for it, or choose another --out")
+
+    with exclusive_lock(options.out / FILE, fail):
+        options.out.mkdir(parents=True, exist_ok=True)
+        journal = Journal(options.out, miner.settings(), questions)
+        miner.mine(journal, lambda figures: progress("mining", figures))
+        found = list(all_mismatches(journal.found.values()))
+        facts = {"draft": Path(draft.name).name, "questions": len(questions)}
+        judge = train(found, miner.tap, target.identity, _task_digests(questions), facts)
+        judge.save(options.out / FILE)
+    return judge
+
+
+def _task_digests(questions: Sequence[Question]) -> dict[str, str]:
+    """Return each task's name with a digest of its questions."""
+    numbers: dict[str, list[int]] = {}
+    for question in questions:
+        numbers.setdefault(question.task, []).append(question.number)
+    return {
+        task: hashlib.sha256(" ".join(map(str, sorted(own))).encode()).hexdigest()[:16] for task, own in numbers.items()
+    }
+
+
+def train(
+    found: Sequence[tuple[Question, Mismatch]],
+    tap: int,
+    target: Mapping[str, str],
+    tasks: Mapping[str, str],
+    facts: Mapping[str, Any],
+) -> JudgeFile:
+    """Fit the classifier; UserError for too few mismatches or one class alone, in training or held out."""
+    data = _data(found)
+    important = int(data.is_important.sum())
+    counts = f"{len(found)} mismatches were mined, {important} of them important"
+    if len(found) < LEAST:
+        raise UserError(f"{counts}: {LEAST} are needed, name more questions")
+    for part in (data.is_held_out, ~data.is_held_out):
+        if len(np.unique(data.is_important[part])) < 2:
+            raise UserError(
+                f"{counts}, and all {int(part.sum())} of one part of the prompts are alike: both kinds are needed in"
+                " training and in the held-out tenth, name more questions"
+            )
+    scores, weight, bias, c, auc = _best_fit(data)
+    held = data.is_important[data.is_held_out]
+    own, others = np.sort(scores[held])[::-1], scores[~held]
+    thresholds = {recall: float(own[math.ceil(recall * len(own)) - 1]) for recall in RECALLS}
+    points = np.unique(np.quantile(scores, np.linspace(0.0, 1.0, POINTS)))
+    curve = np.stack([points, *((part >= points[:, None]).mean(-1) for part in (own, others))], -1)
+    measured = {
+        "roc_auc": round(auc, 4),
+        "c": c,
+        "mismatches": len(found),
+        "important": important,
+        "held_out_mismatches": len(held),
+        "held_out_important": int(held.sum()),
+    }
+    return JudgeFile(weight, bias, tap, thresholds, curve, target, tasks, {**facts, **measured})
+
+
+def _data(found: Sequence[tuple[Question, Mismatch]]) -> Data:
+    """Hold out the mismatches of a tenth of the prompts, those with the lowest hashes."""
+    numbers = sorted({question.number for question, _ in found})
+    held_out = set(numbers[: math.ceil(HELD_OUT * len(numbers))])
+    return Data(
+        np.array([mismatch.hidden for _, mismatch in found], np.float64),
+        np.array([mismatch.is_important for _, mismatch in found], bool),
+        np.array([question.number in held_out for question, _ in found], bool),
+    )
+
+
+def _best_fit(data: Data) -> tuple[np.ndarray, np.ndarray, float, float, float]:
+    """Return the held-out probabilities of the best fit, its weight and bias with the scaler folded in, its C and its
+    ROC-AUC on held-out prompts."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.preprocessing import StandardScaler
+
+    trained, held = data.hidden[~data.is_held_out], data.hidden[data.is_held_out]
+    scaler = StandardScaler().fit(trained)
+    scaled, best = scaler.transform(trained), None
+    for c in GRID:
+        fit = LogisticRegression(C=c, max_iter=2000).fit(scaled, data.is_important[~data.is_held_out])
+        weight = fit.coef_[0] / scaler.scale_
+        bias = float(fit.intercept_[0] - weight @ scaler.mean_)
+        judge = JudgeFile(weight, bias, 0, {}, np.zeros((0, 3)), {}, {}, {})
+        scores = judge.importance(held)
+        auc = float(roc_auc_score(data.is_important[data.is_held_out], scores))
+        if best is None or auc > best[-1]:
+            best = scores, weight, bias, c, auc
+    assert best is not None
+    return best

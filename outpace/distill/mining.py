@@ -1,0 +1,312 @@
+"""Mines training data for a judge: which mismatches of draft and target change the target's final answer.
+
+AutoJudge, Garipov et al., arXiv:2504.20039, algorithm 1. The target answers greedily. At the first place where the
+draft's token differs from the answer's, the draft's is put in and the target finishes. If the final answer is the same
+as the target's own, the mismatch is unimportant and the text goes on from there; else it is important and the target's
+token stays.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from outpace.api import sandbox
+from outpace.api.prompt_file import read_prompt_file
+from outpace.api.scoring import PROGRAM, Reference, final_answer, read
+from outpace.core.drafting import Needs
+from outpace.core.errors import UserError
+from outpace.core.logits import host_array
+from outpace.core.options import CheckedOptions, whole
+from outpace.core.types import Request, Row
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.distill.prompts import prompt_hash
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.models.base import Capability, chain
+from outpace.models.files.reading import read_optional_json, write_json
+from outpace.models.runtimes import Loaded
+from outpace.rules.greedy import Greedy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+JOURNAL, SETTINGS = "mined.jsonl", "mining.json"
+CHUNK = 256  # tokens per forward of the draft
+
+
+class Question(NamedTuple):
+    """A question with a checkable answer. `number` is the hash of its text."""
+
+    task: str
+    text: str
+    reference: Reference
+    number: int
+
+
+class Mismatch(NamedTuple):
+    """A place where the draft's token differs from the text, and the target's hidden state at the draft's token."""
+
+    position: int  # in the answer
+    drafted: int
+    is_important: bool
+    hidden: np.ndarray  # float32 [width]
+
+
+@dataclass
+class MinedQuestion:
+    """What is mined of one question. `answer` is the present text, `own` the target's own answer."""
+
+    question: Question
+    own: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    is_done: bool = False
+    written: int = 0  # by the target
+    expected: float = 0.0  # tokens that the target writes until it is done
+
+
+@dataclass(frozen=True)
+class MiningOptions(CheckedOptions):
+    """`max_tokens` of an answer; `batch` questions are mined at once."""
+
+    max_tokens: int = whole(256, 1)
+    batch: int = whole(16, 1, 1024)
+    run_tests: bool = False
+
+
+def read_questions(files: Sequence[Path], run_tests: bool) -> list[Question]:
+    """Read the distinct questions of task files; UserError for a line without a reference, or with tests that must not
+    be run."""
+    found: dict[int, Question] = {}
+    for file in files:
+        for place, entry in enumerate(read_prompt_file(file), 1):
+            where, text = f"{file}, line {place}", entry["turns"][0]
+            reference = read(entry, text, where)
+            if reference is None:
+                raise UserError(f"{where} has no right answer: give it a reference, or a test with entry_point")
+            if reference.kind == PROGRAM and not run_tests:
+                raise UserError(f"{where} has a test: let programs run by --run-tests")
+            task = entry.get("task")
+            number = prompt_hash(text)
+            found[number] = Question(task if isinstance(task, str) and task else file.stem, text, reference, number)
+    if run_tests and not sandbox.is_available():
+        raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
+    return list(found.values())
+
+
+class Journal:
+    """Keeps what is mined in a folder, one line per mismatch, so that a stopped run can continue."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], questions: Sequence[Question]) -> None:
+        """Open a folder; UserError if it was mined with other settings, or holds other lines."""
+        self.found = {question.number: MinedQuestion(question) for question in questions}
+        self._file = folder / JOURNAL
+        known = read_optional_json(folder / SETTINGS)
+        for name, value in settings.items():
+            if known and known.get(name) != value:
+                raise UserError(
+                    f"{folder} was mined with {name} {known.get(name)!r}, now it is {value!r}; name another --out"
+                )
+        if not known:
+            write_json(folder / SETTINGS, settings)
+        if self._file.exists():
+            data = self._file.read_bytes()
+            whole_lines = data[: data.rfind(b"\n") + 1]
+            if len(whole_lines) < len(data):  # the last line was torn
+                self._file.write_bytes(whole_lines)
+            for place, line in enumerate(whole_lines.splitlines(), 1):
+                self._read(line, place)
+
+    def _read(self, line: bytes, place: int) -> None:
+        try:
+            entry = json.loads(line)
+            mined = self.found.get(entry["question"])
+            if mined is not None:
+                self._apply(mined, entry)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{self._file}, line {place} is damaged ({error}): take it out or start anew") from error
+
+    def add(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
+        """Store an entry, on disk first."""
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"question": mined.question.number, **entry}, separators=(",", ":")) + "\n")
+        self._apply(mined, entry)
+
+    def _apply(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
+        if "hidden" in entry:
+            hidden = np.frombuffer(base64.b64decode(entry["hidden"]), "<f4")
+            mined.mismatches.append(Mismatch(entry["position"], entry["drafted"], entry["important"], hidden))
+        if "answer" in entry:
+            mined.answer = [*mined.answer[: entry.get("position", 0)], *entry["answer"]]
+            mined.own = mined.own or mined.answer
+        mined.written += entry.get("written", 0)
+        mined.is_done = mined.is_done or "done" in entry
+
+
+class Completion(NamedTuple):
+    """A text that the target is to continue, by at most `max_tokens` tokens."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+class Written(NamedTuple):
+    """The continuation, and the hidden state of the prompt's last token. float32 [width]"""
+
+    tokens: list[int]
+    hidden: np.ndarray
+
+
+class _Recording(Greedy):
+    """Greedy decoding that keeps the hidden state of each prompt's last token, by request."""
+
+    def __init__(self, tap: int) -> None:
+        super().__init__()
+        self.traits = replace(Greedy.traits, pick=None, hidden_layers=(tap,))
+        self.hidden: dict[int, np.ndarray] = {}
+
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
+        for row in rows:
+            if not row.path and len(row.committed) == len(row.request.prompt) and row.hidden is not None:
+                self.hidden[id(row.request)] = host_array(row.hidden)[0].astype(np.float32)
+        return super().reduce(logits, rows)
+
+
+class Miner:
+    """Mines questions with a loaded target and draft."""
+
+    def __init__(self, target: Loaded, draft: Loaded, options: MiningOptions) -> None:
+        """Raise UserError for a target without hidden states."""
+        target.model.check_capability(Capability.HIDDEN)
+        self._target, self._draft, self._options = target, draft, options
+        self.tap = target.model.max_hidden_layer
+        self._rule = _Recording(self.tap)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what must agree for a run to continue."""
+        identity = {f"target's {name}": value for name, value in self._target.identity.items()}
+        draft = {f"draft's {name}": value for name, value in self._draft.identity.items() if name != "template"}
+        return identity | draft | {"max_tokens": self._options.max_tokens, "tap": self.tap}
+
+    def mine(self, journal: Journal, progress: Callable[[dict[str, float]], None]) -> None:
+        """Mine all questions of the journal that are not done. Every mismatch is kept at once."""
+        waiting = deque(mined for mined in journal.found.values() if not mined.is_done)
+        running: dict[int, tuple[MinedQuestion, Generator[Completion, Written, None]]] = {}
+        settings = EngineOptions(nodes=1, batch=self._options.batch)
+        started, before = time.monotonic(), sum(mined.written for mined in journal.found.values())
+        with Engine(self._target.model, options=settings, needs=Needs(layers=(self.tap,))) as engine:
+
+            def submit(mined: MinedQuestion, steps: Generator[Completion, Written, None], sent: Any) -> None:
+                try:
+                    completion = steps.send(sent)
+                except StopIteration:
+                    return
+                request = Request(*completion[:1], self._rule, completion.max_tokens, stop_ids=self._stop_ids)
+                running[engine.submit(request, Autoregressive, Autoregressive.Options()).key] = mined, steps
+
+            while waiting or running:
+                while waiting and len(running) < self._options.batch:
+                    mined = waiting.popleft()
+                    submit(mined, self._steps(mined, journal), None)
+                for run in engine.step():
+                    if run.finish_reason is None:
+                        continue
+                    mined, steps = running.pop(run.key)
+                    if run.error is not None:
+                        raise run.error
+                    submit(mined, steps, Written(run.tokens, self._rule.hidden.pop(id(run.request))))
+                    progress(_figures(journal, before, time.monotonic() - started))
+
+    @property
+    def _stop_ids(self) -> frozenset[int]:
+        return frozenset(self._target.tokenizer.stop_ids)
+
+    def _steps(self, mined: MinedQuestion, journal: Journal) -> Generator[Completion, Written, None]:
+        """Mine one question; yield each text that the target is to continue."""
+        prompt, most = tuple(self._target.tokenizer.encode_prompt(mined.question.text)), self._options.max_tokens
+        if not mined.own:
+            tokens = (yield Completion(prompt, most)).tokens
+            journal.add(mined, {"answer": tokens, "written": len(tokens)})
+        own, place = self._final_answer(mined, mined.own), 0
+        if mined.mismatches:
+            place = mined.mismatches[-1].position + 1
+        drafted = self._drafted(prompt, mined.answer, place)
+        count = sum(token != other for token, other in zip(drafted, mined.answer[place:], strict=True))
+        mined.expected = mined.written + 0.5 * count * len(mined.answer)
+        while drafted:
+            token = drafted.pop(0)
+            if token == mined.answer[place]:
+                place += 1
+                continue
+            left = most - place - 1
+            is_end = token in self._stop_ids or not left
+            changed = [*mined.answer[:place], token]
+            written = yield Completion((*prompt, *changed), 1 if is_end else left)
+            rest = [] if is_end else written.tokens
+            is_important = self._final_answer(mined, [*changed, *rest]) != own
+            hidden = base64.b64encode(written.hidden.astype("<f4").tobytes()).decode()
+            entry: dict[str, Any] = {"position": place, "drafted": token, "important": is_important, "hidden": hidden}
+            entry["written"] = len(written.tokens)
+            if not is_important:
+                entry["answer"] = [token, *rest]
+            journal.add(mined, entry)
+            place += 1
+            if not is_important:
+                drafted = self._drafted(prompt, mined.answer, place)
+        journal.add(mined, {"done": True})
+
+    def _final_answer(self, mined: MinedQuestion, tokens: Sequence[int]) -> Any:
+        text = self._target.tokenizer.decode([token for token in tokens if token not in self._stop_ids])
+        return final_answer(mined.question.reference, text)
+
+    def _drafted(self, prompt: Sequence[int], answer: Sequence[int], place: int) -> list[int]:
+        """Return the draft's likeliest token at each position of the answer from `place` on, given the text before."""
+        model, first = self._draft.model, len(prompt) + place
+        text = [*prompt, *answer]
+        start = max(first - model.draft_window, 0) if model.draft_window else 0
+        known = [min(token, model.vocab_size - 1) for token in text[start:-1]]
+        if len(text) > model.max_positions:
+            raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
+        session, found, keep = model.open(len(known) + 1, CHUNK), list[int](), range(0)
+        for at in range(0, len(known), CHUNK):
+            piece = known[at : at + CHUNK]
+            rows = [node for node in range(len(piece)) if start + at + node >= first - 1]
+            held = model.score_held([chain(session, piece, rows, keep)])
+            best = host_array(held.values).argmax(-1) if rows else np.empty(0, np.int64)
+            found += (best if held.ids is None else held.ids[best]).tolist()
+            keep = range(len(piece))
+        return found
+
+
+def _figures(journal: Journal, before: int, seconds: float) -> dict[str, float]:
+    """Return what is done, and the time left, estimated from the finished questions, else from the first answers."""
+    mined = journal.found.values()
+    known: list[float] = [one.written for one in mined if one.is_done] or [
+        one.expected for one in mined if one.expected
+    ]
+    mean = sum(known) / max(len(known), 1)
+    left = sum(max(mean - one.written, 0.0) for one in mined if not one.is_done)
+    rate = (sum(one.written for one in mined) - before) / seconds if seconds else 0.0
+    mismatches = list(all_mismatches(mined))
+    return {
+        "questions": sum(one.is_done for one in mined),
+        "mismatches": len(mismatches),
+        "important": sum(mismatch.is_important for _, mismatch in mismatches),
+        "tokens_per_second": rate,
+        **({"seconds_left": left / rate} if rate else {}),
+    }
+
+
+def all_mismatches(mined: Any) -> Iterator[tuple[Question, Mismatch]]:
+    """Yield all mismatches with their questions."""
+    for one in mined:
+        for mismatch in one.mismatches:
+            yield one.question, mismatch

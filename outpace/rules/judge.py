@@ -1,0 +1,211 @@
+"""Lossy: greedy decoding that accepts a drafted token where a learnt judge expects the same final answer.
+
+AutoJudge, Garipov et al., arXiv:2504.20039.
+
+The judge is a linear classifier of the target's hidden state at the drafted token, trained by `outpace judge` on
+answers of this target. A token is accepted if it is the target's likeliest, or if the probability that it changes the
+final answer is below the threshold. The longest accepted path is kept, then the target's own token follows. Threshold 0
+is greedy decoding; threshold 1 accepts every drafted token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from outpace.core.errors import UserError
+from outpace.core.logits import host_array, token_scores
+from outpace.core.options import MethodOptions, number, whole
+from outpace.core.tree import Siblings, TokenTree
+from outpace.core.types import Row, RuleTraits, Verdict
+from outpace.rules._ratio import NodeScores
+from outpace.rules._relaxed import longest_path
+from outpace.rules.base import LogProbRule
+from outpace.rules.greedy import Greedy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "judge.safetensors"  # in the folder that `outpace judge` writes
+FORMAT = "1"
+RECALL = 0.9  # the paper's
+_GREEDY = Greedy()
+
+
+@dataclass(frozen=True)
+class JudgeFile:
+    """A trained judge: p(important) = sigmoid(weight . hidden + bias), with the scaler folded into both.
+
+    weight: float64 [width]. tap: number of layers after which hidden states are read. thresholds: by the share of
+    important mismatches that they find. curve: float64 [points, 3], thresholds with the shares of important and of
+    unimportant mismatches that they find important. target: digests by name, see `Loaded.identity`. tasks: their names
+    with digests of their questions. facts: counts and the ROC-AUC on held-out prompts.
+    """
+
+    weight: np.ndarray
+    bias: float
+    tap: int
+    thresholds: Mapping[float, float]
+    curve: np.ndarray
+    target: Mapping[str, str]
+    tasks: Mapping[str, str]
+    facts: Mapping[str, Any]
+    path: Path | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> JudgeFile:
+        """Read a file, or the one in a folder; UserError if it is no judge, or damaged."""
+        path = path / FILE if path.is_dir() else path
+        try:
+            with safe_open(path, "numpy") as file:
+                known = file.metadata() or {}
+                if known.get("format") != FORMAT:
+                    raise UserError(f"{path} is no judge in format {FORMAT}: train one by `outpace judge`")
+                arrays = {name: file.get_tensor(name).astype(np.float64) for name in ("weight", "bias", "curve")}
+            thresholds = {float(recall): float(value) for recall, value in json.loads(known["thresholds"]).items()}
+            target, tasks, facts = (dict(json.loads(known[name])) for name in ("target", "tasks", "facts"))
+            found = cls(
+                arrays["weight"],
+                float(arrays["bias"][0]),
+                int(known["tap"]),
+                thresholds,
+                arrays["curve"],
+                target,
+                tasks,
+                facts,
+                path,
+            )
+            is_whole = all(np.isfinite(array).all() for array in arrays.values())
+            is_whole = is_whole and all(0.0 <= value <= 1.0 for value in thresholds.values())
+            if not is_whole or found.weight.ndim != 1 or found.curve.shape[1:] != (3,) or found.tap < 0:
+                raise ValueError("values are out of range")
+        except OSError as error:
+            raise UserError(f"judge is {str(path)!r}, which cannot be read ({error.strerror or error})") from error
+        except (SafetensorError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise UserError(f"{path} is no judge, or is damaged ({error}): train one by `outpace judge`") from error
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write the file, replacing an old one as a whole; UserError if that fails."""
+        named = {"thresholds": {str(k): v for k, v in self.thresholds.items()}, "target": {**self.target}}
+        named |= {"tasks": {**self.tasks}, "facts": {**self.facts}}
+        metadata = {"format": FORMAT, "tap": str(self.tap)} | {name: json.dumps(v) for name, v in named.items()}
+        arrays = {"weight": self.weight, "bias": np.array([self.bias]), "curve": self.curve}
+        new = path.with_name(f"{path.name}.new")
+        try:
+            new.write_bytes(save(arrays, metadata=metadata))
+            os.replace(new, path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror})") from error
+
+    def threshold(self, recall: float) -> float:
+        """Return the threshold that finds this share of the important mismatches; UserError for another share."""
+        if recall not in self.thresholds:
+            known = ", ".join(f"{one:g}" for one in sorted(self.thresholds))
+            raise UserError(f"recall is {recall:g}, {self.path} has thresholds for {known}; or give --threshold")
+        return self.thresholds[recall]
+
+    def importance(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the probability that each token changes the answer: [rows, width] to [rows]. A row's bits do not
+        depend on the other rows."""
+        if hidden.shape[-1] != len(self.weight):
+            raise UserError(f"{self.path} reads hidden states of width {len(self.weight)}, not {hidden.shape[-1]}")
+        scores = (hidden.astype(np.float64) * self.weight).sum(-1) + self.bias
+        result: np.ndarray = 0.5 + 0.5 * np.tanh(0.5 * scores)
+        return result
+
+    def check_target(self, target: Any) -> None:
+        """Raise UserError, naming the difference, if this judge was trained for another target than the loaded one."""
+        for name, value in target.identity.items():
+            if self.target.get(name, value) != value:
+                raise UserError(
+                    f"{self.path} was trained for a target with another {name} than {target.name}: {name}"
+                    f" {self.target[name]}, not {value}; train one for this target by `outpace judge`"
+                )
+
+
+class JudgedNode(NamedTuple):
+    """A node's reduced row: the target's token after it, and whether the node's own token is unimportant. `scores` are
+    those after the node if the request excludes tokens."""
+
+    token: int
+    is_unimportant: bool
+    scores: NodeScores | None
+
+    def allows(self, token: int) -> bool:
+        return self.scores is None or token_scores(self.scores.scores[None], [token])[0] > -math.inf
+
+
+class Judge(LogProbRule):
+    """Accepts the target's own tokens, and those that the judge finds unimportant."""
+
+    cost = "an argmax and a product with one vector for each row"
+    traits = RuleTraits(lossless=False, siblings=Siblings.PICKED, greedy=True, sampled=False, takes_arrays=True)
+
+    @dataclass(frozen=True)
+    class Options(MethodOptions):
+        """`judge`: the file or folder that `outpace judge` wrote; `recall`: share of the important mismatches to find,
+        0.8, 0.9 (None), 0.95 or 0.99; `threshold`: instead, probability of changing the answer from which a token is
+        refused: 0 is greedy, 1 accepts every draft; `judge_window`: most drafted tokens accepted in a round."""
+
+        judge: str = ""
+        recall: float | None = number(None, 0.0, 1.0)
+        threshold: float | None = number(None, 0.0, 1.0)
+        judge_window: int = whole(16, 1)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.recall is not None and self.threshold is not None:
+                raise UserError(f"recall is {self.recall:g} and threshold {self.threshold:g}: give one of them")
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.file = JudgeFile.read(Path(self.options.judge).expanduser()) if self.options.judge else None
+        self.threshold = 0.0
+        if self.file is not None:
+            self.traits = replace(self.traits, hidden_layers=(self.file.tap,))
+            self.threshold = self.options.threshold
+            if self.threshold is None:
+                self.threshold = self.file.threshold(RECALL if self.options.recall is None else self.options.recall)
+
+    def check_target(self, target: Any) -> None:
+        if self.file is None:
+            raise UserError("rule judge needs a judge: name one with --judge; `outpace judge` trains it")
+        self.file.check_target(target)
+
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[JudgedNode]:
+        tokens, unimportant = _GREEDY.reduce(logits, rows), [False] * len(rows)
+        if self.file is not None:
+            hidden = np.stack([host_array(row.hidden)[0] for row in rows if row.hidden is not None])
+            unimportant = self._is_below(self.file.importance(hidden)).tolist()
+        nodes = []
+        for row, scores, token, below in zip(rows, logits, tokens, unimportant, strict=True):
+            excludes = row.request.adjustments is not None or row.request.constraint is not None
+            nodes.append(JudgedNode(token, below, NodeScores(row, scores) if excludes else None))
+        return nodes
+
+    def _is_below(self, importance: np.ndarray) -> np.ndarray:
+        below: np.ndarray = importance < self.threshold
+        return below | (self.threshold >= 1.0)
+
+    def walk(self, tree: TokenTree, picks: Sequence[JudgedNode]) -> Verdict:
+        def cost(parent: int, node: int) -> int | None:
+            token = tree.tokens[node]
+            if token == picks[parent].token:
+                return 0
+            is_unimportant = node < len(picks) and picks[node].is_unimportant
+            return 1 if is_unimportant and picks[parent].allows(token) else None
+
+        path = longest_path(tree, len(picks), cost)[: self.options.judge_window + 1]
+        relaxed = sum(tree.tokens[node] != picks[parent].token for parent, node in itertools.pairwise(path))
+        return Verdict(path, picks[path[-1]].token if path[-1] < len(picks) else None, relaxed)
