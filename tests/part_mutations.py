@@ -18,6 +18,7 @@ from outpace.card.cache import CandidateCache, Correction
 from outpace.card.loop import DraftedRequest, DraftLoop
 from outpace.core.drafting import DraftDirectives
 from outpace.decoders import pearl, planned, ssd
+from outpace.distill import judge as training
 from outpace.drafters import _tree_expander
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._model_drafter import BaseModelDrafter
@@ -28,6 +29,7 @@ from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.overlap import Overlap
 from outpace.rules import base as rules_base
+from outpace.rules import judge
 
 HERE = Path(__file__).parent
 PATIENCE = 4.0  # seconds that a test waits for what does not come
@@ -154,6 +156,27 @@ def mutation(name: str, owner: Any, attribute: str, make: Original, test: str) -
     return Mutation(name, [owner], attribute, make, lambda: failed_by(test))
 
 
+def of_the_row_before(reduce: Original) -> Original:
+    def mutated(self: Any, logits: Any, rows: Any) -> Any:
+        nodes = reduce(self, logits, rows)
+        shifted = [nodes[0], *nodes[:-1]]
+        return [own._replace(is_unimportant=before.is_unimportant) for own, before in zip(nodes, shifted, strict=True)]
+
+    return mutated
+
+
+def unscaled(best_fit: Original) -> Original:
+    def mutated(data: Any) -> Any:
+        scores, weight, *rest = best_fit(data)
+        return scores, weight * data.hidden[~data.is_held_out].std(0), *rest
+
+    return mutated
+
+
+def worse_branch(longest_path: Original) -> Original:
+    return lambda tree, rows, cost: longest_path(tree, rows, lambda *edge: None if cost(*edge) is None else 0)
+
+
 MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
     "test_work.py::test_the_host_waits_once_for_a_batch": [
         ("offers on a device: the host waits for each row", rules_base, "_top_k_by_rank", row_by_row)
@@ -218,6 +241,18 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("pipeline: a row is sent twice", PipelineModel, "_exchange", first_row_twice),
         ("pipeline: a rank misses what is kept", PipelineStage, "do_change", without_keeps),
         ("pipeline: positions are off by one", PipelineStage, "do_pass", one_position_off),
+    ],
+    "test_judge.py::test_threshold_0_is_greedy_and_what_is_accepted_is_below_the_threshold": [
+        ("judge: the hidden state of the row before", judge.Judge, "reduce", of_the_row_before)
+    ],
+    "test_judge.py::test_the_longest_path_of_own_and_unimportant_tokens_is_taken": [
+        ("judge: a worse branch of the tree", judge, "longest_path", worse_branch)
+    ],
+    "test_judge.py::test_a_judge_is_read_as_it_was_written": [
+        ("judge: a recall taken for a threshold", judge.JudgeFile, "threshold", lambda f: lambda self, recall: recall)
+    ],
+    "test_judge_mining.py::test_the_classifier_with_its_scaler_folded_in_is_scikit_learns": [
+        ("judge: the scaler forgotten", training, "_best_fit", unscaled)
     ],
     "test_scoring.py::test_the_number_of_an_answer": [
         ("scorer: the first number counts", scoring, "number_in", first_number)
