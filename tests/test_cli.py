@@ -351,8 +351,8 @@ def test_theory_follows_the_formulas(run: Run) -> None:
         gamma = row["draft_length"]
         assert row["sequential_speedup"] == pytest.approx(theory.pipeline_speedup(row["tokens"], gamma, 0.1, 4, 5.0))
     best = max(found["lengths"], key=lambda row: row["sequential_speedup"])
-    assert found["pipeline"]["journey"] == 20.0
-    assert found["pipeline"]["travel_saved_per_token"] == theory.pipeline_saving(4, 5.0, best["tokens"])
+    assert found["pipeline"]["travel_time"] == 20.0
+    assert found["pipeline"]["travel_time_saved_per_token"] == theory.pipeline_saving(4, 5.0, best["tokens"])
     shown = run("theory", "--drafts", "0.5")[1]
     assert "Yin et al., 1 draft: ideal speedup 5.00, 20.0 rejections in 100 tokens" in shown
     assert "Yin et al., 2 drafts: ideal speedup 5.50, 18.2 rejections in 100 tokens" in shown

@@ -26,8 +26,8 @@ from outpace.core.errors import LostProcess, UserError
 from outpace.core.logits import tensor_of
 from outpace.models import devices
 from outpace.models.base import Model, Part
-from outpace.models.distributed import lead as processes
-from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, Wire, build_stage, facts_of
+from outpace.models.distributed import processes
+from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, RowChannel, build_stage, facts_of
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
 from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
@@ -49,15 +49,14 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(where / "m.gguf", {"llama.block_count": 5}, "Q8_0", tensors=weights(**CHANGES))
 
 
-class Rows(Wire):
-    """A wire between threads; a receive fails when one of them has failed, as torch's does."""
+class Rows(RowChannel):
+    """A channel between threads; a receive fails when one of them has failed, as torch's does."""
 
     def __init__(self, rank: int, queues: dict[tuple[int, int], Queue[Any]], failures: list[BaseException]) -> None:
         super().__init__(64, "cpu")
         self._rank, self._queues, self._failures = rank, queues, failures
 
     def send(self, rows: torch.Tensor, rank: int) -> None:
-        self.bytes_sent += rows.nbytes
         self._queues[self._rank, rank].put(rows.clone())
 
     def receive(self, count: int, rank: int) -> torch.Tensor:
@@ -93,8 +92,8 @@ class Ranks:
         ]
         for stage, (_, theirs) in zip(self.stages, pipes, strict=True):
             threading.Thread(target=self._follow, args=(stage, theirs), daemon=True).start()
-        wire = Rows(0, queues, self.failures)
-        self.model = PipelineModel(models[0], [facts_of(model) for model in models], self.lead, wire)
+        channel = Rows(0, queues, self.failures)
+        self.model = PipelineModel(models[0], [facts_of(model) for model in models], self.lead, channel)
         self.loaded = replace(parts[0], model=self.model, lead=self.lead)
 
     def _follow(self, stage: PipelineStage, connection: Any) -> None:
@@ -170,8 +169,6 @@ def test_every_bit_is_that_of_the_unsplit_model(
     with ranks(request.getfixturevalue(kind), counts, **options) as found:
         assert difference(found) is None
         assert found.model.exact == found.whole.model.exact
-        hops = [found.model.wire, *(stage.wire for stage in found.stages)]
-        assert all(wire.bytes_sent for wire in hops)
         held = [len(stage.sessions) for stage in found.stages]
         assert max(held) <= 4, "released sessions are closed"
 
@@ -259,8 +256,8 @@ def test_layers_are_shared_by_memory_and_speed(
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three = [RankFacts(100, 1.0)] * 3
     for plan, said in [
-        ("12,10", r"names 22 layers of 2 ranks: the model has 30 layers, and 3 ranks"),
-        ("12,10,9", r"names 31 layers of 3 ranks"),
+        ("12,10", r"names 22 layers for 2 ranks: the model has 30 layers, and 3 ranks"),
+        ("12,10,9", r"names 31 layers for 3 ranks"),
         ("auto", r"have memory for 5 \+ 8 \+ 8 of the 30 layers"),
     ]:
         with pytest.raises(UserError, match=said):

@@ -95,7 +95,7 @@ def test_a_slow_link_is_timed_with_few_messages(monkeypatch: pytest.MonkeyPatch)
     with drafting(delay=0.05) as (_, relay), DrafterConnection(at(relay.port), OWN, None) as connection:
         found = link_report._time(connection, lambda stage, done: stages.append(stage))
     assert 0.1 <= found["round_trip_seconds"] <= found["round_trip_p99_seconds"]
-    assert Counter(stages) == {"round trips": 3, "rate there": 3, "rate back": 3}
+    assert Counter(stages) == {"round trips": 3, "rate up": 3, "rate down": 3}
 
 
 def test_texts_beyond_the_drafts_context_do_not_end_the_link() -> None:

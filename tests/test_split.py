@@ -27,8 +27,8 @@ from passes import branch, random_parents
 from outpace.core.errors import LostProcess, UserError
 from outpace.models import devices
 from outpace.models.base import Part
-from outpace.models.distributed import lead as processes
-from outpace.models.distributed.lead import Leader
+from outpace.models.distributed import processes
+from outpace.models.distributed.processes import Leader
 from outpace.models.hf import split
 from outpace.models.hf.passes import ForwardPasses, TransformersSession
 from outpace.models.load import load_model

@@ -86,7 +86,7 @@ def test_limits() -> None:
 
 @pytest.mark.parametrize(("stages", "hop"), [(1, 0.0), (2, 0.5), (4, 5.0)])
 def test_a_pipeline_over_rounds_walked_through(stages: int, hop: float) -> None:
-    """Plain decoding takes one journey a token; a round takes one for all of its tokens."""
+    """Plain decoding travels once per token; a round travels once for all its tokens."""
     gamma, c, alpha, v = 4, 0.1, 0.75, 1.2
     tokens = theory.expected_tokens(alpha, gamma)
     ring = sum(hop for _ in range(stages)) if stages > 1 else 0.0

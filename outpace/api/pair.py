@@ -44,7 +44,7 @@ def load_pair(
         return target, draft
     draft_options = options.of_draft(build.draft_device, build.draft_dtype)
     if target is None and has_default and options.pp_plan is not None and build.may_draft:
-        draft = shipped_draft(shipped_model().stem)  # after the target, which only rank 0 returns from
+        draft = shipped_draft(shipped_model().stem)  # loaded after the target, from whose loading only rank 0 returns
     elif target is None and has_default and build.may_draft and (shipped := shipped_draft(shipped_model().stem)):
         return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
     if not isinstance(target, Loaded):

@@ -75,13 +75,15 @@ def is_right(reference: Reference, answer: str, runs_tests: bool = False) -> boo
     """Whether the answer is right; None for a program unless `runs_tests`."""
     if reference.kind == PROGRAM:
         return passes(reference, answer) if runs_tests else None
-    right = _value(reference.value) if reference.kind == NUMBER else reference.value
-    return final_answer(reference, answer) == (_normalised(reference.value) if reference.kind == TEXT else right)
+    final, right = final_answer(reference, answer), reference.value
+    if reference.kind == NUMBER:
+        return final == _value(right)
+    return final == (_normalised(right) if reference.kind == TEXT else right)
 
 
 def final_answer(reference: Reference, answer: str) -> Fraction | str | bool | None:
-    """Return what counts of an answer to a question with this reference: the number, the choice, the text without case
-    and spaces, or whether the program passes the tests."""
+    """Return the part of an answer that is compared: the number, the choice, the text regardless of case and spaces, or
+    whether the program passes the reference's test."""
     if reference.kind == NUMBER:
         return number_in(answer)
     if reference.kind == CHOICE:
@@ -90,7 +92,7 @@ def final_answer(reference: Reference, answer: str) -> Fraction | str | bool | N
 
 
 def passes(reference: Reference, answer: str) -> bool:
-    """Whether the answer's program passes the reference's tests."""
+    """Whether the answer's program passes the reference's test."""
     return sandbox.runs_to_end(program_of(reference, answer))
 
 

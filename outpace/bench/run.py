@@ -240,14 +240,14 @@ class Bench:
                 self._say(f"{contender.label} failed to warm up ({type(error).__name__}: {error})")
 
     def _warn_of_other_tasks(self, contender: Contender) -> None:
-        """Warn of a judge that was mined on other tasks than those of the bench."""
+        """Warn if a contender's judge was mined on tasks other than those measured."""
         if contender.options.get("rule") != "judge":
             return
         mined = JudgeFile.read(Path(str(contender.options["judge"])).expanduser()).tasks
         if others := sorted({prompt.task for prompt in self.prompts} - {*mined}):
             self._say(
                 f"{contender.label}: this judge was mined on {', '.join(sorted(mined))}, not on {', '.join(others)};"
-                " what it gains and keeps on one task does not carry over to others"
+                " speed and right answers on one task say little about others"
             )
 
     def _check_lengths(self) -> None:

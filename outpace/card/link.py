@@ -31,15 +31,15 @@ SCHEMES = ("grpc", "grpcs")
 SERVICE = "outpace.v1.Drafting"
 _LATE = "nothing was sent or read in time"
 NO_HELLO = "the first message of a stream must be a hello"
-HELLO_SECONDS = 10.0  # timeout of a stream's first messages
-SILENT_SECONDS = 60.0  # timeout of later ones where pings come, and of reading the last ones
+HELLO_SECONDS = 10.0  # timeout of the hello, and of a client's request after it
+SILENT_SECONDS = 60.0  # timeout between messages of a target, and for a client to read the end of its answer
 MAX_STREAMS = 64
 MAX_MESSAGE = 4 << 20  # bytes
 JOINED_BYTES = 1 << 20  # a message that exceeds this size gets no further item
 _TRUSTED = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
 _CLIENT_FILES = ("OUTPACE_SSL_CERTFILE", "OUTPACE_SSL_KEYFILE")
 _CLOSE_SECONDS = 2.0
-_LOOK_SECONDS = 0.5  # interval in which a listener looks for streams past their deadlines
+_LOOK_SECONDS = 0.5  # interval between checks for streams past their deadlines
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -108,8 +108,8 @@ def grpc() -> Any:
 
 
 def open_channel(address: Address) -> Any:
-    """Return a channel, which connects on its first call. With TLS, variables of the environment name files: of trusted
-    certificates, and of a certificate and its key for a listener that asks for one. UserError for unreadable ones."""
+    """Return a channel, which connects on its first call. With TLS, environment variables name files: trusted
+    certificates, and a certificate with its key for listeners that require one. UserError for an unreadable file."""
     module = grpc()
     options = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # each channel connects anew
     if not address.is_secure:
@@ -121,7 +121,7 @@ def open_channel(address: Address) -> Any:
 
 
 def _read_file(variable: str) -> bytes | None:
-    """Return the content of the file that a variable of the environment names; None if it is not set."""
+    """Return the content of the file that an environment variable names; None if it is not set."""
     if not (name := os.environ.get(variable)):
         return None
     try:
@@ -228,8 +228,8 @@ class DialedStream(AbstractContextManager["DialedStream"]):
 
 
 class TlsFiles(NamedTuple):
-    """The contents of PEM files for a listener: its certificate and key, and, if each client needs a certificate, those
-    of the authorities that sign them."""
+    """The contents of a listener's PEM files: its certificate and key, and, if clients need certificates, those of the
+    authorities that sign them."""
 
     certificate: bytes
     key: bytes
@@ -267,8 +267,8 @@ def authenticator(keys: Collection[bytes]) -> Callable[[str], str]:
 
 
 class Listener(AbstractContextManager["Listener"]):
-    """A gRPC server with one streaming call. Each stream has a thread that sends and one that reads. One more thread
-    ends streams at their deadlines."""
+    """A gRPC server with one streaming call. Each stream has a thread that sends and one that reads; one thread for all
+    ends streams past their deadlines."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class Listener(AbstractContextManager["Listener"]):
             raise RefusedError("FAILED_PRECONDITION", mismatch)
 
     def _watch(self) -> None:
-        """End streams past their deadlines: by a status, or if that cannot be sent, without one."""
+        """End streams past their deadlines with a status, or without one if it cannot be sent."""
         while not self._stopping.wait(_LOOK_SECONDS):
             now = time.monotonic()
             for context, deadline in list(self._hellos.items()):

@@ -48,8 +48,8 @@ class ProtocolError(Exception):
 
 class Identity(NamedTuple):
     """The model of one side. `tokenizer`, a hash of its tokens, and `num_tokens` must be equal on both sides. `digest`:
-    a hash of its weights. `max_positions`: the longest text. A target may write ids from `num_tokens` on, which pad its
-    vocabulary: a text with one is not drafted further."""
+    a hash of its weights. `max_positions`: the longest text. Ids from `num_tokens` on pad a
+    target's vocabulary; a text that has one is not drafted further."""
 
     tokenizer: str
     num_tokens: int

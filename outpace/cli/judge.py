@@ -1,4 +1,4 @@
-"""`outpace judge`: train a judge for the rule of that name, on answers of a target and the mismatches of a draft."""
+"""`outpace judge`: train a judge for the rule of that name on a target's answers and a draft model's mismatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JudgedPairFlags:
-    """The models, and how they are loaded; a judge serves this target in this precision alone."""
+    """The models, and how they are loaded. A judge serves only the target, runtime and precision it was trained on."""
 
     panel: ClassVar[str] = "Model"
     target: str | None = flag(None, TARGET)
@@ -34,13 +34,13 @@ def judge(
     tasks: list[Path] | None = flag(
         None, "File of questions with right answers, as for outpace bench; may be repeated.", metavar="FILE"
     ),
-    out: Path = flag(Path("judge"), "Folder of the judge; a run that stopped is continued."),
+    out: Path = flag(Path("judge"), "Folder for the judge; a stopped run continues in it."),
     max_tokens: int = flag(256, MAX_TOKENS),
     batch: int = flag(16, "Number of questions mined at once."),
-    run_tests: bool = flag(False, "Compare programs by running their tests, each in a confined process."),
+    run_tests: bool = flag(False, "Run the tests of programs, each in a confined process, to compare answers."),
     as_json: bool = JSON,
 ) -> None:
-    """Learn which mismatches of draft and target change the final answer, for --rule judge. The rule is lossy."""
+    """Train a judge for --rule judge (lossy): which mismatches of draft and target change the final answer?"""
     from outpace.api.pair import load_pair
     from outpace.core.lazy import num_cores, set_num_threads
     from outpace.distill.judge import JudgeOptions, make_judge
@@ -49,7 +49,7 @@ def judge(
     from outpace.engine.build import BuildOptions
 
     if not tasks:
-        raise UserError("outpace judge learns from questions, name a file of them with --tasks")
+        raise UserError("outpace judge learns from questions: name a file of them with --tasks")
     if pair.threads is not None:
         check_range("threads", pair.threads, 1, num_cores())
         set_num_threads(pair.threads)
@@ -57,7 +57,7 @@ def judge(
     with sigterm_as_interrupt(), ProgressDisplay(as_json) as progress:
         target, draft = load_pair(pair.target, pair.draft, pair.options, BuildOptions())
         if draft is None or draft.is_head:
-            raise UserError("a judge learns from a draft model's mismatches, name one with --draft")
+            raise UserError("a judge learns from a draft model's mismatches: name one with --draft")
         try:
             found = make_judge(target, draft, options, progress.show)
         finally:
@@ -69,11 +69,11 @@ def judge(
 
 
 def _say(found: JudgeFile, out: Path) -> None:
-    """Show what the judge reaches on held-out prompts."""
+    """Show the judge's figures on held-out prompts."""
     facts, curve = found.facts, found.curve
     display.say(
-        f"{facts['mismatches']} mismatches, {facts['important']} important; on {facts['held_out_mismatches']} of"
-        f" held-out prompts ROC-AUC {facts['roc_auc']:.3f}"
+        f"{facts['mismatches']} mismatches, {facts['important']} of them important; ROC-AUC {facts['roc_auc']:.3f} on"
+        f" the {facts['held_out_mismatches']} of held-out prompts"
     )
     for recall, threshold in found.thresholds.items():
         refused = curve[curve[:, 0] >= threshold][:1, 2]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from outpace.card.remote import DrafterConnection
 
 NUM_PINGS, NUM_BLOCKS, BLOCK_BYTES = 50, 5, 1 << 19  # messages for the round trip; blocks for the rate, each way
-LEAST_TRIPS, TRIP_SECONDS = 3, 5.0  # each kind of message is sent fewer times if that takes longer
-ANSWER_SECONDS = 15.0  # no further prompt is answered after this time
+LEAST_TRIPS, TRIP_SECONDS = 3, 5.0  # messages of a kind that are sent at least; none after this time
+ANSWER_SECONDS = 15.0  # after this time no further prompt is answered
 SECONDS = 30.0  # timeout of an answer
 NUM_PROMPTS, MAX_TOKENS = 2, 48  # of each built-in task of outpace bench; of an answer
 METHODS = ("card", "planned", "pearl", "ssd")
@@ -82,8 +82,8 @@ def _time(connection: DrafterConnection, show: Callable[[str, float], None]) -> 
 
     trips = sorted(trips_of("round trips", NUM_PINGS))
     median = statistics.median(trips)
-    up = trips_of("rate there", NUM_BLOCKS, padding=BLOCK_BYTES)
-    down = trips_of("rate back", NUM_BLOCKS, answer_bytes=BLOCK_BYTES)
+    up = trips_of("rate up", NUM_BLOCKS, padding=BLOCK_BYTES)
+    down = trips_of("rate down", NUM_BLOCKS, answer_bytes=BLOCK_BYTES)
     rates = [BLOCK_BYTES / max(statistics.median(times) - median, 1e-6) for times in (up, down)]
     return {
         "round_trip_seconds": median,

@@ -17,16 +17,8 @@ from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
-INTERRUPTIBLE = (
-    "demo",
-    "bench",
-    "distill",
-    "judge",
-    "tune",
-    "simulate",
-    "edge",
-    "forecast",
-)  # Ctrl-C may end them at any point
+# Commands that Ctrl-C may end at any point.
+INTERRUPTIBLE = ("demo", "bench", "distill", "judge", "tune", "simulate", "edge", "forecast")
 COMMANDS = (
     *("generate", "chat", "serve", "draft-worker", "demo", "bench", "distill", "judge", "tune"),
     *("simulate", "edge", "forecast", "methods", "theory", "doctor"),

@@ -23,7 +23,7 @@ from outpace.core.errors import UserError
 
 INTERRUPTED = 130  # the exit status that shells expect after SIGINT
 TERMINATED = 128 + signal.SIGTERM  # and after SIGTERM
-_GRACE = 1.0  # seconds for the program to end by an error that its main thread raises
+_GRACE = 1.0  # seconds in which the main thread may end the program by an error of its own
 _SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
@@ -43,7 +43,7 @@ class _DeferredInterrupt:
 
 
 def end_after_loss(error: Exception) -> None:
-    """End the program with status 1 and the error's sentence, unless it ends by itself at once."""
+    """Print the error and end the program with status 1, unless it ends by itself in a second."""
     time.sleep(_GRACE)
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(1)

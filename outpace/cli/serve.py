@@ -45,7 +45,7 @@ class ListenFlags:
     ssl_certfile: Path | None = flag(None, "TLS certificate.")
     ssl_keyfile: Path | None = flag(None, "Key of the TLS certificate.")
     ssl_ca_certs: Path | None = flag(
-        None, "File of authorities' certificates; each client needs a certificate that one of them signed."
+        None, "File of CA certificates; each client needs a certificate that one of these CAs signed."
     )
 
 

@@ -53,8 +53,8 @@ class TimeFlags:
         None, "Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10."
     )
     draft_times: str | None = flag(None, "With --target-times: those of a draft step.")
-    stages: int = flag(1, "Stages of a pipeline that the target runs in (--pp-plan).")
-    hop: float = flag(0.0, "Time from one stage to the next, in plain target passes; the ring has a hop per stage.")
+    stages: int = flag(1, "Number of stages, if the target runs in a pipeline (--pp-plan).")
+    hop: float = flag(0.0, "Time from each stage to the next, and from the last to the first, in plain target passes.")
     devices: int = flag(2, "2: the drafter has a device of its own; 1: both share one.")
     delay: str = flag(
         "0",

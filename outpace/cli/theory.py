@@ -28,8 +28,8 @@ def theory(
     cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
     verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
     overhead: float = flag(0.0, "Other time in a round, as a share of a plain pass."),
-    stages: int = flag(1, "Stages of a pipeline that the target runs in (--pp-plan)."),
-    hop: float = flag(0.0, "Time from one stage to the next, in plain passes; the ring has a hop per stage."),
+    stages: int = flag(1, "Number of stages, if the target runs in a pipeline (--pp-plan)."),
+    hop: float = flag(0.0, "Time from each stage to the next, and from the last to the first, in plain passes."),
     lengths: int = flag(10, "Show draft lengths (gamma) up to this one."),
     as_json: bool = JSON,
 ) -> None:
@@ -39,9 +39,10 @@ def theory(
         check_range(name, share, 0.0, 100.0)
     check_whole("lengths", lengths, 1, 256)
     check_pipeline(stages, hop)
-    journey = formulas.journey_time(stages, hop)
-    rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead, journey) for gamma in range(1, lengths + 1)]
-    pipeline = {"pipeline": _pipeline(rows, cost, stages, hop, verify, overhead)} if journey else {}
+    rows = [
+        _row(positions, gamma, cost, stages, hop, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)
+    ]
+    pipeline = {"pipeline": _pipeline(rows, cost, stages, hop, verify, overhead)} if hop else {}
     found = {
         "sequential_limit": formulas.tokens_per_rejection(positions),
         "parallel_limit": formulas.parallel_limit(cost),
@@ -85,7 +86,7 @@ def _speed(limit: float | None) -> str:
 
 
 def check_pipeline(stages: int, hop: float) -> None:
-    """Raise UserError for a pipeline that does not exist."""
+    """Raise UserError unless these values describe a pipeline, or none (one stage, no hop)."""
     check_whole("stages", stages, 1, 1024)
     check_range("hop", hop, 0.0, 1e6)
     if hop and stages < 2:
@@ -95,26 +96,27 @@ def check_pipeline(stages: int, hop: float) -> None:
 def _pipeline(
     rows: list[dict[str, Any]], cost: float, stages: int, hop: float, verify: float, overhead: float
 ) -> dict[str, float]:
-    """Return what a pipeline's best draft length saves, and the tokens per journey from which it gains."""
+    """Return the travel time of a pass, and what the best draft length saves of it and needs to break even."""
     best = max(rows, key=lambda row: row["sequential_speedup"])
     gamma = best["draft_length"]
     return {
-        "journey": formulas.journey_time(stages, hop),
-        "travel_saved_per_token": formulas.pipeline_saving(stages, hop, best["tokens"]),
-        "gains_above_tokens": formulas.pipeline_break_even(gamma, cost, stages, hop, 1.0 + verify * gamma, overhead),
+        "travel_time": formulas.travel_time(stages, hop),
+        "travel_time_saved_per_token": formulas.pipeline_saving(stages, hop, best["tokens"]),
+        "break_even_tokens": formulas.pipeline_break_even(gamma, cost, stages, hop, 1.0 + verify * gamma, overhead),
     }
 
 
 def _row(
-    positions: list[float], gamma: int, cost: float, verify: float, overhead: float, journey: float
+    positions: list[float], gamma: int, cost: float, stages: int, hop: float, verify: float, overhead: float
 ) -> dict[str, Any]:
+    travel = formulas.travel_time(stages, hop)
     known = (positions + positions[-1:] * gamma)[:gamma]
     tokens = formulas.expected_tokens_by_position(known)
     return {
         "draft_length": gamma,
         "tokens": tokens,
-        "sequential_speedup": (1.0 + journey) * formulas.speedup(tokens, gamma, cost, verify, overhead + journey),
-        "pearl_speedup": formulas.pearl_tokens(positions, gamma) * (1.0 + journey) / max(gamma * cost, 1.0 + journey),
+        "sequential_speedup": formulas.pipeline_speedup(tokens, gamma, cost, stages, hop, verify, overhead),
+        "pearl_speedup": formulas.pearl_tokens(positions, gamma) * (1.0 + travel) / max(gamma * cost, 1.0 + travel),
     }
 
 

@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class LostProcess(UserError):
-    """Raised when another process that this one depends on has ended; commands exit with status 1."""
+    """Raised when a process that this one depends on has ended; commands exit with status 1."""
 
 
 def unknown(what: str, value: str, allowed: Iterable[str], of: str = "") -> UserError:

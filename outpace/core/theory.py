@@ -101,10 +101,11 @@ def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
     return pearl_tokens([alpha], gamma) / max(gamma * c, 1.0)
 
 
-def journey_time(stages: int, hop: float) -> float:
-    """Return the time that rows travel in a pass: a ring of `stages` has as many hops of time `hop`; one has none.
+def travel_time(stages: int, hop: float) -> float:
+    """Return the time that a pass spends between the stages of a pipeline, each `hop` from the next; 0 for one stage.
 
-    Decentralised speculative decoding, arXiv:2511.11733, counts stages - 1 hops: it has no way back to the first.
+    The last stage sends its rows back to the first, so there are as many hops as stages. Decentralised speculative
+    decoding, arXiv:2511.11733, counts one less, without the way back.
     """
     return stages * hop if stages > 1 else 0.0
 
@@ -112,23 +113,23 @@ def journey_time(stages: int, hop: float) -> float:
 def pipeline_speedup(
     tokens: float, gamma: int, c: float, stages: int, hop: float, v: float = 1.0, overhead: float = 0.0
 ) -> float:
-    """Return the speedup in a pipeline, E (1 + L) / (gamma c + v + o + L), where L is the time of a journey.
+    """Return the speedup in a pipeline, E (1 + L) / (gamma c + v + o + L), where L is the travel time of a pass.
 
-    One journey verifies all drafts; plain decoding makes one for each token. arXiv:2511.11733.
+    A round travels once for all its tokens, plain decoding once for each token. arXiv:2511.11733.
     """
-    journey = journey_time(stages, hop)
-    return tokens * (1.0 + journey) / (gamma * c + v + overhead + journey)
+    travel = travel_time(stages, hop)
+    return tokens * (1.0 + travel) / (gamma * c + v + overhead + travel)
 
 
 def pipeline_saving(stages: int, hop: float, tokens: float) -> float:
-    """Return the travel time saved per token, (N - 1) t1 (k - 1) / k for k tokens per journey. arXiv:2511.11733."""
+    """Return the travel time saved per token, (N - 1) t1 (k - 1) / k for k tokens per pass. arXiv:2511.11733."""
     return (stages - 1) * hop * (tokens - 1.0) / tokens
 
 
 def pipeline_break_even(gamma: int, c: float, stages: int, hop: float, v: float = 1.0, overhead: float = 0.0) -> float:
-    """Return the tokens per journey above which drafting gains: (gamma c + v + o + L) / (1 + L)."""
-    journey = journey_time(stages, hop)
-    return (gamma * c + v + overhead + journey) / (1.0 + journey)
+    """Return the tokens per pass at which drafting breaks even: (gamma c + v + o + L) / (1 + L)."""
+    travel = travel_time(stages, hop)
+    return (gamma * c + v + overhead + travel) / (1.0 + travel)
 
 
 def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:

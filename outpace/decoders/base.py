@@ -32,7 +32,7 @@ class RequestContext(PlanningContext):
         default=_ignore, repr=False
     )  # sends the worker drafting directives
     draft_seconds: Callable[[], float] = field(default=float, repr=False)  # mean duration of the worker's forwards
-    round_trip: Callable[[], float] = field(default=float, repr=False)  # seconds to the worker's drafter and back
+    round_trip: Callable[[], float] = field(default=float, repr=False)  # to the worker's drafter, in seconds
 
     @property
     def last_token(self) -> int:

@@ -20,7 +20,7 @@ COMPARED, TOKENS = 6, 96  # prompts, and most tokens of each answer
 def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True) -> tuple[str, str]:
     """Return the kind of draft to train for the target of this name into the folder `out`, and the reason.
 
-    Unless `is_open`, a folder without a training gets the kind standalone, for no reason ("").
+    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone, without a reason ("").
     """
     known = read_state(out).get("kind")
     if known is not None:

@@ -1,7 +1,7 @@
-"""Trains a judge on mined mismatches: a linear classifier of hidden states, stored for the rule `judge`.
+"""Trains a judge on mined mismatches: a linear classifier of hidden states, for the rule `judge`.
 
-AutoJudge, Garipov et al., arXiv:2504.20039: a StandardScaler and a logistic regression, whose C is chosen by ROC-AUC on
-a tenth of the prompts.
+AutoJudge, Garipov et al., arXiv:2504.20039: scikit-learn's StandardScaler and LogisticRegression. C is chosen by the
+ROC-AUC on a held-out tenth of the prompts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outpace.models.runtimes import Loaded
 from outpace.rules.judge import FILE, JudgeFile
 
 RECALLS = (0.8, 0.9, 0.95, 0.99)
-GRID = tuple(10.0**power for power in range(-7, 2))  # of C
-LEAST = 200  # mismatches
-HELD_OUT = 0.1  # of the prompts
+GRID = tuple(10.0**power for power in range(-7, 2))  # values of C
+LEAST = 200  # number of mismatches that training needs
+HELD_OUT = 0.1  # share of the prompts
 POINTS = 101  # of the curve
 StageProgress = Callable[[str, dict[str, float]], None]
 
@@ -48,8 +48,8 @@ class JudgeOptions(CheckedOptions):
 
 
 def make_judge(target: Loaded, draft: Loaded, options: JudgeOptions, progress: StageProgress) -> JudgeFile:
-    """Mine what is not mined yet, then train a judge and write it. UserError for too few mismatches, with their
-    counts."""
+    """Mine the questions that are not mined yet, then train a judge and write it. UserError, with counts, for too few
+    mismatches."""
     require("outpace judge", "judge", "sklearn")
     questions = read_questions(options.tasks, options.mining.run_tests)
     miner = Miner(target, draft, options.mining)
@@ -85,17 +85,18 @@ def train(
     tasks: Mapping[str, str],
     facts: Mapping[str, Any],
 ) -> JudgeFile:
-    """Fit the classifier; UserError for too few mismatches or one class alone, in training or held out."""
+    """Fit the classifier. UserError for too few mismatches, or if those for training or the held-out ones are all of
+    one class."""
     data = _data(found)
     important = int(data.is_important.sum())
     counts = f"{len(found)} mismatches were mined, {important} of them important"
     if len(found) < LEAST:
-        raise UserError(f"{counts}: {LEAST} are needed, name more questions")
+        raise UserError(f"{counts}: {LEAST} are needed, add questions")
     for part in (data.is_held_out, ~data.is_held_out):
         if len(np.unique(data.is_important[part])) < 2:
             raise UserError(
-                f"{counts}, and all {int(part.sum())} of one part of the prompts are alike: both kinds are needed in"
-                " training and in the held-out tenth, name more questions"
+                f"{counts}: important and unimportant ones are needed in the held-out tenth of the prompts and in the"
+                " rest, add questions"
             )
     scores, weight, bias, c, auc = _best_fit(data)
     held = data.is_important[data.is_held_out]
@@ -126,8 +127,8 @@ def _data(found: Sequence[tuple[Question, Mismatch]]) -> Data:
 
 
 def _best_fit(data: Data) -> tuple[np.ndarray, np.ndarray, float, float, float]:
-    """Return the held-out probabilities of the best fit, its weight and bias with the scaler folded in, its C and its
-    ROC-AUC on held-out prompts."""
+    """Return the best fit's probabilities for held-out prompts, its weight and bias with the scaler folded in, its C,
+    and its ROC-AUC on held-out prompts."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
     from sklearn.preprocessing import StandardScaler

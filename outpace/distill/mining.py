@@ -1,9 +1,9 @@
 """Mines training data for a judge: which mismatches of draft and target change the target's final answer.
 
-AutoJudge, Garipov et al., arXiv:2504.20039, algorithm 1. The target answers greedily. At the first place where the
-draft's token differs from the answer's, the draft's is put in and the target finishes. If the final answer is the same
-as the target's own, the mismatch is unimportant and the text goes on from there; else it is important and the target's
-token stays.
+AutoJudge, Garipov et al., arXiv:2504.20039, algorithm 1. The target answers greedily. At the first position where the
+draft's most likely token differs from the answer's, the draft's token is put in and the target completes the text. If
+the final answer stays that of the target's own text, the mismatch is unimportant, and the search goes on in the changed
+text; otherwise it is important, and the target's token stays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 JOURNAL, SETTINGS = "mined.jsonl", "mining.json"
-CHUNK = 256  # tokens per forward of the draft
+CHUNK = 256  # tokens per forward of the draft model
 
 
 class Question(NamedTuple):
@@ -62,20 +62,21 @@ class Mismatch(NamedTuple):
 
 @dataclass
 class MinedQuestion:
-    """What is mined of one question. `answer` is the present text, `own` the target's own answer."""
+    """What was mined from one question. `own`: the target's answer; `answer`: the same, as changed by mining."""
 
     question: Question
     own: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     is_done: bool = False
-    written: int = 0  # by the target
-    expected: float = 0.0  # tokens that the target writes until it is done
+    written: int = 0  # tokens that the target has written
+    expected: float = 0.0  # estimate of `written` at the end; 0: unknown
 
 
 @dataclass(frozen=True)
 class MiningOptions(CheckedOptions):
-    """`max_tokens` of an answer; `batch` questions are mined at once."""
+    """`max_tokens`: of an answer; `batch`: number of questions mined at once; `run_tests`: allow questions whose
+    answers are programs, and run their tests."""
 
     max_tokens: int = whole(256, 1)
     batch: int = whole(16, 1, 1024)
@@ -83,8 +84,8 @@ class MiningOptions(CheckedOptions):
 
 
 def read_questions(files: Sequence[Path], run_tests: bool) -> list[Question]:
-    """Read the distinct questions of task files; UserError for a line without a reference, or with tests that must not
-    be run."""
+    """Read the distinct questions of task files. UserError for a line without a reference, or with a test unless
+    `run_tests`."""
     found: dict[int, Question] = {}
     for file in files:
         for place, entry in enumerate(read_prompt_file(file), 1):
@@ -93,7 +94,7 @@ def read_questions(files: Sequence[Path], run_tests: bool) -> list[Question]:
             if reference is None:
                 raise UserError(f"{where} has no right answer: give it a reference, or a test with entry_point")
             if reference.kind == PROGRAM and not run_tests:
-                raise UserError(f"{where} has a test: let programs run by --run-tests")
+                raise UserError(f"{where} has a test: allow tests to run with --run-tests")
             task = entry.get("task")
             number = prompt_hash(text)
             found[number] = Question(task if isinstance(task, str) and task else file.stem, text, reference, number)
@@ -103,10 +104,10 @@ def read_questions(files: Sequence[Path], run_tests: bool) -> list[Question]:
 
 
 class Journal:
-    """Keeps what is mined in a folder, one line per mismatch, so that a stopped run can continue."""
+    """Stores what is mined in a folder, one line per mismatch, so that a stopped run can continue."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], questions: Sequence[Question]) -> None:
-        """Open a folder; UserError if it was mined with other settings, or holds other lines."""
+        """Open a folder and read what it holds; UserError for other settings or a damaged line."""
         self.found = {question.number: MinedQuestion(question) for question in questions}
         self._file = folder / JOURNAL
         known = read_optional_json(folder / SETTINGS)
@@ -132,10 +133,12 @@ class Journal:
             if mined is not None:
                 self._apply(mined, entry)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"{self._file}, line {place} is damaged ({error}): take it out or start anew") from error
+            raise UserError(
+                f"{self._file}, line {place} is damaged ({error}): remove it, or name another --out"
+            ) from error
 
     def add(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
-        """Store an entry, on disk first."""
+        """Append an entry to the file, then apply it."""
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"question": mined.question.number, **entry}, separators=(",", ":")) + "\n")
         self._apply(mined, entry)
@@ -152,21 +155,21 @@ class Journal:
 
 
 class Completion(NamedTuple):
-    """A text that the target is to continue, by at most `max_tokens` tokens."""
+    """A text for the target to continue by at most `max_tokens` tokens."""
 
     prompt: tuple[int, ...]
     max_tokens: int
 
 
 class Written(NamedTuple):
-    """The continuation, and the hidden state of the prompt's last token. float32 [width]"""
+    """The continuation, and the hidden state at the prompt's last token: float32 [width]"""
 
     tokens: list[int]
     hidden: np.ndarray
 
 
 class _Recording(Greedy):
-    """Greedy decoding that keeps the hidden state of each prompt's last token, by request."""
+    """Greedy decoding that stores the hidden state at each prompt's last token, by the id of the request."""
 
     def __init__(self, tap: int) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ class _Recording(Greedy):
 
 
 class Miner:
-    """Mines questions with a loaded target and draft."""
+    """Mines questions with a loaded target and draft model."""
 
     def __init__(self, target: Loaded, draft: Loaded, options: MiningOptions) -> None:
         """Raise UserError for a target without hidden states."""
@@ -191,13 +194,13 @@ class Miner:
         self._rule = _Recording(self.tap)
 
     def settings(self) -> dict[str, Any]:
-        """Return what must agree for a run to continue."""
+        """Return the values that must be equal for a stopped run to continue."""
         identity = {f"target's {name}": value for name, value in self._target.identity.items()}
         draft = {f"draft's {name}": value for name, value in self._draft.identity.items() if name != "template"}
         return identity | draft | {"max_tokens": self._options.max_tokens, "tap": self.tap}
 
     def mine(self, journal: Journal, progress: Callable[[dict[str, float]], None]) -> None:
-        """Mine all questions of the journal that are not done. Every mismatch is kept at once."""
+        """Mine all questions of the journal that are not done. Each mismatch is stored at once."""
         waiting = deque(mined for mined in journal.found.values() if not mined.is_done)
         running: dict[int, tuple[MinedQuestion, Generator[Completion, Written, None]]] = {}
         settings = EngineOptions(nodes=1, batch=self._options.batch)
@@ -230,7 +233,7 @@ class Miner:
         return frozenset(self._target.tokenizer.stop_ids)
 
     def _steps(self, mined: MinedQuestion, journal: Journal) -> Generator[Completion, Written, None]:
-        """Mine one question; yield each text that the target is to continue."""
+        """Mine one question; yield each text that the target must continue."""
         prompt, most = tuple(self._target.tokenizer.encode_prompt(mined.question.text)), self._options.max_tokens
         if not mined.own:
             tokens = (yield Completion(prompt, most)).tokens
@@ -268,7 +271,8 @@ class Miner:
         return final_answer(mined.question.reference, text)
 
     def _drafted(self, prompt: Sequence[int], answer: Sequence[int], place: int) -> list[int]:
-        """Return the draft's likeliest token at each position of the answer from `place` on, given the text before."""
+        """Return the draft's most likely token at each position of the answer from `place` on, given the text before
+        it."""
         model, first = self._draft.model, len(prompt) + place
         text = [*prompt, *answer]
         start = max(first - model.draft_window, 0) if model.draft_window else 0
@@ -287,7 +291,7 @@ class Miner:
 
 
 def _figures(journal: Journal, before: int, seconds: float) -> dict[str, float]:
-    """Return what is done, and the time left, estimated from the finished questions, else from the first answers."""
+    """Return counts of what is done, and the time left, estimated from finished questions, or from first answers."""
     mined = journal.found.values()
     known: list[float] = [one.written for one in mined if one.is_done] or [
         one.expected for one in mined if one.expected

@@ -37,8 +37,8 @@ def head_capabilities(
 
 
 def given_head(given: BuildContext, options: HeadOptions, head_type: type[H], drafter: str, heads: str) -> H:
-    """Return the draft, if it is a head of this type, with the window of the options. UserError for any other draft,
-    which says which `heads` the drafter runs."""
+    """Return the draft, with the window of the options. UserError, which names the drafter's `heads`, unless it is a
+    head of this type."""
     if not isinstance(given.draft, head_type):
         raise UserError(f"drafter {drafter} needs {heads}: name it with --draft (or draft=...)")
     if options.head_window:
@@ -53,7 +53,9 @@ def add_features(head: HeadModel, state: ExpansionState, seen: Observation) -> b
     hidden = seen.seen.hidden  # [taps, nodes, width]
     if seen.tokens:
         rows = {node: row for row, node in enumerate(seen.seen.ids)}
-        state.session.add_hidden(hidden[:, [rows[node] for node in seen.node_ids]], head.fuse)  # of a copy
+        state.session.add_hidden(
+            hidden[:, [rows[node] for node in seen.node_ids]], head.fuse
+        )  # indexing copies the rows
     else:
         state.session.add_features(head.fuse(hidden))
     return True

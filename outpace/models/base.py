@@ -195,9 +195,9 @@ def apply_keep(forest: Sequence[Part]) -> list[Part]:
 
 
 class CaptureCount:
-    """Counts the passes that this process has captured, as CUDA graphs for instance: a call that captures takes longer.
+    """Counts the passes that all models of this process have captured, for instance as CUDA graphs.
 
-    `count`: of all models together.
+    A call that captures a pass takes longer, so its time is not used.
     """
 
     count = 0
@@ -228,7 +228,7 @@ class Model(SupportsMultiStep):
     capabilities: frozenset[Capability] = frozenset()
     inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
-    stage: range | None = None  # of a stage of a pipeline: its layers, by their numbers in the whole model
+    stage: range | None = None  # the layers of a pipeline's stage, by their numbers in the whole model
 
     @property
     def max_hidden_layer(self) -> int:

@@ -53,7 +53,7 @@ class LoadOptions:
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. So is `tp_plan`, "auto": each layer is split over the
     processes that torch.distributed.run started, and only the first of them writes output. `pp_plan`, for the runtimes
-    native and llama, gives each of these processes some of the layers, as in "12,10,8"; "auto": by memory and speed.
+    native and llama: number of layers in each of these processes, as in "12,10,8"; "auto": by memory and speed.
     `inflate`: widen the model to the shape of one of this size, as in "8B"; the text does not change. `layers`: load
     these only, as in "0-24,26-29". `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the
     native kernels, else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager"
@@ -170,7 +170,7 @@ def _unknown_size(size: str) -> UserError:
 
 
 def is_plan(text: object) -> bool:
-    """Return whether this is "auto" or numbers of layers, as in "12,10,8"."""
+    """Return whether this is "auto" or a list of numbers of layers, as in "12,10,8"."""
     parts = text.split(",") if isinstance(text, str) else [""]
     return text == AUTO or all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts)
 

@@ -66,7 +66,7 @@ class Loaded:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Describe what hidden states depend on: tokenizer, template, runtime with its precision, and the weights."""
+        """What hidden states depend on, by name: digests of tokenizer, template and weights; runtime and precision."""
         found = {"tokenizer": self.tokenizer.fingerprint[:16], "template": self.tokenizer.template_digest}
         if self.files is not None:
             found["weights"] = weights_digest(self.files())
@@ -247,7 +247,7 @@ def _read(
 def _staged(
     build: Callable[..., Model], source: Any, options: LoadOptions, formats: tuple[str, ...] | None
 ) -> Callable[..., Model]:
-    """Return a function that builds this rank's layers only."""
+    """Return a function that builds only this rank's layers of a pipeline."""
     from outpace.models.distributed.pipeline import build_stage
     from outpace.models.files.cache import weights_digest
 

@@ -25,7 +25,7 @@ class Overlap:
     A layer that ends after the pass is begun if the part of it that fits is larger than the chance of a miss: a hit
     saves this part, and after a miss the remaining part delays the new tree.
 
-    A drafter that is far away always drafts: it is on another machine, and the target does not wait for it.
+    A drafter far away, on another machine, always drafts: the target does not wait for it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Overlap:
 
     @property
     def is_far(self) -> bool:
-        """Whether the drafter's answer to a correction takes longer than half a pass, too long to wait for it."""
+        """Whether the round trip to the drafter takes longer than half a pass, too long to wait for an answer."""
         return self._round_trip() > self._costs.pass_seconds(self._rows or 1) / 2
 
     @property

@@ -26,12 +26,12 @@ _PLAIN: dict[bool, Greedy | Gumbel] = {True: Greedy(), False: Gumbel()}  # the r
 
 
 def longest_path(tree: TokenTree, num_rows: int, cost: Callable[[int, int], int | None]) -> list[int]:
-    """Return the longest path of accepted nodes, of equally long ones the cheapest, then the first.
+    """Return the longest path of accepted nodes; among equally long ones the cheapest, then the first.
 
-    Only nodes with a row, the first `num_rows`, may have accepted children. `cost(parent, node)` is None for a node
-    that is not accepted.
+    Only the first `num_rows` nodes, which have rows, may have accepted children. `cost(parent, node)` is None for a
+    node that is not accepted.
     """
-    found: dict[int, tuple[int, int]] = {0: (0, 0)}  # length and minus cost, by accepted node
+    found: dict[int, tuple[int, int]] = {0: (0, 0)}  # path length and negated cost, by accepted node
     for node in range(1, len(tree)):
         parent = tree.parents[node]
         if parent not in found or parent >= num_rows or tree.roles[node] == Role.PROBE:

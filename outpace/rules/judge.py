@@ -1,11 +1,11 @@
-"""Lossy: greedy decoding that accepts a drafted token where a learnt judge expects the same final answer.
+"""Lossy: greedy decoding that also accepts drafted tokens which a trained judge expects to keep the final answer.
 
 AutoJudge, Garipov et al., arXiv:2504.20039.
 
 The judge is a linear classifier of the target's hidden state at the drafted token, trained by `outpace judge` on
-answers of this target. A token is accepted if it is the target's likeliest, or if the probability that it changes the
-final answer is below the threshold. The longest accepted path is kept, then the target's own token follows. Threshold 0
-is greedy decoding; threshold 1 accepts every drafted token.
+answers of this target. A token is accepted if it is the target's most likely one, or if the probability that it changes
+the final answer is below a threshold. The longest accepted path is kept, and the target's own token follows. Threshold
+0 is greedy decoding; threshold 1 accepts every drafted token.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _GREEDY = Greedy()
 class JudgeFile:
     """A trained judge: p(important) = sigmoid(weight . hidden + bias), with the scaler folded into both.
 
-    weight: float64 [width]. tap: number of layers after which hidden states are read. thresholds: by the share of
-    important mismatches that they find. curve: float64 [points, 3], thresholds with the shares of important and of
-    unimportant mismatches that they find important. target: digests by name, see `Loaded.identity`. tasks: their names
-    with digests of their questions. facts: counts and the ROC-AUC on held-out prompts.
+    weight: float64 [width]. tap: number of layers after which hidden states are read. thresholds: by recall, the share
+    of important mismatches that are refused. curve: float64 [points, 3], thresholds with the shares of important and of
+    unimportant mismatches that they refuse. target: see `Loaded.identity`. tasks: digests of their questions, by name.
+    facts: counts and the ROC-AUC on held-out prompts.
     """
 
     weight: np.ndarray
@@ -64,7 +64,7 @@ class JudgeFile:
 
     @classmethod
     def read(cls, path: Path) -> JudgeFile:
-        """Read a file, or the one in a folder; UserError if it is no judge, or damaged."""
+        """Read a judge's file, or the one in a folder; UserError if it is no judge or damaged."""
         path = path / FILE if path.is_dir() else path
         try:
             with safe_open(path, "numpy") as file:
@@ -96,7 +96,7 @@ class JudgeFile:
         return found
 
     def save(self, path: Path) -> None:
-        """Write the file, replacing an old one as a whole; UserError if that fails."""
+        """Write the file; an old one is replaced as a whole. UserError if that fails."""
         named = {"thresholds": {str(k): v for k, v in self.thresholds.items()}, "target": {**self.target}}
         named |= {"tasks": {**self.tasks}, "facts": {**self.facts}}
         metadata = {"format": FORMAT, "tap": str(self.tap)} | {name: json.dumps(v) for name, v in named.items()}
@@ -109,15 +109,15 @@ class JudgeFile:
             raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
     def threshold(self, recall: float) -> float:
-        """Return the threshold that finds this share of the important mismatches; UserError for another share."""
+        """Return the threshold for this recall; UserError for a recall without one."""
         if recall not in self.thresholds:
             known = ", ".join(f"{one:g}" for one in sorted(self.thresholds))
             raise UserError(f"recall is {recall:g}, {self.path} has thresholds for {known}; or give --threshold")
         return self.thresholds[recall]
 
     def importance(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the probability that each token changes the answer: [rows, width] to [rows]. A row's bits do not
-        depend on the other rows."""
+        """Return the probability that each token changes the final answer: [rows, width] to [rows]. Each row's bits are
+        independent of the other rows."""
         if hidden.shape[-1] != len(self.weight):
             raise UserError(f"{self.path} reads hidden states of width {len(self.weight)}, not {hidden.shape[-1]}")
         scores = (hidden.astype(np.float64) * self.weight).sum(-1) + self.bias
@@ -125,7 +125,7 @@ class JudgeFile:
         return result
 
     def check_target(self, target: Any) -> None:
-        """Raise UserError, naming the difference, if this judge was trained for another target than the loaded one."""
+        """Raise UserError, which names the difference, if this judge was trained for another target."""
         for name, value in target.identity.items():
             if self.target.get(name, value) != value:
                 raise UserError(
@@ -135,8 +135,8 @@ class JudgeFile:
 
 
 class JudgedNode(NamedTuple):
-    """A node's reduced row: the target's token after it, and whether the node's own token is unimportant. `scores` are
-    those after the node if the request excludes tokens."""
+    """A node's reduced row: the target's token after the node, and whether the node's own token is unimportant.
+    `scores`: the target's scores after the node, only if the request excludes tokens."""
 
     token: int
     is_unimportant: bool
@@ -147,16 +147,17 @@ class JudgedNode(NamedTuple):
 
 
 class Judge(LogProbRule):
-    """Accepts the target's own tokens, and those that the judge finds unimportant."""
+    """Accepts the target's own tokens, and those that the judge takes to be unimportant."""
 
     cost = "an argmax and a product with one vector for each row"
     traits = RuleTraits(lossless=False, siblings=Siblings.PICKED, greedy=True, sampled=False, takes_arrays=True)
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`judge`: the file or folder that `outpace judge` wrote; `recall`: share of the important mismatches to find,
-        0.8, 0.9 (None), 0.95 or 0.99; `threshold`: instead, probability of changing the answer from which a token is
-        refused: 0 is greedy, 1 accepts every draft; `judge_window`: most drafted tokens accepted in a round."""
+        """`judge`: the file or folder that `outpace judge` wrote; `recall`: share of the important mismatches to
+        refuse: 0.8, 0.9 (the default), 0.95 or 0.99; `threshold`, in place of `recall`: the lowest probability of
+        changing the final answer with which a token is refused (0: greedy decoding, 1: none is refused);
+        `judge_window`: maximum number of drafted tokens accepted in a round."""
 
         judge: str = ""
         recall: float | None = number(None, 0.0, 1.0)

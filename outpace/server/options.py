@@ -47,8 +47,8 @@ class ServerOptions:
     empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
     reporting them in a header. `draft_port`: port for clients that draft for themselves; None: no such port.
     `tool_prompt`: describe tools in the system message if the chat template ignores them. `tool_parser`: the form in
-    which the model writes calls, `auto` for that of its chat template and all others. `client_authorities`: file of
-    certificates; clients need a certificate that one of these authorities signed.
+    which the model writes calls, `auto` for that of its chat template and all others. `client_authorities`: file of CA
+    certificates; each client needs a certificate that one of these CAs signed.
     """
 
     host: str = "127.0.0.1"
@@ -89,7 +89,7 @@ class ServerOptions:
             _check_certificate(self.certificate, self.certificate_key)
         if self.client_authorities is not None:
             if self.certificate is None:
-                raise UserError("--ssl-ca-certs checks certificates of clients, so it needs --ssl-certfile too")
+                raise UserError("--ssl-ca-certs needs --ssl-certfile: without TLS no client sends a certificate")
             _check_authorities(self.client_authorities)
         known = {name for kind in registry.KINDS for name in registry.names(kind)}
         for part in (part for name in self.methods for part in name.split("+")):
@@ -126,7 +126,7 @@ def _check_certificate(certificate: Path, key: Path) -> None:
 
 
 def _check_authorities(file: Path) -> None:
-    """Raise UserError unless this is a file of certificates."""
+    """Raise UserError unless this is a PEM file of certificates."""
     try:
         ssl.create_default_context(cafile=file)
     except ssl.SSLError as error:

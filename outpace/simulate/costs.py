@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outpace.core.errors import UserError, check_range
-from outpace.core.theory import journey_time
+from outpace.core.theory import travel_time
 
 Cost = Callable[[int], float]
 """Returns the time of a pass, in seconds or any other unit, from its number of rows."""
@@ -41,8 +41,8 @@ def measured(target: str, draft: str) -> PassCosts:
 
 
 def in_pipeline(costs: PassCosts, stages: int, hop: float) -> PassCosts:
-    """Return costs where a target pass also travels through a pipeline; `hop`: in plain target passes."""
-    travel = journey_time(stages, hop) * costs.target(1)
+    """Add the travel time of a pipeline to each target pass; `hop`: in plain target passes."""
+    travel = travel_time(stages, hop) * costs.target(1)
     return replace(costs, target=lambda rows: costs.target(rows) + travel) if travel else costs
 
 

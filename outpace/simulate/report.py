@@ -132,8 +132,7 @@ def _title(rows: Sequence[Outcome]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
-    """Write a plot of the speedup by delay, with a panel for each ratio of times; methods without a link, and so
-    without a delay, are dashed."""
+    """Plot the speedup by delay, with a panel for each ratio of times; methods without a delay are dashed."""
     from matplotlib.figure import Figure
 
     costs = _costs(outcomes)

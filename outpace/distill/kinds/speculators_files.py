@@ -60,7 +60,7 @@ class HeadStudent(Student):
 
 
 class HeadStart(NamedTuple):
-    """The arguments of a `HeadStudent` as training begins, and the files whose training continues; None: a new head."""
+    """The arguments of a `HeadStudent` when training begins. `files`: the head to continue; None: a new head."""
 
     head: HeadConfig
     layer: Mapping[str, Any]
@@ -76,8 +76,11 @@ def start_head(
     shapes_of: Callable[[HeadConfig, HeadFiles | None], Mapping[str, tuple[int, ...]]],
     initial: Callable[[Checkpoint, LlamaConfig, str, tuple[int, ...]], Tensor],
 ) -> HeadStart:
-    """Read the tensors of a head whose training continues, or make those of a new one by `initial`, given the target
-    and its sizes, and a tensor's name and shape. The functions of a kind describe the head and its trained tensors."""
+    """Return the start of a head's training, new or continued.
+
+    The functions are those of a kind: `describe` and `shapes_of` return the head and the shapes of its trained tensors;
+    `initial` makes a new head's tensor from the target, its sizes, and the tensor's name and shape.
+    """
     with open_folder(target) as checkpoint:
         head, layer, files = describe(checkpoint)
         shapes, sizes = shapes_of(head, files), target_config(checkpoint)

@@ -1,1 +1,1 @@
-"""Runs a target over several processes that torch.distributed.run started: rank 0 leads, the other ranks follow."""
+"""Runs a target in several processes, started by torch.distributed.run: rank 0 leads, the other ranks follow."""

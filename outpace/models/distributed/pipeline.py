@@ -1,8 +1,9 @@
-"""Runs a target in a pipeline: each rank holds some of the layers, and rows travel from rank to rank and back.
+"""Runs a target in a pipeline: each rank holds some of the layers and sends its hidden states to the next rank.
 
-Rank 0 holds the first layers, the embedding and the output layer, and runs engine, rules and drafters. Hidden states
-travel in float32, so a row's bits are those of the unsplit model. One journey verifies a whole tree, which is the gain
-of decentralised speculative decoding (arXiv:2511.11733).
+Rank 0 holds the first layers, the embedding and the output layer, and runs the engine, the rules and the drafters; the
+last rank sends its hidden states back to it. They are sent in float32, so every bit is that of the unsplit model. A
+pass over a whole tree takes one trip through the ranks, which is the gain of decentralised speculative decoding
+(arXiv:2511.11733).
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from outpace.models.base import (
     hidden_row_numbers,
     row_numbers,
 )
-from outpace.models.distributed import lead as processes
-from outpace.models.distributed.lead import Leader
+from outpace.models.distributed import processes
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
+from outpace.models.distributed.processes import Leader
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import source_of
 from outpace.models.options import AUTO
 
-_BLANK_ROWS = 32  # of the embedding that a stage without one has in its place: as many as the kernels pack together
-_TRIALS = 5  # passes of one layer that are timed
+_BLANK_ROWS = 32  # rows of the unused embedding of ranks 1, 2, ...: as many as the kernels pack together
+_TRIALS = 5  # timed passes of one layer
 
 
 class StageFacts(NamedTuple):
-    """What rank 0 knows about a loaded stage. `free`: bytes of memory left."""
+    """What rank 0 knows about a loaded stage. `free`: bytes of free memory."""
 
     layers: range
     token_bytes: int
@@ -74,15 +75,13 @@ def facts_of(model: Model) -> StageFacts:
     return StageFacts(model.stage, model.token_bytes, weights, model.exact, free_bytes(model.device))
 
 
-class Wire:
-    """Sends and receives rows of hidden states, float32 [rows, width], and counts the bytes sent."""
+class RowChannel:
+    """Sends and receives rows of hidden states, float32 [rows, width]."""
 
     def __init__(self, width: int, device: Any) -> None:
         self._width, self._device = width, device
-        self.bytes_sent = 0
 
     def send(self, rows: Tensor, rank: int) -> None:
-        self.bytes_sent += rows.nbytes
         dist.send(rows.contiguous(), rank)
 
     def receive(self, count: int, rank: int) -> Tensor:
@@ -102,10 +101,10 @@ def build_stage(
     head_ids: Any = None,
     progress: Callable[[str, float], None],
 ) -> Model:
-    """Build this rank's layers of the model by `build`, in every rank at the same time.
+    """Build this rank's layers with `build`. All ranks must call this at the same time.
 
-    `identity`: what must be equal in all ranks, by its name in errors. `check_fit` raises UserError for a stage that
-    does not fit in memory.
+    `identity`: values that must be equal on all ranks, by their names in errors. `check_fit` raises UserError for a
+    stage that does not fit in memory. `fetch` returns a tensor of the whole model by its name.
     """
     facts, layer_bytes = RankFacts(free_bytes("cpu"), 0.0), 1
     if plan == AUTO:
@@ -129,18 +128,18 @@ def build_stage(
 
 
 def _blank(config: LlamaConfig) -> LlamaConfig:
-    """Return the config of a stage without an embedding and an output layer of its own."""
+    """Return the config of a stage without an embedding and an output layer."""
     return replace(config, vocab_size=_BLANK_ROWS, tie_embeddings=True)
 
 
 def _layer_width(config: LlamaConfig) -> int:
-    """Return a layer's number of weights over the hidden size."""
+    """Return a layer's number of weights divided by the hidden size."""
     heads = (config.num_heads + config.num_kv_heads) * config.head_dim
     return 2 * heads + 3 * config.intermediate_size
 
 
 def _without_ends(config: LlamaConfig, layers: Sequence[int], fetch: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a source of these layers' weights, with zeros for the embedding: it is never read."""
+    """Return a source of these layers' weights, with zeros for the embedding, which is never read."""
 
     def fetch_stage(name: str) -> Any:
         if name == "model.norm.weight":
@@ -153,7 +152,7 @@ def _without_ends(config: LlamaConfig, layers: Sequence[int], fetch: Callable[[s
 
 
 def _time_layer(build: Callable[..., Model], config: LlamaConfig, fetch: Callable[[str], Any]) -> tuple[RankFacts, int]:
-    """Return this rank's facts and the bytes of a layer, by loading the first layer and running it."""
+    """Load and time the first layer; return this rank's facts and the bytes of a layer."""
     free = free_bytes("cpu")
     model = build(_blank(config.of_layers([0])), _without_ends(config, [0], fetch))
     free = free_bytes(model.device) if str(model.device) != "cpu" else free
@@ -173,7 +172,7 @@ def _float_rows(output: TargetOutput) -> Tensor:
 
 
 class PipelineSession:
-    """One request's sessions in all stages. Changes go to every rank, and facts are those of rank 0's session."""
+    """One request's sessions in all stages. Changes are made on every rank; attributes are those on rank 0."""
 
     def __init__(self, own: Session, lead: Leader) -> None:
         self.own, self._lead = own, lead
@@ -214,10 +213,10 @@ class PipelineSession:
 
 
 class PipelineStage:
-    """The layers of one rank but the first: performs what rank 0 sends."""
+    """The layers of a rank other than 0, which performs the operations that rank 0 sends."""
 
-    def __init__(self, model: Model, wire: Wire, rank: int, is_last: bool) -> None:
-        self.model, self.wire, self.rank, self._is_last = model, wire, rank, is_last
+    def __init__(self, model: Model, channel: RowChannel, rank: int, is_last: bool) -> None:
+        self.model, self.channel, self.rank, self._is_last = model, channel, rank, is_last
         self.sessions: dict[int, Session] = {}
 
     def perform(self, name: str, *arguments: Any) -> None:
@@ -239,12 +238,13 @@ class PipelineStage:
         self.sessions[number].start_from(self.sessions[other], length)
 
     def do_pass(
-        self, spans: Sequence[StageSpan], wanted: Sequence[int], layers: Sequence[int], shown: Sequence[int]
+        self, spans: Sequence[StageSpan], logit_rows: Sequence[int], layers: Sequence[int], hidden_rows: Sequence[int]
     ) -> None:
-        """Apply the layers to rows from the rank before, and pass them on: the last stage sends rows `wanted` to rank
-        0. Rows `shown` go to rank 0 after those of `layers`, numbers of the whole model, that are here."""
+        """Apply this rank's layers to rows from the rank before, and send them to the next rank; the last rank sends
+        `logit_rows` to rank 0. Those of `layers` (numbers in the whole model) that are here also send it
+        `hidden_rows`."""
         ends = list(itertools.accumulate(len(span.parents) for span in spans))
-        rows = self.wire.receive(ends[-1], self.rank - 1)
+        rows = self.channel.receive(ends[-1], self.rank - 1)
         parts = []
         for span, end in zip(spans, ends, strict=True):
             session, count = self.sessions[span.session], len(span.parents)
@@ -261,28 +261,28 @@ class PipelineStage:
         local = sorted({count, *(layer - first for layer in asked)})
         hidden = _float_rows(self.model.score_hidden(parts, local))  # [layers, rows, width]
         if self._is_last:
-            self.wire.send(hidden[-1][list(wanted)], 0)
+            self.channel.send(hidden[-1][list(logit_rows)], 0)
         else:
-            self.wire.send(hidden[-1], self.rank + 1)
+            self.channel.send(hidden[-1], self.rank + 1)
         for layer in asked:
-            self.wire.send(hidden[local.index(layer - first)][list(shown)], 0)
+            self.channel.send(hidden[local.index(layer - first)][list(hidden_rows)], 0)
 
 
 class PipelineModel(Model):
-    """A model whose first layers are here, in `first`, and the others in other ranks."""
+    """A model whose first layers are here, in `first`, and whose other layers are on other ranks."""
 
     capabilities = frozenset({Capability.HIDDEN, Capability.LENGTH, Capability.INPUTS, Capability.PROJECT})
 
-    def __init__(self, first: Any, stages: Sequence[StageFacts], lead: Leader, wire: Wire) -> None:
-        """`stages`: of all ranks."""
+    def __init__(self, first: Any, stages: Sequence[StageFacts], lead: Leader, channel: RowChannel) -> None:
+        """`stages`: those of all ranks, in order."""
         self.first, self.config, self.stages, self.lead = first, first.config, list(stages), lead
         for name in ("vocab_size", "max_positions", "device", "dtype", "draft_window", "row_counts", "inflate"):
             setattr(self, name, getattr(first, name))
         self.notice, self.mask_token = first.notice, first.mask_token
         self.num_layers = sum(len(stage.layers) for stage in stages)
         self.exact = all(stage.is_exact for stage in stages)
-        self.wire = wire
-        self._thread = ThreadPoolExecutor(1, "outpace-wire")  # so that Ctrl-C never leaves rows on their way behind
+        self.channel = channel
+        self._thread = ThreadPoolExecutor(1, "outpace-pipeline")  # Ctrl-C does not interrupt its exchanges
         own = stages[0]
         self._share = max(stage.token_bytes * max(1.0, own.free / max(stage.free, 1)) for stage in stages)
 
@@ -292,7 +292,7 @@ class PipelineModel(Model):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per slot in the rank whose memory ends first, scaled to the free memory of rank 0."""
+        """Bytes per slot on the rank whose memory is full first, scaled to the free memory of rank 0."""
         return int(self._share)
 
     def session_bytes(self, slots: int) -> int:
@@ -324,8 +324,8 @@ class PipelineModel(Model):
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in the type of the first stage: [layers, hidden rows, width]"""
-        rows, shown = self._run(forest, layers)
-        hidden = torch.stack([shown[layer] for layer in layers]).to(self.dtype or torch.float32) if layers else None
+        rows, states = self._run(forest, layers)
+        hidden = torch.stack([states[layer] for layer in layers]).to(self.dtype or torch.float32) if layers else None
         is_host = self.dtype is None and hidden is not None
         return TargetOutput(self.project(rows).wide(), hidden.numpy() if is_host else hidden)  # type: ignore[union-attr]
 
@@ -334,7 +334,7 @@ class PipelineModel(Model):
 
         float32 [logit rows, width] and [hidden rows, width]
         """
-        wanted, shown = row_numbers(forest), hidden_row_numbers(forest)
+        logit_rows, hidden_rows = row_numbers(forest), hidden_row_numbers(forest)
         spans = [
             StageSpan(part.session.number, part.session.length, part.session.pending, list(part.parents), part.length)
             for part in forest
@@ -351,27 +351,28 @@ class PipelineModel(Model):
         count = len(self.stages[0].layers)
         local = sorted({count, *(layer for layer in layers if layer <= count)})
         hidden = _float_rows(self.first.score_hidden(own, local))
-        found = {layer: hidden[local.index(layer)][shown] for layer in local if layer in layers}
-        self.lead.queue("pass", spans, wanted or [0], tuple(layers), shown)  # before what is queued during the exchange
-        ask = partial(self._exchange, max(1, len(wanted)), tuple(layers), len(shown))
-        rows, others = self._thread.submit(ask, hidden[-1]).result()
-        return rows[: len(wanted)], found | others
+        found = {layer: hidden[local.index(layer)][hidden_rows] for layer in local if layer in layers}
+        # Finalizers may queue further operations during the exchange: this pass must come before them.
+        self.lead.queue("pass", spans, logit_rows or [0], tuple(layers), hidden_rows)
+        exchange = partial(self._exchange, max(1, len(logit_rows)), tuple(layers), len(hidden_rows))
+        rows, others = self._thread.submit(exchange, hidden[-1]).result()
+        return rows[: len(logit_rows)], found | others
 
     def _exchange(
-        self, num_wanted: int, layers: Sequence[int], num_shown: int, rows: Tensor
+        self, num_logit_rows: int, layers: Sequence[int], num_hidden_rows: int, rows: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Send rows on their way through the other ranks, and receive what comes back."""
+        """Send rows to rank 1, and receive the last rank's output and the hidden states after `layers`."""
         self.lead.send()
         found, last = {}, len(self.stages) - 1
         try:
-            self.wire.send(rows, 1)
+            self.channel.send(rows, 1)
             result = None
             for rank, stage in enumerate(self.stages[1:], 1):
                 if rank == last:
-                    result = self.wire.receive(num_wanted, last)
+                    result = self.channel.receive(num_logit_rows, last)
                 for layer in layers:
                     if layer - 1 in stage.layers:
-                        found[layer] = self.wire.receive(num_shown, rank)
+                        found[layer] = self.channel.receive(num_hidden_rows, rank)
         except RuntimeError as error:  # of torch: the connection to a rank has ended
             raise self.lead.loss() from error
         assert result is not None
@@ -379,8 +380,8 @@ class PipelineModel(Model):
 
 
 def load_pipeline(load: Callable[[], Any]) -> tuple[Any, PipelineModel]:
-    """Load this rank's stage by `load`, which returns a `Loaded` whose model `build_stage` has built; return it and the
-    whole model. Only rank 0 returns; the other ranks follow it until it ends, then exit."""
+    """Load this rank's stage and return it with the whole model. Only rank 0 returns: the other ranks follow it until
+    it ends, then exit. `load` returns a `Loaded` whose model was built by `build_stage`."""
     rank = processes.join_processes()
     try:
         loaded = processes.run_everywhere(load)
@@ -390,9 +391,9 @@ def load_pipeline(load: Callable[[], Any]) -> tuple[Any, PipelineModel]:
         processes.leave_processes()
         raise
     if rank:
-        stage = PipelineStage(model, Wire(model.config.hidden_size, model.device), rank, rank == len(stages) - 1)
+        stage = PipelineStage(model, RowChannel(model.config.hidden_size, model.device), rank, rank == len(stages) - 1)
         processes.follow_and_exit(stage.perform)
     lead = processes.connect_followers()
-    whole = PipelineModel(model, stages, lead, Wire(model.config.hidden_size, model.device))
+    whole = PipelineModel(model, stages, lead, RowChannel(model.config.hidden_size, model.device))
     finalize(whole, lead.end)  # at the latest when the program ends
     return loaded, whole

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from outpace.core.errors import UserError
 from outpace.models.options import AUTO
 
-_WEIGHTS = 0.8  # share of the free memory that `auto` gives to weights; the rest is for keys and values
+_WEIGHTS = 0.8  # share of the free memory that `auto` fills with weights; the rest is for keys and values
 _GIB = 1 << 30
 
 
@@ -20,10 +20,11 @@ class RankFacts(NamedTuple):
 
 
 def share_layers(plan: str, num_layers: int, ranks: Sequence[RankFacts], layer_bytes: int, end_bytes: int) -> list[int]:
-    """Return how many layers each rank gets: those of a plan as in "12,10,8", or by memory and speed.
+    """Return the number of layers of each rank, by a plan as in "12,10,8" or "auto".
 
-    `auto` gives each rank layers in proportion to its speed, but no more than its memory holds. Rank 0 also holds the
-    embedding and the output layer, `end_bytes`. UserError for a plan that does not fit the model or the ranks.
+    `auto` gives each rank layers in proportion to its speed, but no more than fit in its memory. `end_bytes` is the
+    size of the embedding and the output layer, which rank 0 holds too. UserError for a plan that does not fit the model
+    or the ranks.
     """
     if len(ranks) > num_layers:
         raise UserError(f"the model has {num_layers} layers, which {len(ranks)} ranks cannot share: start fewer")
@@ -31,7 +32,7 @@ def share_layers(plan: str, num_layers: int, ranks: Sequence[RankFacts], layer_b
         counts = [int(count) for count in plan.split(",")]
         if len(counts) != len(ranks) or sum(counts) != num_layers:
             raise UserError(
-                f"pp_plan is {plan}, which names {sum(counts)} layers of {len(counts)} ranks: the model has"
+                f"pp_plan is {plan}, which names {sum(counts)} layers for {len(counts)} ranks: the model has"
                 f" {num_layers} layers, and {len(ranks)} ranks were started"
             )
         return counts

@@ -70,7 +70,7 @@ class GraphBlock(TorchBlock, GraphLlama):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        earlier = visible_bits(np.tri(MOST_PENDING, dtype=bool))  # which slots of a block are not later than each
+        earlier = visible_bits(np.tri(MOST_PENDING, dtype=bool))  # for each slot of a block: the slots up to it
         self._earlier = to_device(earlier, np.int64, self.device)
 
     def _masks(self, inputs: dict[str, Tensor], slots: int) -> list[Tensor]:

@@ -48,7 +48,8 @@ def stack_rows(rows: Sequence[Any]) -> Any:
 class FeatureSession(Session):
     """Adds features to a runtime's session.
 
-    `features` [queued, width]: features of the next slots, in order; `num_features`: their number, which computes none.
+    `features` [queued, width]: features of the next slots, in order; they are computed when they are read.
+    `num_features`: their number.
     `outputs`: the output [width] of each pending node, which its children read; None for nodes without a logit row.
     """
 
@@ -76,8 +77,8 @@ class FeatureSession(Session):
         self.features = join_rows([self.features, rows]) if self.num_features else rows
 
     def add_hidden(self, hidden: Any, fuse: Callable[[Any], Any]) -> None:
-        """Queue the target's hidden states at the next positions, [taps, rows, width]. `fuse` computes their features
-        when they are needed, those of all positions together."""
+        """Queue the target's hidden states at the next positions, [taps, rows, width]. `fuse` computes the features of
+        all of them together when they are first read."""
         self._fuse = fuse
         self._hidden, self.num_features = (*self._hidden, hidden), self.num_features + hidden.shape[1]
 

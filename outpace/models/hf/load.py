@@ -30,7 +30,7 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
     """
     if options.tp_plan is None:
         return wrap_pair(*_load(source, revision, options))
-    from outpace.models.distributed import lead as processes
+    from outpace.models.distributed import processes
     from outpace.models.hf import split
 
     rank = processes.join_processes()

@@ -21,7 +21,7 @@ from outpace.models.base import Part, Session
 from outpace.models.hf.cache import SlotView, build_cache, read_layout
 
 if TYPE_CHECKING:
-    from outpace.models.distributed.lead import Leader
+    from outpace.models.distributed.processes import Leader
 
 
 # Configuration fields with the context length; transformers maps GPT-2's n_positions and others to the first.

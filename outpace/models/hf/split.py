@@ -1,4 +1,4 @@
-"""Runs a model split over processes by transformers (`tp_plan`): what the other ranks repeat of rank 0's operations.
+"""Repeats rank 0's operations on the other ranks of a model that transformers splits over processes (`tp_plan`).
 
 Tensor parallelism (Megatron-LM, arXiv:1909.08053) needs the same forwards in the same order in every process.
 """

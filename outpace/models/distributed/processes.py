@@ -1,9 +1,9 @@
-"""Rank 0 leads and the other ranks follow: the connections between the processes of a split model.
+"""Connects the processes of a split model, which torch.distributed.run started: rank 0 leads, the others follow.
 
 Every rank must perform the same operations in the same order, but what is drafted and when depends on clocks and
-threads. So rank 0 decides; before each forward it sends its arguments, and all changes to keys and values since the
-last one. torch.distributed.run starts the processes. When one ends, rank 0 cuts the connections to all others, which
-ends those that wait for a tensor, too.
+threads. So rank 0 decides: before each forward it sends the forward's arguments, and all changes to keys and values
+since the last one. When a process ends, rank 0 cuts the connections to all others, so that those that wait for a tensor
+end too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch.distributed as dist
 
 from outpace.core.errors import LostProcess, UserError
 
-PATIENCE = 30.0  # seconds to wait for the other side to report the same failure
+PATIENCE = 30.0  # seconds in which the other side must report the same failure
 FAILED, END = b"failed", "end"
-_CONNECT_SECONDS = 60.0  # for all processes to start, and to connect once all have loaded
-_SETTLED = 0.1  # seconds for torch's threads to finish the last collective
-_NOTICED = 2.0  # seconds until the end of another process is noticed at the latest
-_GRACE = 0.5  # seconds for a rank whose leader has ended to leave by itself
+_CONNECT_SECONDS = 60.0  # in which all processes must start, and must connect after loading
+_SETTLE_SECONDS = 0.1  # in which torch's threads finish the last collective
+_NOTICE_SECONDS = 2.0  # in which the end of another process is noticed
+_GRACE = 0.5  # seconds that a rank has to exit by itself after rank 0 has ended
 
 Message = list[tuple[str, tuple[Any, ...]]]
 """Names and arguments of operations, in order."""
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Leader:
     """Rank 0's connections to the other ranks.
 
-    `on_loss`, if it is set, is called in another thread with the error when a rank has ended without being asked.
+    `on_loss`, if set, is called with the error in another thread when a rank ends unexpectedly.
     """
 
     def __init__(self, followers: Sequence[Connection]) -> None:
@@ -75,7 +75,7 @@ class Leader:
     def forward(self, name: str, *arguments: Any) -> Iterator[None]:
         """Run a forward here and on the other ranks at the same time.
 
-        If it fails, it must fail on all ranks: otherwise their state is unknown and the model unusable.
+        A forward that fails must fail on all ranks: otherwise their states differ, and the model is unusable.
         """
         self.queue(name, *arguments)
         self.send()
@@ -103,12 +103,13 @@ class Leader:
             raise self.loss() from error
 
     def loss(self) -> LostProcess:
-        """Return the error about the rank that ended first, after a failure that its end may have caused."""
+        """Return the error that names the rank which ended first. Call it after a failure that this may have caused."""
         if not self._has_ended:
-            self._is_lost.wait(_NOTICED)
+            self._is_lost.wait(_NOTICE_SECONDS)
         return LostProcess(f"{self._loss or 'the other processes of the split model have ended'}: load it anew")
 
     def end(self) -> None:
+        """Let all other ranks exit."""
         self.queue(END)
         with suppress(UserError):  # they have already ended
             self.send()
@@ -121,14 +122,14 @@ class Leader:
         _settle()
 
     def _has_failed(self, follower: int) -> bool:
-        """Return whether the other side reports a failure."""
+        """Return whether this rank reports a failure."""
         try:
             return self._said[follower].get(timeout=PATIENCE) == FAILED
         except Empty:
             return False
 
     def _watch(self) -> None:
-        """Read what the other ranks say, and notice when one ends."""
+        """Read messages from the other ranks, and notice when one ends."""
         opened = {follower: rank for rank, follower in enumerate(self._followers, 1)}
         while opened:
             for follower in wait(list(opened)):
@@ -150,7 +151,7 @@ class Leader:
             self.on_loss(self.loss())
 
     def _lose(self, reason: str) -> bool:
-        """Give the model up and end all other ranks, unless that has happened; return whether it had not."""
+        """Give the model up and end all other ranks; return False if that was done before."""
         if self._has_ended or self._is_lost.is_set():
             return False
         self._loss = reason
@@ -159,19 +160,19 @@ class Leader:
         return True
 
     def _cut(self) -> None:
-        """Let all other ranks notice that this one does not go on."""
+        """Cut the connections, so that all other ranks notice that this one stops."""
         for follower in list(self._followers):
             cut(follower)
 
 
 def cut(connection: Connection) -> None:
-    """End a connection in a way that both sides notice, also while a thread reads from it."""
+    """Shut a connection down. Both sides notice, even if a thread is reading from it."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as connected:
         connected.shutdown(socket.SHUT_RDWR)
 
 
 def join_processes() -> int:
-    """Join the process group and return this process's rank. UserError if the others do not come."""
+    """Join the process group and return this process's rank. UserError if another process does not join in time."""
     if dist.is_initialized():
         return int(dist.get_rank())
     if torch.cuda.is_available():
@@ -187,14 +188,16 @@ def join_processes() -> int:
             missing = [str(other)]
             store.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
-        who = f"rank {missing[0]} has" if missing else f"the process at {os.environ.get('MASTER_ADDR')} has"
-        raise UserError(f"{who} not come within {_CONNECT_SECONDS:.0f} seconds: start it on every machine") from error
+        absent = f"rank {missing[0]}" if missing else f"the process at {os.environ.get('MASTER_ADDR')}"
+        raise UserError(
+            f"{absent} has not joined within {_CONNECT_SECONDS:.0f} seconds: start the command on every machine"
+        ) from error
     dist.init_process_group(store=store, rank=rank, world_size=size)
     return int(rank)
 
 
 def leave_processes() -> None:
-    """Leave the process group: torch may abort a process that ends while its threads still wait for a dead peer."""
+    """Leave the process group; torch may abort a process that ends while its threads wait for a dead peer."""
     _settle()
     dist.destroy_process_group()
 
@@ -202,13 +205,13 @@ def leave_processes() -> None:
 def _settle() -> None:
     """Wait until gloo's threads have released a collective's tensors.
 
-    They need the interpreter for that, and abort the process if it is already shutting down (seen in a debugger).
+    They need the interpreter for that, and abort the process if it is already shutting down.
     """
-    time.sleep(_SETTLED)
+    time.sleep(_SETTLE_SECONDS)
 
 
 class _OtherFailed(UserError):
-    """Raised if another rank could not load the model; that rank knows already."""
+    """Raised if another rank could not load the model. That rank reports the failure itself."""
 
 
 def gather(value: T) -> list[T]:
@@ -219,7 +222,7 @@ def gather(value: T) -> list[T]:
 
 
 def run_everywhere(work: Callable[[], T]) -> T:
-    """Run `work` in every process. If one fails, all raise UserError, so that none waits for another.
+    """Run `work` in every process. If it fails in one, all processes raise an error, so that none waits for another.
 
     `work` may call `gather`.
     """
@@ -288,8 +291,8 @@ def _connection(opened: socket.socket) -> Connection:
 def follow(perform: Callable[..., None], leader: Connection, shared: Sequence[str] = ()) -> None:
     """Perform rank 0's operations until it ends. Interrupts are ignored, as rank 0 handles them.
 
-    `shared`: forwards that all ranks run alike, so that one that fails must fail on rank 0 too. Any other failure is
-    reported to rank 0 and raised, and so is the end of rank 0 without notice.
+    `shared`: names of forwards that all ranks run alike; if one fails here, it must fail on rank 0 too. Without any, a
+    failure is reported to rank 0 and raised. Raises LostProcess if rank 0 ends unexpectedly.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -328,7 +331,7 @@ def follow(perform: Callable[..., None], leader: Connection, shared: Sequence[st
 
 
 def follow_and_exit(perform: Callable[..., None], shared: Sequence[str] = ()) -> NoReturn:
-    """Follow rank 0 until it ends, then exit. After a failure: at once, with status 1 and a sentence, because torch's
+    """Follow rank 0 until it ends, then exit. After a failure, print it and exit at once with status 1, because torch's
     threads may wait long for a dead peer."""
     try:
         follow(perform, connect_to_leader(), shared)
@@ -350,7 +353,7 @@ def _report(leader: Connection, error: Exception) -> None:
 
 
 def _read(leader: Connection, messages: SimpleQueue[Message | None], is_over: threading.Event) -> None:
-    """Read rank 0's messages. If it ends, end this process even if it waits for a tensor of another rank."""
+    """Read rank 0's messages. If rank 0 ends, end this process, even if it is waiting for a tensor."""
     try:
         while True:
             messages.put(pickle.loads(leader.recv_bytes()))
