@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outpace.card.remote import DrafterConnection
 
 NUM_PINGS, NUM_BLOCKS, BLOCK_BYTES = 50, 5, 1 << 19  # messages for the round trip; blocks for the rate, each way
-LEAST_TRIPS, TRIP_SECONDS = 3, 5.0  # messages of a kind that are sent at least; none after this time
+LEAST_TRIPS, TRIP_SECONDS = 3, 5.0  # minimum number of messages of a kind; no others after this time
 ANSWER_SECONDS = 15.0  # after this time no further prompt is answered
 SECONDS = 30.0  # timeout of an answer
 NUM_PROMPTS, MAX_TOKENS = 2, 48  # of each built-in task of outpace bench; of an answer
