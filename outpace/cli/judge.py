@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import DRAFT, JSON, LOAD_FLAGS, MAX_TOKENS, TARGET
+from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET
 from outpace.cli.process import sigterm_as_interrupt
 from outpace.core.errors import UserError, check_range
 from outpace.models.options import LoadOptions
@@ -23,7 +23,11 @@ class JudgedPairFlags:
 
     panel: ClassVar[str] = "Model"
     target: str | None = flag(None, TARGET)
-    draft: str | None = flag(None, DRAFT)
+    draft: str | None = flag(
+        None,
+        "Draft model: hub id, folder or .gguf file; auto (a known small model of the same family); or some of the"
+        " target's layers, as in layers:0-24,26-29. The default is the shipped draft for the shipped model.",
+    )
     options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": LOAD_FLAGS})
     threads: int | None = flag(None, "CPU threads; the default is one for each core.")
 
@@ -40,7 +44,7 @@ def judge(
     run_tests: bool = flag(False, "Run the tests of programs, each in a confined process, to compare answers."),
     as_json: bool = JSON,
 ) -> None:
-    """Train a judge for --rule judge (lossy): which mismatches of draft and target change the final answer?"""
+    """Train a judge for --rule judge (lossy): it predicts which mismatches of the draft change the final answer."""
     from outpace.api.pair import load_pair
     from outpace.core.lazy import num_cores, set_num_threads
     from outpace.distill.judge import JudgeOptions, make_judge
