@@ -14,6 +14,7 @@ import pytest
 from doubles import QuickToy, make_drafter, make_request, write
 from engine_runs import finish
 from judges import THRESHOLDS, judge_file, random_judge, rule_of
+from safetensors.numpy import save
 from test_tree import random_tree
 from toy import Toy
 
@@ -112,8 +113,10 @@ def test_threshold_1_accepts_every_drafted_token(tmp_path: Path) -> None:
 
 def test_excluded_tokens_are_refused_however_unimportant(tmp_path: Path) -> None:
     allowed = (1, 2, 5, 11)
-    texts = judged(tmp_path / "j", 1.0, adjustments=Adjustments(allowed=allowed), width=3)
-    assert {token for text in texts for token in text} <= {*allowed}
+    biased = tuple((token, -100.0) for token in range(16) if token not in allowed)
+    for adjustments in (Adjustments(allowed=allowed), Adjustments(logit_bias=biased)):
+        texts = judged(tmp_path / "j", 1.0, adjustments=adjustments, width=3)
+        assert {token for text in texts for token in text} <= {*allowed}
 
 
 def test_a_judge_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -141,6 +144,10 @@ def test_a_damaged_judge_is_refused_in_a_sentence(tmp_path: Path, at: int) -> No
     path.write_bytes(whole.replace(b'"format":"1"', b'"format":"9"'))
     with pytest.raises(UserError, match="is no judge in format 1"):
         JudgeFile.read(path)
+    nested = {"format": "1", "tap": "2", "thresholds": "[" * 9**5}
+    path.write_bytes(save({"weight": WEIGHT, "bias": np.zeros(1), "curve": np.zeros((1, 3))}, metadata=nested))
+    with pytest.raises(UserError, match=r"is no judge, or is damaged .maximum recursion depth"):
+        JudgeFile.read(path)
     judge_file([*WEIGHT[:-1], np.nan], TAP).save(path)
     with pytest.raises(UserError, match="values are out of range"):
         JudgeFile.read(path)
@@ -156,6 +163,8 @@ def random_judge_folder(tiny_pair: tuple[Loaded, Loaded], tmp_path_factory: pyte
     [
         ({"judge": ""}, "rule judge needs a judge: name one with --judge"),
         ({"judge": "nowhere"}, "judge is 'nowhere', which cannot be read"),
+        ({"judge": "~no-such-user/j"}, "is no judge, or is damaged .Could not determine home"),
+        ({"judge": "j" * 5000}, "which cannot be read .File name too long"),
         ({"threshold": 1.5}, "threshold is 1.5, it must be between 0 and 1"),
         ({"recall": 0.85}, "recall is 0.85, .* has thresholds for 0.8, 0.9, 0.95, 0.99"),
         ({"recall": 0.9, "threshold": 0.5}, "recall is 0.9 and threshold 0.5: give one of them"),

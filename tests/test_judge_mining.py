@@ -117,6 +117,34 @@ def test_a_stopped_run_continues(
         mine(tiny_pair, questions, tmp_path / "torn")
 
 
+def test_a_question_that_fills_the_context_is_mined_and_a_longer_one_refused(
+    tiny_pair: tuple[Loaded, Loaded], tmp_path: Path
+) -> None:
+    context, path = min(one.model.max_positions for one in tiny_pair), tmp_path / "q.jsonl"
+    count = len(tiny_pair[0].tokenizer.encode_prompt("a"))
+    words = next(n for n in range(1, 2 * context) if tokens_of(tiny_pair, n) > context - 6 - count)
+    path.write_text(json.dumps({"turns": ["a " * words], "reference": 1}) + "\n")
+    (mined,) = mine(tiny_pair, path, tmp_path / "out").found.values()
+    assert mined.is_done
+    assert tokens_of(tiny_pair, words) + len(mined.own) <= context - 1
+    path.write_text(json.dumps({"turns": ["a " * 2 * words], "reference": 1}) + "\n")
+    with pytest.raises(UserError, match=r"the question 'a a .* do not fit the contexts of target"):
+        mine(tiny_pair, path, tmp_path / "other")
+
+
+def tokens_of(pair: tuple[Loaded, Loaded], words: int) -> int:
+    return len(pair[0].tokenizer.encode_prompt("a " * words))
+
+
+def test_a_full_disk_is_said_in_a_sentence(
+    tiny_pair: tuple[Loaded, Loaded], questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / JOURNAL).symlink_to("/dev/full")
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    with pytest.raises(UserError, match=r"mined\.jsonl cannot be written \(No space left on device\)"):
+        mine(tiny_pair, questions, tmp_path)
+
+
 def mismatches(count: int, important: float, seed: int = 0) -> list[tuple[Question, Mismatch]]:
     """Mismatches of 40 questions whose first feature says whether they are important."""
     chance = np.random.default_rng(seed)

@@ -243,7 +243,7 @@ class Bench:
         """Warn if a contender's judge was mined on tasks other than those measured."""
         if contender.options.get("rule") != "judge":
             return
-        mined = JudgeFile.read(Path(str(contender.options["judge"])).expanduser()).tasks
+        mined = JudgeFile.read(Path(str(contender.options["judge"]))).tasks
         if others := sorted({prompt.task for prompt in self.prompts} - {*mined}):
             self._say(
                 f"{contender.label}: this judge was mined on {', '.join(sorted(mined))}, not on {', '.join(others)};"

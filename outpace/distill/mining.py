@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from outpace.decoders.autoregressive import Autoregressive
 from outpace.distill.prompts import prompt_hash
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Capability, chain
+from outpace.models.files.cache import new_file, write_error
 from outpace.models.files.reading import read_optional_json, write_json
 from outpace.models.runtimes import Loaded
 from outpace.rules.greedy import Greedy
@@ -117,12 +119,13 @@ class Journal:
                     f"{folder} was mined with {name} {known.get(name)!r}, now it is {value!r}; name another --out"
                 )
         if not known:
-            write_json(folder / SETTINGS, settings)
+            with new_file(folder / SETTINGS) as part:
+                write_json(part, settings)
         if self._file.exists():
             data = self._file.read_bytes()
             whole_lines = data[: data.rfind(b"\n") + 1]
             if len(whole_lines) < len(data):  # the last line was torn
-                self._file.write_bytes(whole_lines)
+                os.truncate(self._file, len(whole_lines))
             for place, line in enumerate(whole_lines.splitlines(), 1):
                 self._read(line, place)
 
@@ -138,9 +141,12 @@ class Journal:
             ) from error
 
     def add(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
-        """Append an entry to the file, then apply it."""
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"question": mined.question.number, **entry}, separators=(",", ":")) + "\n")
+        """Append an entry to the file, then apply it; UserError if it cannot be written."""
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"question": mined.question.number, **entry}, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise write_error(self._file, error) from error
         self._apply(mined, entry)
 
     def _apply(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
@@ -202,6 +208,8 @@ class Miner:
     def mine(self, journal: Journal, progress: Callable[[dict[str, float]], None]) -> None:
         """Mine all questions of the journal that are not done. Each mismatch is stored at once."""
         waiting = deque(mined for mined in journal.found.values() if not mined.is_done)
+        for mined in waiting:
+            self._room(mined.question)
         running: dict[int, tuple[MinedQuestion, Generator[Completion, Written, None]]] = {}
         settings = EngineOptions(nodes=1, batch=self._options.batch)
         started, before = time.monotonic(), sum(mined.written for mined in journal.found.values())
@@ -234,7 +242,7 @@ class Miner:
 
     def _steps(self, mined: MinedQuestion, journal: Journal) -> Generator[Completion, Written, None]:
         """Mine one question; yield each text that the target must continue."""
-        prompt, most = tuple(self._target.tokenizer.encode_prompt(mined.question.text)), self._options.max_tokens
+        prompt, most = tuple(self._target.tokenizer.encode_prompt(mined.question.text)), self._room(mined.question)
         if not mined.own:
             tokens = (yield Completion(prompt, most)).tokens
             journal.add(mined, {"answer": tokens, "written": len(tokens)})
@@ -250,7 +258,7 @@ class Miner:
                 place += 1
                 continue
             left = most - place - 1
-            is_end = token in self._stop_ids or not left
+            is_end = token in self._stop_ids or left < 1
             changed = [*mined.answer[:place], token]
             written = yield Completion((*prompt, *changed), 1 if is_end else left)
             rest = [] if is_end else written.tokens
@@ -266,6 +274,17 @@ class Miner:
                 drafted = self._drafted(prompt, mined.answer, place)
         journal.add(mined, {"done": True})
 
+    def _room(self, question: Question) -> int:
+        """Return the most tokens of an answer that both contexts hold; UserError if they hold none."""
+        length = len(self._target.tokenizer.encode_prompt(question.text))
+        target, draft = self._target.model.max_positions, self._draft.model.max_positions
+        if (room := min(target - 1, draft) - length) < 1:  # the target writes a token after the drafted one
+            raise UserError(
+                f"the question {question.text[:40]!r} has {length} tokens, which with an answer do not fit the"
+                f" contexts of target ({target}) and draft ({draft}): take it out"
+            )
+        return min(room, self._options.max_tokens)
+
     def _final_answer(self, mined: MinedQuestion, tokens: Sequence[int]) -> Any:
         text = self._target.tokenizer.decode([token for token in tokens if token not in self._stop_ids])
         return final_answer(mined.question.reference, text)
@@ -277,8 +296,6 @@ class Miner:
         text = [*prompt, *answer]
         start = max(first - model.draft_window, 0) if model.draft_window else 0
         known = [min(token, model.vocab_size - 1) for token in text[start:-1]]
-        if len(text) > model.max_positions:
-            raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
         session, found, keep = model.open(len(known) + 1, CHUNK), list[int](), range(0)
         for at in range(0, len(known), CHUNK):
             piece = known[at : at + CHUNK]

@@ -65,8 +65,9 @@ class JudgeFile:
     @classmethod
     def read(cls, path: Path) -> JudgeFile:
         """Read a judge's file, or the one in a folder; UserError if it is no judge or damaged."""
-        path = path / FILE if path.is_dir() else path
         try:
+            path = path.expanduser()
+            path = path / FILE if path.is_dir() else path
             with safe_open(path, "numpy") as file:
                 known = file.metadata() or {}
                 if known.get("format") != FORMAT:
@@ -91,7 +92,7 @@ class JudgeFile:
                 raise ValueError("values are out of range")
         except OSError as error:
             raise UserError(f"judge is {str(path)!r}, which cannot be read ({error.strerror or error})") from error
-        except (SafetensorError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UserError(f"{path} is no judge, or is damaged ({error}): train one by `outpace judge`") from error
         return found
 
@@ -112,7 +113,7 @@ class JudgeFile:
         """Return the threshold for this recall; UserError for a recall without one."""
         if recall not in self.thresholds:
             known = ", ".join(f"{one:g}" for one in sorted(self.thresholds))
-            raise UserError(f"recall is {recall:g}, {self.path} has thresholds for {known}; or give --threshold")
+            raise UserError(f"recall is {recall}, {self.path} has thresholds for {known}; or give --threshold")
         return self.thresholds[recall]
 
     def importance(self, hidden: np.ndarray) -> np.ndarray:
@@ -143,7 +144,13 @@ class JudgedNode(NamedTuple):
     scores: NodeScores | None
 
     def allows(self, token: int) -> bool:
-        return self.scores is None or token_scores(self.scores.scores[None], [token])[0] > -math.inf
+        """Whether the request neither excludes the token nor lowers it by logit_bias, which no judge sees."""
+        if self.scores is None:
+            return True
+        adjustments = self.scores.row.request.adjustments
+        if adjustments is not None and dict(adjustments.logit_bias).get(token, 0.0) < 0.0:
+            return False
+        return token_scores(self.scores.scores[None], [token])[0] > -math.inf
 
 
 class Judge(LogProbRule):
@@ -171,7 +178,7 @@ class Judge(LogProbRule):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self.file = JudgeFile.read(Path(self.options.judge).expanduser()) if self.options.judge else None
+        self.file = JudgeFile.read(Path(self.options.judge)) if self.options.judge else None
         self.threshold = 0.0
         if self.file is not None:
             self.traits = replace(self.traits, hidden_layers=(self.file.tap,))
