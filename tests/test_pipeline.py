@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder, weights, write_gguf
+from judges import random_judge
 from passes import branch, random_parents
 from test_split import Group
 
@@ -197,6 +199,18 @@ def test_texts_are_those_of_the_unsplit_model(folder: Path, options: dict[str, A
         assert not found.failures
 
 
+def test_a_judge_of_the_unsplit_model_serves_the_pipeline(folder: Path, tmp_path: Path) -> None:
+    with ranks(folder, (2, 1, 2), runtime="native") as found:
+        given = {"judge": str(random_judge(tmp_path, found.whole)), "threshold": 0.9, "drafter": "ngram"}
+        texts = []
+        for target in (found.whole, found.loaded):
+            with outpace.LLM(target, None, method="speculative", rule="judge", profile=False, **given) as llm:
+                results = llm.generate(PROMPTS, max_tokens=24, ignore_eos=True)
+            assert sum(result.figures.relaxed for result in results) > 0
+            texts.append([result.tokens for result in results])
+        assert texts[0] == texts[1]
+
+
 def test_an_interrupted_pass_leaves_no_rows_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         ranks(folder, (2, 3), runtime="native") as found,
@@ -280,6 +294,18 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.M
     ]:
         with pytest.raises(UserError, match=said):
             load_model(missing, pp_plan="auto", **more)
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, "another rank"), (1, "rank 0 at 127.0.0.1")])
+def test_a_rank_that_never_comes_is_named(rank: int, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(processes, "_CONNECT_SECONDS", 1.0)
+    with pytest.raises(UserError, match=f"^{absent} has not joined within 1 seconds"):
+        processes.join_processes()
 
 
 def test_ranks_with_other_files_or_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,8 +322,9 @@ class Model(SupportsMultiStep):
 
 
 def runtime_name(model: Model) -> str:
-    """Return the names of a model's runtime and precision, on which its hidden states depend."""
-    return f"{type(model).__name__} {getattr(model, 'precision', model.dtype)}"
+    """Return the names of a model's runtime (of a pipeline, that of its stages) and precision, on which its hidden
+    states depend."""
+    return f"{type(getattr(model, 'first', model)).__name__} {getattr(model, 'precision', model.dtype)}"
 
 
 def unsupported(model: Model, capability: Capability) -> UserError:
