@@ -188,8 +188,8 @@ def join_processes() -> int:
             missing = [str(other)]
             store.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
-        other = "another rank" if os.environ.get("RANK") == "0" else f"rank 0 at {os.environ.get('MASTER_ADDR')}"
-        absent = f"rank {missing[0]}" if missing else other
+        unseen = "another rank" if os.environ.get("RANK") == "0" else f"rank 0 at {os.environ.get('MASTER_ADDR')}"
+        absent = f"rank {missing[0]}" if missing else unseen
         raise UserError(
             f"{absent} has not joined within {_CONNECT_SECONDS:.0f} seconds: start the command on every machine"
         ) from error
