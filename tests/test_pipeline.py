@@ -179,7 +179,7 @@ TEXTS = [
     {"method": "speculative", "drafter": "ngram"},
     {"method": "auto"},
     pytest.param({"method": "card", "worker": "thread"}, marks=pytest.mark.long),
-    pytest.param({"method": "speculative", "drafter": "recycle", "width": 3}, marks=pytest.mark.long),
+    pytest.param({"method": "speculative", "drafter": "recycle"}, marks=pytest.mark.long),
 ]
 
 
