@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder, weights, write_gguf
+from heads import write_head
 from judges import random_judge
 from passes import branch, random_parents
 from test_split import Group
@@ -31,7 +32,7 @@ from outpace.models.base import Model, Part
 from outpace.models.distributed import processes
 from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, RowChannel, build_stage, facts_of
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
-from outpace.models.load import load_model
+from outpace.models.load import load_draft, load_model
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -209,6 +210,15 @@ def test_a_judge_of_the_unsplit_model_serves_the_pipeline(folder: Path, tmp_path
             assert sum(result.figures.relaxed for result in results) > 0
             texts.append([result.tokens for result in results])
         assert texts[0] == texts[1]
+
+
+def test_a_trained_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head")
+    with (
+        ranks(folder, (2, 3), runtime="native") as found,
+        pytest.raises(UserError, match="is a trained head, which does not work with pp_plan: name another draft"),
+    ):
+        load_draft(head, found.loaded)
 
 
 def test_an_interrupted_pass_leaves_no_rows_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

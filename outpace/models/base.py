@@ -229,6 +229,7 @@ class Model(SupportsMultiStep):
     inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
     stage: range | None = None  # the layers of a pipeline's stage, by their numbers in the whole model
+    is_pipeline = False  # whether other ranks hold some of the layers
 
     @property
     def max_hidden_layer(self) -> int:

@@ -272,6 +272,7 @@ class PipelineModel(Model):
     """A model whose first layers are here, in `first`, and whose other layers are on other ranks."""
 
     capabilities = frozenset({Capability.HIDDEN, Capability.LENGTH, Capability.INPUTS, Capability.PROJECT})
+    is_pipeline = True
 
     def __init__(self, first: Any, stages: Sequence[StageFacts], lead: Leader, channel: RowChannel) -> None:
         """`stages`: those of all ranks, in order."""

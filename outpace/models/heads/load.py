@@ -71,6 +71,8 @@ def load_head(
     the target was not loaded by name.
     """
     check_kind(str(kind_of_head(path)), path)
+    if target.is_pipeline:
+        raise UserError(f"{path} is a trained head, which does not work with pp_plan: name another draft")
     target.check_capability(Capability.HIDDEN)
     opened, config = open_head(path), {**target_config, "hidden_size": target.config.hidden_size}
     num_layers = target.num_layers or int(target.config.num_hidden_layers)
