@@ -112,9 +112,10 @@ def test_a_stopped_run_continues(
     assert contents(mine(tiny_pair, questions, tmp_path / "torn")) == contents(whole)
     with pytest.raises(UserError, match="was mined with max_tokens 14, now it is 15; name another --out"):
         mine(tiny_pair, questions, tmp_path / "torn", MiningOptions(max_tokens=15))
-    (tmp_path / "torn" / JOURNAL).write_text("{}\n")
-    with pytest.raises(UserError, match="line 1 is damaged"):
-        mine(tiny_pair, questions, tmp_path / "torn")
+    for line in ("{}", 9**5 * "["):
+        (tmp_path / "torn" / JOURNAL).write_text(f"{line}\n")
+        with pytest.raises(UserError, match="line 1 is damaged"):
+            mine(tiny_pair, questions, tmp_path / "torn")
 
 
 def test_a_question_that_fills_the_context_is_mined_and_a_longer_one_refused(

@@ -306,13 +306,30 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.M
             load_model(missing, pp_plan="auto", **more)
 
 
-@pytest.mark.parametrize(("rank", "absent"), [(0, "another rank"), (1, "rank 0 at 127.0.0.1")])
-def test_a_rank_that_never_comes_is_named(rank: int, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
+
+
+def test_a_process_splits_one_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, 0, 1)
+    monkeypatch.setattr(processes, "_LEADS", threading.Event())
+    assert processes.join_processes() == 0
+    try:
+        lead = processes.connect_followers()
+        with pytest.raises(UserError, match="has already split a model, which the other ranks follow"):
+            processes.join_processes()
+        lead.end()
+    finally:
+        processes.leave_processes()
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, "another rank"), (1, "rank 0 at 127.0.0.1")])
+def test_a_rank_that_never_comes_is_named(rank: int, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, rank, 2)
     monkeypatch.setattr(processes, "_CONNECT_SECONDS", 1.0)
     with pytest.raises(UserError, match=f"^{absent} has not joined within 1 seconds"):
         processes.join_processes()

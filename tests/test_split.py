@@ -191,6 +191,7 @@ def test_a_connection_from_outside_is_refused(monkeypatch: pytest.MonkeyPatch) -
     told: Queue[Any] = Queue()
     monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
     monkeypatch.setattr(processes.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(processes, "_LEADS", threading.Event())
     found: list[Leader] = []
     thread = threading.Thread(target=lambda: found.append(processes.connect_followers()), daemon=True)
     thread.start()

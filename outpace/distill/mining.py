@@ -135,7 +135,7 @@ class Journal:
             mined = self.found.get(entry["question"])
             if mined is not None:
                 self._apply(mined, entry)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{self._file}, line {place} is damaged ({error}): remove it, or name another --out"
             ) from error

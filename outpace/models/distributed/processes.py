@@ -37,6 +37,7 @@ _CONNECT_SECONDS = 60.0  # in which all processes must start, and must connect a
 _SETTLE_SECONDS = 0.1  # in which torch's threads finish the last collective
 _NOTICE_SECONDS = 2.0  # in which the end of another process is noticed
 _GRACE = 0.5  # seconds that a rank has to exit by itself after rank 0 has ended
+_LEADS = threading.Event()  # set once this process leads a split model
 
 Message = list[tuple[str, tuple[Any, ...]]]
 """Names and arguments of operations, in order."""
@@ -172,7 +173,10 @@ def cut(connection: Connection) -> None:
 
 
 def join_processes() -> int:
-    """Join the process group and return this process's rank. UserError if another process does not join in time."""
+    """Join the process group and return this process's rank. UserError if another process does not join in time, or if
+    the others follow a model that was split before."""
+    if _LEADS.is_set():
+        raise UserError("this process has already split a model, which the other ranks follow: start anew for another")
     if dist.is_initialized():
         return int(dist.get_rank())
     if torch.cuda.is_available():
@@ -253,6 +257,7 @@ def _checked(found: Sequence[tuple[str | None, T]]) -> Sequence[tuple[str | None
 
 def connect_followers() -> Leader:
     """Accept connections from all other ranks (on rank 0)."""
+    _LEADS.set()
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     secret = secrets.token_bytes(16)
     with socket.create_server((host, 0)) as server:
