@@ -101,20 +101,21 @@ class Drive:
         self.runs: list[tuple[int, TokenSequence]] = []
         self._numbers = itertools.cycle(range(len(REQUESTS)))
 
-    def round(self) -> None:
-        """Run one step of the engine."""
+    def round(self, pause: float = 0.0005) -> None:
+        """Run one step of the engine, and leave time for the drafter where there is one core."""
         while len(self.engine.running) + len(self.engine.waiting) < 3:
             number = next(self._numbers)
             self.runs.append((number, self.engine.submit(REQUESTS[number], self.decoder, self.decoder.Options())))
         self.engine.step()
-        time.sleep(0.0005)  # leaves time for the drafter where there is one core
+        time.sleep(pause)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Run steps until a condition holds."""
-        end = time.monotonic() + SECONDS
+        """Run steps until a condition holds, ever slower: on a busy machine layers come long after their text."""
+        start = time.monotonic()
         while not condition():
-            assert time.monotonic() < end, f"never: {what}"
-            self.round()
+            waited = time.monotonic() - start
+            assert waited < SECONDS, f"never: {what}"
+            self.round(max(0.0005, waited / 100))
 
     def until_drafted(self) -> None:
         """Run steps until ten more candidates are accepted."""
