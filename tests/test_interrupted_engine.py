@@ -22,6 +22,7 @@ from processes import build_light, children, until
 
 import outpace
 from outpace.api.llm import LLM
+from outpace.api.stream import Stream
 from outpace.card.inline import InlineWorker
 from outpace.card.process import ProcessWorker
 from outpace.card.thread import ThreadWorker
@@ -332,6 +333,10 @@ def test_an_interrupted_library_stays_usable(
             raise AssertionError(f"interrupted at {place}") from error
     for template in tiny_pair[0].tokenizer._templates.values():
         template.close()  # an interrupt may have replaced its process by another, which is not left over
+
+
+def test_a_stream_whose_creation_was_interrupted_is_collected() -> None:
+    Stream.__new__(Stream).__del__()
 
 
 def test_an_interrupt_ends_other_answers_of_its_round_with_a_clear_error(

@@ -70,7 +70,8 @@ class Stream:
         return self._run.request.choice
 
     def __del__(self) -> None:
-        self._engine.abort(self._run)  # it can no longer be read
+        if "_run" in vars(self):  # not if Ctrl-C came in `__init__`
+            self._engine.abort(self._run)  # it can no longer be read
 
     def abort(self) -> None:
         """End the answer after the current round and return at once; safe in signal handlers and in any thread. The
