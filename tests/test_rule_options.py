@@ -86,7 +86,7 @@ def test_an_option_that_it_has_not_or_that_is_wrong_is_refused(target: Loaded) -
 def test_it_says_itself_for_which_temperatures_it_is(temperature: float) -> None:
     assert isinstance(find_rule(NAME, Sampling(temperature)), SecondBest)
     name, fitting = (
-        ("gumbel", "greedy, cascade, rollback, second_best or top_beta")
+        ("gumbel", "greedy, cascade, judge, rollback, second_best or top_beta")
         if not temperature
         else (
             "greedy",
