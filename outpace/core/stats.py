@@ -92,10 +92,7 @@ def summarize(steps: Iterable[RoundStats]) -> RunStats:
     rounds = list(steps)
     kinds = Counter(step.hit for step in rounds if step.hit)
     shared = {field.name for field in fields(RunStats)} & {*RoundStats._fields}
-    columns = zip(*rounds, strict=True) if rounds else [()] * len(RoundStats._fields)
-    sums: dict[str, Any] = {
-        name: sum(column) for name, column in zip(RoundStats._fields, columns, strict=True) if name in shared
-    }
+    sums: dict[str, Any] = {name: sum([getattr(step, name) for step in rounds]) for name in shared}
     return RunStats(
         **sums,
         passes=len(rounds),

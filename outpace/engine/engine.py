@@ -233,12 +233,12 @@ class Engine(AbstractContextManager["Engine"]):
         except Exception as error:
             self._scheduler.fail(self.running, error)
         # Only the drafting before the pass: learning after it takes longer with more rows and is charged to them.
-        drafting, before = self.drafting.spent, captured.count
+        drafting = self.drafting.spent
         batch = self._build_batch()
         if not (sequences := batch.sequences):
             return [sequence for sequence in admitted if sequence.state is State.DONE]
         try:
-            output = self._verify(batch, before, meanwhile)
+            output = self._verify(batch, meanwhile)
             self._add_chunks(batch, output)
             self._commit(batch, output, start)
             if not output.has_captured:
@@ -295,11 +295,11 @@ class Engine(AbstractContextManager["Engine"]):
                 chunks.append((sequence, chain(sequence.kv.session, tokens, logit_rows, sequence.kv.keep)))
         return chunks
 
-    def _verify(self, batch: Batch, before: int, meanwhile: Callable[[], None] | None) -> BatchOutput:
-        """Run the target over the batch; `before` is the number of captured passes before it."""
+    def _verify(self, batch: Batch, meanwhile: Callable[[], None] | None) -> BatchOutput:
+        """Run the target over the batch."""
         # Reading a prompt is far more work for the target than for the drafter: the target gets all cores for it.
         self.target.limit_threads(leave=0 if batch.chunks else self.drafting.cores)
-        began = self._clock()
+        began, before = self._clock(), captured.count
         prefilled, verified = self._runner.run(batch.chunks, batch.trees, meanwhile)
         self.drafting.check_worker()
         return BatchOutput(prefilled, verified, self._clock() - began, captured.count > before)
