@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.arrays import to_device
+from outpace.core.arrays import next_power_of_two, to_device
 from outpace.models.base import Part
 from outpace.models.heads.dflash import BlockSession
 from outpace.models.heads.eagle3 import FeatureSession
+from outpace.models.heads.medusa import MedusaModel
 from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSlots, TorchSpecFormer
-from outpace.models.llama.cuda.captures import MOST_PENDING, visible_bits
+from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, visible_bits
 from outpace.models.llama.cuda.pool import GraphSession
-from outpace.models.llama.cuda.runtime import BatchPart, GraphLlama, pass_rows
+from outpace.models.llama.cuda.runtime import MOST_HEAD_ROWS, BatchPart, GraphLlama, pass_rows
 
 
 class GraphFeatureSession(FeatureSession, GraphSession):
@@ -95,3 +96,22 @@ class GraphSpecFormer(TorchSpecFormer, FeaturePasses):
     session_type = GraphFeatureSession  # type: ignore[assignment]
     slots_type = GraphSlots
     slots: GraphSlots
+
+
+class GraphMedusa(MedusaModel):
+    """Medusa's heads with a captured forward."""
+
+    captures: Captures
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        count, size = next_power_of_two(len(rows)), (self.head.block, self.vocab_size)
+        if count > MOST_HEAD_ROWS:
+            return super().logits(rows)
+        inputs = self.captures.buffers(("features", count), lambda: rows.new_zeros(count, rows.shape[1]))
+        logits = self.captures.buffers(("logits", count, *size), lambda: rows.new_zeros(count, *size))
+        inputs[: len(rows)].copy_(rows)
+        key, compute = ("heads", count, *size), super().logits
+        self.captures.prepare(key, lambda: logits.copy_(compute(inputs)), inputs, logits)
+        self.captures.replay(key)
+        return logits[: len(rows)].clone()

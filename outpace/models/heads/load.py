@@ -95,7 +95,7 @@ def load_head(
         classes: Any = NativeBlock, NativeJoined, NativeSpecFormer, NativeEagle
         return classes[place].from_files(opened, head, target, native)
     require("a head for a target that runs by torch", "torch")
-    from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined, GraphSpecFormer
+    from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined, GraphMedusa, GraphSpecFormer
     from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSpecFormer
     from outpace.models.llama.cuda.captures import Captures
     from outpace.models.llama.cuda.runtime import GraphLlama
@@ -116,15 +116,15 @@ def load_head(
                 return source.tensor("model.norm.weight") + target.config.norm_offset
             return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else name)
 
+    is_captured = isinstance(target, GraphLlama)
     if head.kind == MEDUSA:
-        norm, product = torch_products(opened, of_target, target.device, target.dtype)
-        return MedusaModel(head, target, norm, product)
-    given = opened, head, of_target, target.device, target.dtype, options.kv_dtype
-    if isinstance(target, GraphLlama):
-        classes = GraphBlock, GraphJoined, GraphSpecFormer, GraphEagle
-        model = classes[place].from_files(*given)
-        for own in [model, *([model.slots] if head.kind == SPECFORMER else [])]:
+        medusa = GraphMedusa if is_captured else MedusaModel
+        model: Any = medusa(head, target, *torch_products(opened, of_target, target.device, target.dtype))
+    else:
+        by_torch = TorchBlock, TorchJoined, TorchSpecFormer, TorchEagle
+        classes = (GraphBlock, GraphJoined, GraphSpecFormer, GraphEagle) if is_captured else by_torch
+        model = classes[place].from_files(opened, head, of_target, target.device, target.dtype, options.kv_dtype)
+    if is_captured:
+        for own in (model, model.slots) if head.kind == SPECFORMER else (model,):
             own.captures = Captures(target.captures.is_eager)
-        return model
-    classes = TorchBlock, TorchJoined, TorchSpecFormer, TorchEagle
-    return classes[place].from_files(*given)
+    return model

@@ -77,15 +77,19 @@ class MedusaModel(BlockModel):
 
     def draft(self, sessions: Sequence[Any], anchors: Sequence[int]) -> BlockDraft:
         self.read_features(sessions)
-        rows, found = join_rows([session.last for session in sessions]), []
+        values = self.logits(join_rows([session.last for session in sessions]))
+        held = SparseLogits(values.reshape(len(sessions) * self.head.block, -1), None, self.vocab_size)
+        return BlockDraft(self.head, self.markov, held, None)
+
+    def logits(self, rows: Any) -> Any:
+        """Return the logits of all heads for these features: [rows, width] to [rows, heads, vocab]."""
+        found = []
         for blocks, output in zip(self._blocks, self._outputs, strict=True):
             x = rows
             for block in blocks:
                 x = x + _silu(block(x))
             found.append(output(x)[:, : self.vocab_size])
-        stacked = np.stack(found, 1) if isinstance(rows, np.ndarray) else torch.stack(found, 1)
-        logits = SparseLogits(stacked.reshape(len(sessions) * len(found), -1), None, self.vocab_size)
-        return BlockDraft(self.head, self.markov, logits, None)
+        return np.stack(found, 1) if isinstance(rows, np.ndarray) else torch.stack(found, 1)
 
 
 def native_products(files: Any, options: NativeOptions) -> Callable[[str], Product]:
