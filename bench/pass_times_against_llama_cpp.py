@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.bench.peer import PeerSettings
-from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers.llama_cpp import open_llama
 from outpace.core.errors import UserError
 from outpace.core.lazy import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
+from outpace.models.files.gguf.writer import gguf_file
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama

@@ -77,6 +77,40 @@ def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> Non
     assert 0 < passes[0] <= steps
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_draft_becomes_a_gguf_file(
+    is_packed: bool, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file that llama.cpp gets is a model of outpace too: the same text, but for the rounding to 8 bits."""
+    asked, out, file = prompts_file(tmp_path / "asked.jsonl", 60), tmp_path / "out", tmp_path / "draft.gguf"
+    common = ["--target", target, "--prompts", asked, "--layers", "0,1", "--stage", "start"]
+    assert run_command(*common, "--out", out) == 0
+    if is_packed:
+        assert run_command("--target", target, "--pack", out, "--out", tmp_path / "packed") == 0
+        out = tmp_path / "packed"
+    assert run_command("--target", target, "--gguf", file, "--out", out) == 0
+    large, small = load_model(target), load_model(file)
+    assert small.tokenizer.fingerprint == large.tokenizer.fingerprint
+    assert small.tokenizer.chat_template == large.tokenizer.chat_template
+    assert small.tokenizer.stop_ids == large.tokenizer.stop_ids
+    assert small.config["num_hidden_layers"] == 2
+    with outpace.LLM(target, draft=file, method="speculative") as llm:
+        (answer,) = llm.generate(["hello world"], outpace.SamplingParams(max_tokens=12))
+    with outpace.LLM(target, method="autoregressive") as llm:
+        (plain,) = llm.generate(["hello world"], outpace.SamplingParams(max_tokens=12))
+    assert answer.tokens == plain.tokens
+    capsys.readouterr()
+    refused = {
+        ("--gguf", file, "--out", out): "already exists",
+        ("--gguf", tmp_path / "new.gguf", "--out", tmp_path): "holds no draft",
+        ("--gguf", tmp_path / "draft", "--out", out): "must end with .gguf",
+        ("--gguf", file, "--unpack", out): "exclude one another",
+    }
+    for arguments, sentence in refused.items():
+        assert run_command("--target", target, *arguments) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_a_budget_is_a_time() -> None:
     found = {text: seconds(text) for text in ("90", "90s", "30m", "1.5h", "1d")}
     assert found == {"90": 90.0, "90s": 90.0, "30m": 1800.0, "1.5h": 5400.0, "1d": 86400.0}

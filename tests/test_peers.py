@@ -14,11 +14,11 @@ from outpace.api.llm import load
 from outpace.bench import contenders
 from outpace.bench.peer import PeerSettings, TimedAnswer
 from outpace.bench.peers import _rounds
-from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._rounds import RoundRecorder
 from outpace.bench.peers.llama_cpp import LlamaCpp
 from outpace.core.errors import UserError
 from outpace.core.stats import rates
+from outpace.models.files.gguf.writer import gguf_file
 
 PACKAGES = {"transformers": "transformers", "llama_cpp": "llama_cpp"}
 DRAFTING = ("transformers_assisted", "transformers_lookup", "llama_cpp_lookup", "llama_cpp_draft")

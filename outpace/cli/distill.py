@@ -1,4 +1,4 @@
-"""`outpace distill`: train a draft for a target on the target's own text; or write prompts, evaluate, pack, unpack."""
+"""`outpace distill`: train a draft for a target on the target's own text; or write prompts, evaluate, pack, convert."""
 
 from __future__ import annotations
 
@@ -106,13 +106,17 @@ class EvaluationFlags:
 
 @dataclass(frozen=True)
 class PackingFlags:
-    """Packing removes the parts of a draft that its target has too; both directions write to `--out`."""
+    """Packing removes the parts of a draft that its target has too; both directions write to `--out`. Other engines
+    take the unpacked folder, or a GGUF file."""
 
     panel: ClassVar[str] = "Packing"
     pack: str | None = flag(
         None, "Store this run's draft without its target's embeddings; with --tasks, evaluate it first."
     )
     unpack: str | None = flag(None, "Give this packed draft its embeddings back, for transformers and other engines.")
+    gguf: Path | None = flag(
+        None, "Write the draft of --out (a run's folder, a draft, or shipped) to this GGUF file, for llama.cpp."
+    )
 
 
 CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once, at most; a GPU's memory may allow fewer
@@ -132,10 +136,11 @@ def distill(
     seed: int = flag(0, SEED, panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
-    """Train a draft for a target on the target's own text; or write prompts, or evaluate, pack or unpack a draft."""
-    actions = (text.write_prompts, evaluation.evaluate, packing.pack, packing.unpack)
+    """Train a draft for a target on the target's own text; or write prompts, or evaluate, pack, unpack or convert a
+    draft."""
+    actions = (text.write_prompts, evaluation.evaluate, packing.pack, packing.unpack, packing.gguf)
     if (named := len(actions) - actions.count(None)) > 1:
-        raise UserError("--write-prompts, --evaluate, --pack and --unpack exclude one another, choose one")
+        raise UserError("--write-prompts, --evaluate, --pack, --unpack and --gguf exclude one another, choose one")
     if text.begin and text.write_prompts is None:
         raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
@@ -148,6 +153,9 @@ def distill(
         display.say(f"unpacked: {out}")
         return
     require("outpace distill", "torch")
+    if packing.gguf is not None:
+        _write_gguf(out, target, packing.gguf)
+        return
     options = _options(text, shape, training, evaluation, target, out, device, seed)
     if packing.pack is not None:
         _pack(Path(packing.pack), options, as_json)
@@ -181,6 +189,17 @@ def _pack(folder: Path, options: DistillOptions, as_json: bool) -> None:
         _run(replace(options, out=folder, stage="judge"), as_json)
     pack_run(folder, resolve(options.target), options.out)
     display.say(f"packed: {options.out}, {sum(file.stat().st_size for file in options.out.iterdir()) / 1e6:.1f} MB")
+
+
+def _write_gguf(run: Path, target: str | None, file: Path) -> None:
+    from outpace.distill.kinds.standalone import resolve_draft
+    from outpace.distill.run import write_gguf
+    from outpace.models.files.find import locate
+
+    if file.suffix.lower() != ".gguf":
+        raise UserError(f"--gguf is {str(file)!r:.200}, the file's name must end with .gguf")
+    write_gguf(Path(resolve_draft("out", str(run), target)), locate(target), file)
+    display.say(f"written: {file}, {file.stat().st_size / 1e6:.1f} MB")
 
 
 def _run(options: DistillOptions, as_json: bool) -> None:

@@ -27,13 +27,16 @@ from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer, check_state, read_curve
 from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_ids
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import open_folder, resolve
-from outpace.models.files.packed import pack
+from outpace.models.files.find import open_folder, open_source, resolve
+from outpace.models.files.gguf.tokenizer_fields import read_fields
+from outpace.models.files.gguf.writer import TABLE_KIND, write_file
+from outpace.models.files.packed import complete_draft, is_packed, pack
 from outpace.models.files.pairs import shipped_draft
+from outpace.models.files.reading import read_json
 from outpace.models.heads.load import kind_of_head
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
 EVALUATION = "judgement.json"
@@ -218,6 +221,28 @@ def write_plot(options: DistillOptions, found: Evaluation) -> Path:
         shutil.copyfile(file, draft / PLOT)
         write_card(options.out, found, options.target)
     return file
+
+
+def write_gguf(run: Path, target: Path, file: Path) -> None:
+    """Write a run's draft, or a draft of its own folder, as a GGUF file for llama.cpp, with 8-bit weights.
+
+    `target`: the target's folder or .gguf file; the tokenizer of a .gguf file is copied. UserError if the draft is not
+    the target's, or if `file` exists.
+    """
+    if file.exists():
+        raise UserError(f"{file} already exists")
+    draft = run / DRAFT if (run / DRAFT).is_dir() else run
+    if not (draft / "config.json").is_file():
+        raise UserError(f"{run} holds no draft: --out is a run's folder or a draft's")
+    if kind_of_head(draft) is not None:
+        raise UserError(f"{draft} is a head, which llama.cpp cannot run as a draft model")
+    whole = complete_draft(draft, target) if is_packed(draft) else draft
+    with open_source(target) as source:
+        if differs := tokenizer_of(source).tokens_differ(Tokenizer.from_folder(whole)):
+            raise UserError(f"the draft {draft} does not fit the target {target}: {differs}")
+    rows = int(read_json(whole / "config.json")["vocab_size"])
+    fields = read_fields(target if target.is_file() else whole, rows)
+    write_file(whole, TABLE_KIND, file, {"general.name": draft.resolve().name} | fields)
 
 
 def pack_run(run: Path, target: Path, out: Path) -> None:

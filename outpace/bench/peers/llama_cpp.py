@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.peer import Peer, PeerSettings, TimedAnswer
-from outpace.bench.peers._gguf import gguf_file, main_kind
 from outpace.bench.peers._rounds import RoundRecorder, check_length, require
 from outpace.core.errors import UserError, install_command
+from outpace.models.files.gguf.writer import gguf_file, main_kind
 
 INSTALL = f"`{install_command('llama-cpp')}` (it is compiled, which takes minutes)"
 BATCH = 512  # rows per forward, llama.cpp's default

@@ -10,9 +10,9 @@ from itertools import islice
 import numpy as np
 
 from outpace.bench.peer import Peer, PeerSettings
-from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._rounds import check_draft, require
 from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp, open_llama
+from outpace.models.files.gguf.writer import gguf_file
 
 NAME = "llama_cpp_draft"
 DRAFT_LENGTH = 2

@@ -43,7 +43,7 @@ DEFAULT_SPLITS = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-SPLITS = {  # by the name of the pre-tokenizer; those of two others are in `_pre_tokenizer`
+SPLITS = {  # by the name of the pre-tokenizer; those of two others are in `pre_tokenizer`
     "llama-bpe": (LLAMA3_SPLIT,),
     "smaug-bpe": (LLAMA3_SPLIT,),
     "qwen2": (QWEN2_SPLIT,),
@@ -224,12 +224,13 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=name in WHOLE_WORDS))
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(name, vocabulary.field("add_space_prefix", bool, False))
+    tokenizer.pre_tokenizer = pre_tokenizer(name, vocabulary.field("add_space_prefix", bool, False))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _pre_tokenizer(name: str, has_prefix: bool) -> Any:
+def pre_tokenizer(name: str, has_prefix: bool) -> Any:
+    """Build the pre-tokenizer of byte-level BPE with this name; `has_prefix`: it puts a space before a text."""
     from tokenizers import Regex, pre_tokenizers
 
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS.get(name, ())]

@@ -1,4 +1,4 @@
-"""Converts a model folder to a GGUF file of a given precision, once; without a vocabulary, since tokens stay ids.
+"""Writes a model folder as a GGUF file of a given precision, for llama.cpp.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row orders are those read by
 `models/files/gguf/config.py`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.gguf.tokenizer_fields import PREFIX, add_field
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -31,8 +33,8 @@ def gguf_file(spec: str | Path | None, kind: str = "") -> Path:
     """Return a GGUF file of the model with matrices of type `kind`, as Q8_0, Q4_1 or F32; without `kind`, of its own
     type, or of Q8_0 if the model is not a GGUF file.
 
-    It is the file that `spec` names if it has that type, else one converted to the cache folder. UserError for a model
-    that cannot be converted, or if writing fails.
+    It is the file that `spec` names if it has that type, else one converted to the cache folder, once and without a
+    vocabulary. UserError for a model that cannot be converted, or if writing fails.
     """
     own = shipped_model() if spec is None else Path(spec).expanduser()
     if own.is_file() and kind in ("", main_kind(own)):
@@ -44,7 +46,7 @@ def gguf_file(spec: str | Path | None, kind: str = "") -> Path:
     if not file.is_file():
         with exclusive_lock(file):
             if not file.is_file():
-                _write_whole(folder, kind, file)
+                write_file(folder, kind, file)
     return file
 
 
@@ -59,12 +61,15 @@ def main_kind(file: Path) -> str:
     return GGMLQuantizationType(counts.most_common(1)[0][0]).name if counts else ""
 
 
-def _write_whole(folder: Path, kind: str, file: Path) -> None:
-    """Write the file atomically: it gets its name once it is complete."""
+def write_file(folder: Path, kind: str, file: Path, fields: Mapping[str, Any] | None = None) -> None:
+    """Write a model folder as a GGUF file, atomically: it gets its name once it is complete.
+
+    `fields`: the file's name and tokenizer; None: no vocabulary. UserError as `gguf_file`.
+    """
     with Checkpoint.open(folder) as checkpoint:
         architecture = _architecture(checkpoint)
         with new_file(file) as part:
-            write(checkpoint, architecture, kind, part)
+            _write(checkpoint, architecture, kind, part, fields or {f"{PREFIX}ggml.model": "no_vocab"})
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -79,7 +84,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return ARCHITECTURES[model_type]
 
 
-def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> None:
+def _write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path, fields: Mapping[str, Any]) -> None:
     """Write all tensors, with one of them in memory at a time."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quant_shape_to_byte_shape, quantize
@@ -87,6 +92,8 @@ def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> N
     config = from_dict(checkpoint.config)
     writer = GGUFWriter(file, architecture)
     _add_fields(writer, config)
+    for key, value in fields.items():
+        add_field(writer, key, value)
     kinds = {}
     for name, shape in tensor_shapes(config).items():
         kinds[name] = GGMLQuantizationType[_kind_of(name, shape, kind)]
@@ -118,7 +125,6 @@ def _add_fields(writer: Any, config: LlamaConfig) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_quantization_version(2)
 
 
