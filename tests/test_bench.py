@@ -124,6 +124,9 @@ def test_an_unknown_task(source: str, message: str) -> None:
         ("speculative:width=1,rule=lenience,lenience=0.4", True),
         ("bild", True),
         ("bild:rule=greedy", False),
+        ("auto:rule=top_beta", True),
+        ("speculative:rule=typical,temperature=0.5", True),
+        ("autoregressive:temperature=1", False),
     ],
 )
 def test_lossy_methods_are_known_by_their_rules(label: str, lossy: bool) -> None:
@@ -353,9 +356,38 @@ def test_each_method_is_measured_with_each_rule() -> None:
 
 def test_all_rules_are_those_that_fit() -> None:
     assert labels("card", "all", GREEDY) == ["autoregressive", "card:rule=greedy"]
-    assert "speculative:rule=top_beta" in labels("speculative", "all", GREEDY)
+    found = {label.partition("rule=")[2] for label in labels("speculative", "all", GREEDY)[1:]}
+    assert found == {"greedy", "top_beta", "cascade", "rollback"}, "a judge needs a file"
     sampled = {label.partition("rule=")[2] for label in labels("speculative", "all")}
     assert set(registry.names("rules")) - sampled == {"greedy", "judge", "top_beta"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rules", "expected"),
+    [
+        (GREEDY, "top_beta", ["greedy", "top_beta"]),
+        (GREEDY, "greedy,top_beta", ["greedy", "top_beta"]),
+        (GREEDY, "top_beta,lenience", ["greedy", "top_beta", "gumbel,temperature=1", "lenience,temperature=1"]),
+        (
+            GREEDY,
+            "block,lenience:temperature=0.5",
+            ["block,temperature=1", "gumbel,temperature=0.5", "lenience,temperature=0.5"],
+        ),
+        (WARM, "top_beta,lenience", ["greedy,temperature=0", "top_beta,temperature=0", "gumbel", "lenience"]),
+    ],
+)
+def test_lossy_rules_are_measured_beside_lossless_ones_at_a_temperature_that_suits_them(
+    sampling: Sampling, rules: str, expected: list[str]
+) -> None:
+    found = contenders.with_rules(contenders.parse_methods("speculative", {}), rules, sampling)
+    plain = [one.label for one in found if one.name == contenders.PLAIN]
+    assert plain[0] == contenders.PLAIN
+    assert {contenders.baseline(one.label) for one in found} | {plain[0]} == {*plain}
+    assert [one.label for one in found[len(plain) :]] == [f"speculative:rule={rule}" for rule in expected]
+    for one in found:
+        assert (
+            f"temperature={one.temperature:g}" in one.label if one.temperature is not None else "temp" not in one.label
+        )
 
 
 @pytest.mark.parametrize(
@@ -364,7 +396,9 @@ def test_all_rules_are_those_that_fit() -> None:
         ("speculative", "blok", "unknown rule 'blok', .* did you mean 'block'"),
         ("card", "block", "rule block needs sequential drafting, use it with method speculative"),
         ("speculative:drafter=ngram", "cascade", "drafter ngram has none; the rules that fit are"),
-        ("speculative", "greedy", "rule greedy does not work with temperature 0.8"),
+        ("speculative", "greedy:temperature=0.8", "rule greedy does not work with temperature 0.8"),
+        ("speculative", "typical:temperature=warm", "temperature is 'warm', it must be a number"),
+        ("speculative:nodes=2.5", "block", "nodes is '2.5', it must be a whole number"),
         ("speculative", "lenience:", "rules is 'lenience:': write NAME"),
         ("speculative,speculative:rule=block", "block", "have speculative:rule=block twice"),
     ],

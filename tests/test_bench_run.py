@@ -362,12 +362,20 @@ def test_a_bench_of_rules_judges_its_texts_and_continues(run: Run, tiny: Path, t
     ]
     tasks = ("--tasks", write_prompts(tmp_path / "prompts.jsonl", *entries))
     kept = ("--out", tmp_path / "out", "--plot", tmp_path / "plot.svg")
-    rules = ("--methods", "speculative", "--rules", "gumbel,typical:epsilon=0.001", "--temperature", 0.8)
+    rules = ("--rules", "gumbel,top_beta,typical:epsilon=0.001", "--temperature", 0.8)
     code, out, _ = run("--draft", tiny, *tasks, *rules, *kept)
     assert code == 0
     lossy = "speculative:rule=typical,epsilon=0.001"
     found = by_label(out)
-    assert list(found) == ["autoregressive", "speculative:rule=gumbel", lossy]
+    cold = [
+        f"{name}temperature=0" for name in ("autoregressive:", "speculative:rule=greedy,", "speculative:rule=top_beta,")
+    ]
+    assert list(found) == ["autoregressive", cold[0], "speculative:rule=gumbel", lossy, *cold[1:]]
+    assert [found[label]["equal_text"] for label in ("speculative:rule=gumbel", *cold[:2])] == [True] * 3
+    assert found[cold[0]]["perplexity"] == found[cold[1]]["perplexity"] < found["autoregressive"]["perplexity"]
+    assert found[cold[1]]["speedup"] == pytest.approx(
+        found[cold[1]]["tokens_per_second"] / found[cold[0]]["tokens_per_second"], rel=0.01
+    )
     assert found["autoregressive"]["perplexity"] == found["speculative:rule=gumbel"]["perplexity"] > 1
     assert found[lossy]["perplexity"] > 1
     assert found[lossy]["relaxed"] > 0

@@ -20,8 +20,10 @@ AUTO = "auto"
 ALL = "all"
 SYNTAX = "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, joined by commas, as in card:drafter=model+ngram,nodes=8"
 GUESS = "guess"  # option: every n-th token of the predicted answer is replaced by a wrong one
+TEMPERATURE = "temperature"  # option: in place of the bench's
 INTEGER_OPTIONS = ("nodes", "draft_threads", GUESS)  # of the engine or the bench, not of a method
 BOOLEAN_OPTIONS = ("profile",)
+TRAINED_RULES = ("judge",)  # they need a file
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class Contender:
     def guess(self) -> int:
         """The distance of wrong tokens in the prediction that the method gets beforehand; 0: it gets no prediction."""
         return int(self.options.get(GUESS, 0))
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature of its answers; None: the bench's."""
+        found: float | None = self.options.get(TEMPERATURE)
+        return found
 
     def prediction(self, answer: Sequence[int]) -> list[int]:
         """Return plain decoding's answer with every `guess`-th token replaced by 0."""
@@ -63,12 +71,28 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
         found[label] = Contender(label, name, {**shared, **values})
     if "worker" in common and all("worker" not in contender.options for contender in found.values()):
         raise UserError(f"methods is {text!r}, none of them has a worker: leave out worker {common['worker']!r}")
-    return list(found.values())
+    return _with_baselines(list(found.values()))
+
+
+def baseline(label: str) -> str:
+    """Return the label of plain decoding at the temperature of the method that a label describes."""
+    temperature = parse_options("methods", label)[-1][2].get(TEMPERATURE)
+    return PLAIN if temperature is None else f"{PLAIN}:{TEMPERATURE}={float(temperature):g}"
+
+
+def _with_baselines(methods: Sequence[Contender]) -> list[Contender]:
+    """Put plain decoding at each temperature first."""
+    found = {one.label: one for one in methods if one.name == PLAIN}
+    for one in methods:
+        label = baseline(one.label)
+        if label not in found:
+            found[label] = Contender(label, PLAIN, {TEMPERATURE: one.temperature})
+    return [*found.values(), *(one for one in methods if one.name != PLAIN)]
 
 
 def is_lossy(contender: Contender) -> bool:
     """Whether a method uses a lossy rule, so that its text may differ from the target's."""
-    if contender.is_peer or contender.name == AUTO:
+    if contender.is_peer:
         return False
     rule = default_rule(registry.find("decoders", contender.name), str(contender.options.get("rule", AUTO)))
     return rule != AUTO and not registry.describe("rules", rule).lossless
@@ -137,18 +161,21 @@ def _value(option: str, value: str) -> Any:
         if value not in ("true", "false"):
             raise UserError(f"{option} is {value!r}, it must be true or false")
         return value == "true"
-    if option in INTEGER_OPTIONS:
-        try:
-            return int(value)
-        except ValueError:
-            raise UserError(f"{option} is {value!r}, it must be a whole number") from None
-    return value
+    numeric = float if option == TEMPERATURE else int if option in INTEGER_OPTIONS else None
+    if numeric is None:
+        return value
+    try:
+        return numeric(value)
+    except ValueError:
+        raise UserError(f"{option} is {value!r}, it must be a {'whole ' * (numeric is int)}number") from None
 
 
 def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> list[Contender]:
     """Combine each method with each rule of `text`, except methods that draft nothing or name a rule themselves.
 
-    "all" means the rules that fit the method and the temperature. UserError for a rule that is unknown or does not fit.
+    "all" means the rules that fit the method and the temperature, without those that need a file. A named rule that
+    does not work at this temperature is measured at 1 or 0 instead. At each temperature with lossy rules, the lossless
+    default rule is measured too. UserError for a rule that is unknown or does not fit.
     """
     chosen = [] if text.strip() == ALL else parse_options("rules", text)
     for _, name, _ in chosen:
@@ -158,13 +185,18 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
         if registry.find("decoders", method.name).drafting is None or "rule" in method.options:
             found.append(method)
             continue
-        fitting = [name for name in registry.names("rules") if _rule_problem(name, method, sampling) is None]
-        for label, name, values in chosen or [(name, name, {}) for name in fitting]:
-            problem = _rule_problem(name, method, sampling)
-            if problem is not None:
-                raise problem
-            joined = f"{method.label}{',' if ':' in method.label else ':'}rule={label.replace(':', ',', 1)}"
-            found.append(replace(method, label=joined, options={**method.options, "rule": name, **values}))
+        names = [name for name in registry.names("rules") if name not in TRAINED_RULES]
+        fitting = [name for name in names if _rule_problem(name, method, sampling) is None]
+        rules = [(name, values) for _, name, values in chosen] or [(name, {}) for name in fitting]
+        own = [_with_rule(method, name, values, sampling) for name, values in rules]
+        for temperature in dict.fromkeys(one.temperature for one in own):
+            some = [one for one in own if one.temperature == temperature]
+            if all(map(is_lossy, some)):
+                values = {} if temperature is None else {TEMPERATURE: f"{temperature:g}"}
+                name = "greedy" if _sampling(some[0], sampling).is_greedy else "gumbel"
+                found.append(_with_rule(method, name, values, sampling))
+            found += some
+    found = _with_baselines(found)
     labels = [method.label for method in found]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
@@ -172,12 +204,30 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
     return found
 
 
+def _with_rule(method: Contender, name: str, values: Mapping[str, str], sampling: Sampling) -> Contender:
+    """Return a method with a rule, at another temperature if the rule needs one; UserError if it does not fit."""
+    given = {"rule": name, **values}
+    label = f"{method.label}{',' if ':' in method.label else ':'}{','.join(map('='.join, given.items()))}"
+    options = {option: _value(option, value) for option, value in given.items()}
+    joined = replace(method, label=label, options={**method.options, **options})
+    problem = _rule_problem(name, joined, sampling)
+    if problem is not None and joined.temperature is None:
+        return _with_rule(method, name, {**values, TEMPERATURE: "1" if sampling.is_greedy else "0"}, sampling)
+    if problem is not None:
+        raise problem
+    return joined
+
+
+def _sampling(method: Contender, sampling: Sampling) -> Sampling:
+    return sampling if method.temperature is None else Sampling(method.temperature)
+
+
 def _rule_problem(name: str, method: Contender, sampling: Sampling) -> UserError | None:
     """Return why a rule does not fit a method or the temperature; None if it does."""
     drafter = method.options.get("drafter") or default_drafter(method.name, "model")
     try:
-        find_rule(name, sampling)
         check_rule(name, registry.find("decoders", method.name), str(drafter))
+        find_rule(name, _sampling(method, sampling))
     except UserError as error:
         return error
     return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.bench.contenders import PLAIN
+from outpace.bench.contenders import PLAIN, baseline
 from outpace.bench.memory import PeakMemory
 from outpace.bench.store import Record, RecordKey
 from outpace.core import stats, theory
@@ -118,7 +118,9 @@ def table_rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[Tab
 def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) -> TableRow:
     done = [record for record in records if record.failed is None]
     first = records[0]
-    pairs = [(base, record) for record in done if (base := latest.get(record.key._replace(label=PLAIN)))]
+    pairs = [
+        (base, record) for record in done if (base := latest.get(record.key._replace(label=baseline(record.label))))
+    ]
     pairs = [(base, record) for base, record in pairs if base.failed is None]
     base_speed, own_speed = (_pooled_speed([pair[side] for pair in pairs]) for side in (0, 1))
     plain, own = (_prompt_medians(pair[side] for pair in pairs) for side in (0, 1))
@@ -228,7 +230,7 @@ def _compare_texts(done: Sequence[Record], latest: dict[RecordKey, Record]) -> l
     found: list[Divergence | None] = []
     for record in done:
         for (task, prompt), text in record.written:
-            base = latest.get(RecordKey(PLAIN, task, prompt, record.round, 1))
+            base = latest.get(RecordKey(baseline(record.label), task, prompt, record.round, 1))
             if base and base.failed is None and base.precision == record.precision:
                 found.append(first_divergence(task, prompt, base.tokens, text))
     return found

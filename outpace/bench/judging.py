@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from outpace.api.scoring import PROGRAM, is_right
-from outpace.bench.contenders import PLAIN, is_lossy
+from outpace.bench.contenders import baseline, is_lossy
 from outpace.bench.figures import TableRow
 from outpace.bench.run import Bench
 from outpace.bench.store import Record, RecordKey
@@ -86,7 +86,7 @@ def with_score_gaps(rows: Sequence[TableRow], bench: Bench) -> list[TableRow]:
     for row in rows:
         found = row.divergence
         if found and None not in (found.plain_token, found.token) and (found.task, found.prompt) in bench.by_name:
-            plain = bench.store.records.get(RecordKey(PLAIN, found.task, found.prompt, 0, 1))
+            plain = bench.store.records.get(RecordKey(baseline(row.label), found.task, found.prompt, 0, 1))
             before = plain.tokens[: found.position] if plain else ()
             text = [*bench.encode(bench.by_name[found.task, found.prompt]), *before]
             gap = score_gap(bench.models.target.model, text, (found.plain_token, found.token))  # type: ignore[arg-type]

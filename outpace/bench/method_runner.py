@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.bench.contenders import GUESS, PLAIN, Contender
+from outpace.bench.contenders import GUESS, PLAIN, TEMPERATURE, Contender
 from outpace.bench.peer import TimedAnswer
 from outpace.engine.sequence import TokenSequence
 
@@ -27,7 +27,10 @@ class MethodRunner:
         self.name, self.params, self.precision = contender.label, params, models.target.precision
         draft = None if contender.name == PLAIN else models.draft
         options: dict[str, Any] = {"batch": max(max_batch, 1), "reuse": False, "profile": False, **contender.options}
-        options.pop(GUESS, None)
+        for name in (GUESS, TEMPERATURE):
+            options.pop(name, None)
+        if contender.temperature is not None:
+            self.params = replace(params, temperature=contender.temperature)
         self.llm = LLM(models.target, draft, method=contender.name, **options)
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.bench.contenders import PLAIN, is_lossy_label
+from outpace.bench.contenders import baseline, is_lossy_label
 from outpace.bench.figures import TableRow
 from outpace.core.errors import UserError
 
@@ -20,9 +21,10 @@ MAX_LABEL = 48  # characters of a name in the legend
 INK = "#333333"
 PALE = "#c4c8ce"
 QUALITY_TITLES = {
-    "perplexity": "speed and perplexity of the text (hollow: lossy; line: plain decoding)",
-    "accuracy": "speed and right answers (hollow: lossy; line: plain decoding)",
+    "perplexity": "speed and perplexity of the text\n(hollow: lossy; line: plain decoding)",
+    "accuracy": "speed and right answers\n(hollow: lossy; line: plain decoding)",
 }
+_JUDGE = re.compile(r"(?<=,judge=)[^,]*/(?=[^,/])")  # the path before a judge's last folder
 
 
 def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
@@ -53,7 +55,7 @@ def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None
         _plot_quality(panels.pop(0), last, measure, colors)
     figure.suptitle(_title(facts), fontsize=11, color=INK, x=0.01, ha="left", linespacing=1.5)
     handles, names = figure.axes[0].get_legend_handles_labels()
-    columns = max(1, int(sum(widths) / 2.6))
+    columns = max(1, int(sum(widths) / (0.6 + 0.08 * max(map(len, names), default=0))))
     figure.legend(handles, names, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
     try:
         figure.savefig(file, dpi=150)
@@ -71,7 +73,8 @@ def _title(facts: Mapping[str, Any]) -> str:
 def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colors: Mapping[str, str]) -> None:
     """Draw bars of tokens/s grouped by task, with the prompts' quartiles and the speedup above each bar."""
     start, ticks, tops = 0.0, [], [0.0]
-    unnamed = {label: label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…" for label in colors}
+    names = {label: _JUDGE.sub("", label) for label in colors}
+    unnamed = {label: name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…" for label, name in names.items()}
     for task in tasks:
         bars = [row for row in rows if row.task == task]
         for number, row in enumerate(bars):
@@ -96,7 +99,7 @@ def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colo
     axes.set_xticks(ticks, tasks)
     axes.set_xlim(-1, start - 1.2)
     axes.set_ylim(0, 1.12 * (max(tops) or 1))
-    _style(axes, "tokens/s, decoding (bar: pooled; line: quartiles of prompts; figure: speedup)")
+    _style(axes, "tokens/s, decoding\n(bar: pooled; line: quartiles of prompts; figure: speedup)")
     axes.tick_params(axis="x", length=0)
 
 
@@ -113,7 +116,7 @@ def _plot_acceptance(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, s
     axes.set_xlim(0.7, longest + 0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the draft", color=INK)
-    _style(axes, f"accepted, once those before it were ({MIN_ROUNDS} rounds at least)")
+    _style(axes, f"accepted, once those before it were\n({MIN_ROUNDS} rounds at least)")
 
 
 def _plot_batches(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]) -> None:
@@ -148,12 +151,14 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
         color = colors[row.label]
         face = "none" if _is_lossy(row) else color
         axes.plot(x, y, marker="o", markersize=7, markerfacecolor=face, markeredgecolor=color)
-        if row.label == PLAIN:
+        if row.label == baseline(row.label):
             axes.axhline(y, color=INK, linewidth=0.8, linestyle=":")
     axes.margins(0.2, 0.12)
-    for row, point in zip(rows, points, strict=True):
-        name = row.label.partition("rule=")[2] or row.label
-        axes.annotate(name, point, (7, 0), textcoords="offset points", fontsize=7, color=INK, va="center")
+    for place, (point, row) in enumerate(sorted(zip(points, rows, strict=True), key=lambda pair: pair[0])):
+        name = _JUDGE.sub("", row.label.partition("rule=")[2]) or row.label
+        offset = 7, (4, -4)[place % 2]  # names of neighbours one above the other
+        text = axes.annotate(name, point, offset, textcoords="offset points", fontsize=7, color=INK, va="center")
+        text.set_in_layout(False)
     axes.set_xlabel("speedup over plain decoding", color=INK)
     axes.set_ylabel("perplexity" if measure == "perplexity" else "share of right answers", color=INK)
     _style(axes, QUALITY_TITLES[measure])

@@ -38,15 +38,17 @@ class BenchFlags:
         "Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin, repetition,"
         " summaries, answers, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
     )
-    methods: str = flag(
-        "auto,card,speculative",
+    methods: str | None = flag(
+        None,
         "Methods, joined by commas, each with options of its own if needed, as in"
-        " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
+        " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured. The default is"
+        " auto,card,speculative; with --rules it is speculative.",
     )
     rules: str = flag(
         "",
         "Rules, joined by commas, each with options of its own if needed, as in block,lenience:lenience=0.4; each"
-        " of the methods is measured with each of them. all: those that fit a method and the temperature.",
+        " of the methods is measured with each of them, lossy ones beside a lossless one. A rule that does not work at"
+        " this temperature is measured at 1 or 0. all: those that fit a method and the temperature.",
     )
     peers: str = flag("", "Other engines, joined by commas, as in llama_cpp,transformers; or all.")
     prompts: int = flag(10, "Number of prompts taken from the start of each task.")
@@ -79,6 +81,7 @@ class ResultFlags:
     )
 
 
+METHODS = "auto,card,speculative"
 LINE_SECONDS = 60.0  # between two progress lines without a terminal
 MIN_WIDTH = 120  # of the table; a narrower terminal wraps it
 
@@ -126,7 +129,7 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
     params = SamplingParams(**asdict(sampling))
     given = {name: getattr(model, name) for name in ("drafter", "rule", "worker", "draft_threads", "nodes")}
     common = {name: value for name, value in given.items() if value != getattr(ModelFlags, name)}
-    methods = contenders.parse_methods(measured.methods, common)
+    methods = contenders.parse_methods(measured.methods or ("speculative" if measured.rules else METHODS), common)
     if measured.rules:
         methods = contenders.with_rules(methods, measured.rules, params.sampling)
     peers = ",".join(contenders.peer_names()) if measured.peers == "all" else measured.peers

@@ -188,7 +188,10 @@ class Judge(LogProbRule):
 
     def check_target(self, target: Any) -> None:
         if self.file is None:
-            raise UserError("rule judge needs a judge: name one with --judge; `outpace judge` trains it")
+            raise UserError(
+                "rule judge needs a judge: name one with --judge (in a bench, judge:judge=FOLDER);"
+                " `outpace judge` trains it"
+            )
         self.file.check_target(target)
 
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[JudgedNode]:
