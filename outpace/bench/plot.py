@@ -74,7 +74,7 @@ def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colo
     """Draw bars of tokens/s grouped by task, with the prompts' quartiles and the speedup above each bar."""
     start, ticks, tops = 0.0, [], [0.0]
     names = {label: _JUDGE.sub("", label) for label in colors}
-    unnamed = {label: name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…" for label, name in names.items()}
+    unnamed = {label: name if len(name) <= MAX_LABEL else "…" + name[1 - MAX_LABEL :] for label, name in names.items()}
     for task in tasks:
         bars = [row for row in rows if row.task == task]
         for number, row in enumerate(bars):
@@ -169,7 +169,7 @@ def _is_lossy(row: TableRow) -> bool:
 
 
 def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.set_title(title, fontsize=9, color=INK, loc="left").set_in_layout(False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PALE)
     axes.tick_params(colors=INK, labelsize=9)

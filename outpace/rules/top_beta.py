@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from outpace.core.logits import largest_indices
 from outpace.core.options import MethodOptions, number, whole
 from outpace.rules._ratio import NodeScores
@@ -34,6 +36,5 @@ class TopBeta(Relaxed):
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         row = scores.scores
         best = largest_indices(row, min(self.options.beta, len(row)))
-        floor = float(row[best[0]]) - self.options.tau
-        good = {int(token) for token in best if float(row[token]) >= floor}
-        return good.__contains__
+        values = row[best].astype(np.float64)
+        return {*best[values >= values[0] - self.options.tau].tolist()}.__contains__
