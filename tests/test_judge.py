@@ -15,6 +15,7 @@ from doubles import QuickToy, make_drafter, make_request, write
 from engine_runs import finish
 from judges import THRESHOLDS, judge_file, random_judge, rule_of
 from safetensors.numpy import save
+from serving import served
 from test_tree import random_tree
 from toy import Toy
 
@@ -214,6 +215,64 @@ def test_every_runtime_gives_the_same_verdicts(options: dict[str, Any], tiny_fol
             texts.append([one.tokens for one in together])
             assert sum(one.figures.relaxed for one in together) > 0
     assert texts[0] == texts[1]
+
+
+PROMPT, ASKED = "the quick brown", {"max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("method", ["auto", "speculative"])
+def test_a_request_chooses_the_judge(method: str, tiny_pair: tuple[Loaded, Loaded], random_judge_folder: Path) -> None:
+    options: dict[str, Any] = {"judge": str(random_judge_folder), "threshold": 0.5, "drafter": "model", "width": 1}
+    with LLM(*tiny_pair, rule="judge", **options) as llm:
+        expected = llm.generate(PROMPT, **ASKED)[0]
+        assert expected.figures.relaxed > 0
+    with LLM(*tiny_pair, rules=["judge"], method=method, **options) as llm:
+        streams = [llm.stream(PROMPT, rule=rule, **ASKED) for rule in ("judge", None, "judge", "greedy")]
+        judged, own, again, greedy = (stream.finish() for stream in streams)
+        assert judged.tokens == again.tokens == expected.tokens
+        assert own.tokens == greedy.tokens == llm.generate(PROMPT, plain=True, **ASKED)[0].tokens != judged.tokens
+        assert [one.lossless for one in (judged, own, again, greedy)] == [False, True, False, True]
+        with pytest.raises(UserError, match=r"rule judge does not work with temperature 0\.7"):
+            llm.generate(PROMPT, rule="judge", temperature=0.7)
+        with pytest.raises(UserError, match=r"unknown rule 'jugde', .* did you mean 'judge'"):
+            llm.generate(PROMPT, rule="jugde")
+
+
+def test_a_judge_that_a_request_may_choose_is_checked_beforehand(
+    tiny_pair: tuple[Loaded, Loaded], random_judge_folder: Path, tiny_folder: str
+) -> None:
+    from commands import run_command
+
+    with pytest.raises(UserError, match="rule judge needs a judge"):
+        LLM(*tiny_pair, rules=["judge"])
+    with LLM(*tiny_pair) as llm, pytest.raises(UserError, match="rule judge needs a judge"):
+        llm.generate(PROMPT, rule="judge")
+    card = LLM(*tiny_pair, method="card", rules=["judge"], judge=str(random_judge_folder))
+    with card as llm, pytest.raises(UserError, match="use it with method speculative"):
+        llm.generate(PROMPT, rule="judge")
+    code, _, error = run_command("serve", "--target", tiny_folder, "--port", "0", "--allow-method", "judge")
+    assert (code, "error: rule judge needs a judge: name one with --judge" in error) == (2, True)
+
+
+def test_a_request_to_a_server_chooses_the_judge(tiny_pair: tuple[Loaded, Loaded], random_judge_folder: Path) -> None:
+    options: dict[str, Any] = {"judge": str(random_judge_folder), "threshold": 0.5, "drafter": "model", "width": 1}
+    asked = {**ASKED, "return_token_ids": True, "temperature": 0, "outpace": {"rule": "judge"}}
+    with LLM(*tiny_pair, rules=["judge"], **options) as llm:
+        expected = llm.generate(PROMPT, rule="judge", **ASKED)[0]
+        with served(llm, methods=("judge",)) as site:
+            found = [
+                site.complete(PROMPT, **asked).choice["token_ids"],
+                site.complete(PROMPT, **asked | {"outpace": {}}).choice["token_ids"],
+            ]
+            assert found == [[*expected.tokens], [*llm.generate(PROMPT, **ASKED)[0].tokens]]
+            refused = site.complete(PROMPT, **asked | {"temperature": 0.7})
+            assert (refused.status, "rule judge does not work with temperature 0.7" in refused.error["message"]) == (
+                400,
+                True,
+            )
+        with served(llm) as site:
+            refused = site.complete(PROMPT, **asked)
+            assert (refused.status, "rule 'judge' is not allowed here" in refused.error["message"]) == (400, True)
 
 
 def test_the_command_line_takes_the_judge(random_judge_folder: Path, tiny_folder: str) -> None:

@@ -23,7 +23,7 @@ from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
 from outpace.decoders.base import Decoder
-from outpace.engine.build import AUTO, BuildOptions, build_engine, check_prediction, find_rule
+from outpace.engine.build import AUTO, BuildOptions, build_engine, check_prediction, check_rule, find_rule
 from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
@@ -85,6 +85,7 @@ class LLM(AbstractContextManager["LLM"]):
         batch: maximum number of requests that run at once; the others wait.
         kv_memory: GiB for the KV caches of target and draft; None: half of the free memory. When it is used up,
             requests are paused.
+        rules: further rules that a request may choose by the argument `rule` of `stream` and `generate`.
         reuse: a prompt that shares a prefix with an earlier text starts from its KV cache (prefix cache), and the
             continuation of that text is proposed (drafter `prediction`).
 
@@ -112,13 +113,21 @@ class LLM(AbstractContextManager["LLM"]):
         batch: int = 16,
         kv_memory: float | None = None,
         reuse: bool = True,
+        rules: Sequence[str] = (),
         profile: bool = True,
         **more: Any,
     ) -> None:
         sizes = {"draft_threads": draft_threads, "nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse}
         numbers: dict[str, Any] = {name: arrays.to_python(value) for name, value in sizes.items()}
         build = BuildOptions(
-            method, drafter, rule, worker, draft_device=draft_device, draft_dtype=draft_dtype, **numbers
+            method,
+            drafter,
+            rule,
+            worker,
+            draft_device=draft_device,
+            draft_dtype=draft_dtype,
+            rules=tuple(rules),
+            **numbers,
         )
         if build.is_remote:
             if draft is not None and not isinstance(draft, Loaded):
@@ -134,7 +143,9 @@ class LLM(AbstractContextManager["LLM"]):
         build = replace(build, part_options={name: arrays.to_python(value) for name, value in part_options.items()})
         build = build.resolve(self.target, self.draft, self._profile.method if self._profile else None)
         self.build_options, self.method, self.rule = build, build.method, build.rule
-        self._rules: dict[tuple[bool, bool], Rule] = {}  # one instance for all requests, so that they share batches
+        self._rules: dict[
+            tuple[str, bool, bool], Rule
+        ] = {}  # one instance for all requests, so that they share batches
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, build.part_options)
@@ -191,19 +202,20 @@ class LLM(AbstractContextManager["LLM"]):
         choice: int = 0,
         plain: bool = False,
         drafter: str | None = None,
+        rule: str | None = None,
         **options: Any,
     ) -> Stream:
         """Start an answer to a text, chat messages or token ids; `options` are those of `SamplingParams` by name.
 
         A text is continued as it is, without the model's chat template; messages go through the template. `choice`:
         number of the answer, for several sampled answers to one prompt. `plain`: decode without speculation; the text
-        is the same. `drafter`: name of one of the drafters that the LLM was created with.
+        is the same. `drafter`, `rule`: name of one of the drafters, and of the rules, that the LLM was created with.
         """
         params, choice = read_params(sampling_params, options), arrays.to_python(choice)
         if params.n > 1:
             raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
         check_whole("choice", choice, 0)
-        return self._start(prompt, params, choice, plain, drafter)
+        return self._start(prompt, params, choice, plain, drafter, rule)
 
     def generate(
         self,
@@ -213,6 +225,7 @@ class LLM(AbstractContextManager["LLM"]):
         n: int | None = None,
         plain: bool = False,
         drafter: str | None = None,
+        rule: str | None = None,
         **options: Any,
     ) -> list[Result]:
         """Answer one or several prompts in a batch; return `n` results for each prompt, in the order of the prompts.
@@ -229,7 +242,7 @@ class LLM(AbstractContextManager["LLM"]):
             for prompt, params in zip(all_prompts, each, strict=True):
                 params = params if n is None else replace(params, n=n)
                 for choice in range(params.n):
-                    streams.append(self._start(prompt, params, choice, plain, drafter))
+                    streams.append(self._start(prompt, params, choice, plain, drafter, rule))
             return [stream.finish() for stream in streams]
         finally:
             for stream in streams:  # after an error, some are still open
@@ -275,8 +288,16 @@ class LLM(AbstractContextManager["LLM"]):
         prompt = infill_prompt(self.tokenizer, prefix, suffix, files)
         return self.stream(prompt, sampling_params, **options).finish()
 
-    def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
-        new = self.prepare(prompt, params, choice, plain, drafter)
+    def _start(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        choice: int,
+        plain: bool,
+        drafter: str | None,
+        rule: str | None,
+    ) -> Stream:
+        new = self.prepare(prompt, params, choice, plain, drafter, rule)
         run = self._shared.create(new.request, new.decoder, new.options, new.text.watch, new.drafter)
         stream = Stream(self._shared, run, new.text, new.method, new.echo, owner=self)
         try:
@@ -287,9 +308,17 @@ class LLM(AbstractContextManager["LLM"]):
             raise
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False, drafter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        choice: int = 0,
+        plain: bool = False,
+        drafter: str | None = None,
+        rule: str | None = None,
+        method: str | None = None,
     ) -> PreparedRequest:
-        """Prepare a request without submitting it, for callers that step the engine themselves; thread-safe."""
+        """Prepare a request without submitting it, for callers that step the engine themselves; thread-safe. `method`:
+        None for that of the LLM."""
         tokens = tokens_of(prompt, self.tokenizer)
         if params.prediction and not plain:
             check_prediction(drafter or self.build_options.drafter)
@@ -300,7 +329,7 @@ class LLM(AbstractContextManager["LLM"]):
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         request = Request(
             prompt=tuple(tokens),
-            rule=self._rule(params, plain),
+            rule=self._rule(params, plain, rule or self.rule),
             max_tokens=params.max_tokens,
             sampling=params.sampling,
             seed=params.seed,
@@ -316,15 +345,30 @@ class LLM(AbstractContextManager["LLM"]):
         stops = StopStrings(params.stop, include_stop)
         text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        decoder, options, method = self._decoder, self._options, self.method
-        if plain:
-            decoder, options, method = self._plain, self._plain.Options(), "autoregressive"
+        decoder, options, method = self._choose_decoder(request.rule, rule, plain, drafter, method)
         return PreparedRequest(request, decoder, options, text, method, echo, drafter)
 
-    def _rule(self, params: SamplingParams, plain: bool) -> Rule:
-        key = params.sampling.is_greedy, plain
+    def _choose_decoder(
+        self, rule: Rule, name: str | None, plain: bool, drafter: str | None, method: str | None
+    ) -> tuple[type[Decoder], Any, str]:
+        """Return a request's decoder, its options and its name. UserError if it does not fit the rule that the request
+        has named."""
+        if plain:
+            return self._plain, self._plain.Options(), "autoregressive"
+        if method is None and name is not None and self.method == AUTO and not rule.traits.same_text:
+            method = "speculative"  # as `choose_method` does
+        decoder = self._decoder if method in (None, self.method) else registry.find("decoders", method)
+        if name is not None:
+            check_rule(name, decoder, drafter or self.build_options.drafter)
+        if decoder is self._decoder:
+            return decoder, self._options, self.method
+        return decoder, decoder.Options(), str(method)
+
+    def _rule(self, params: SamplingParams, plain: bool, name: str) -> Rule:
+        key = name, params.sampling.is_greedy, plain
         if key not in self._rules:
-            rule = find_rule(self.rule, params.sampling, self.build_options.part_options)
+            rule = find_rule(name, params.sampling, self.build_options.part_options)
+            rule.check_target(self.target)
             if plain and rule.traits.q_at_leaves:  # it needs a draft's q, which plain decoding does not have
                 rule = find_rule("auto", params.sampling)
             self._rules.setdefault(key, rule)

@@ -79,7 +79,7 @@ def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: Lim
     from outpace.server import run
 
     options = _options(listen, limit)
-    with run.listen(options) as listener, model.open({**ctx.obj, "batch": limit.batch}) as llm:
+    with run.listen(options) as listener, model.open({**ctx.obj, "batch": limit.batch, "rules": options.rules}) as llm:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http{'s' if options.certificate else ''}://{host}:{listener.getsockname()[1]}"
         run.serve(llm, options, listener, lambda service: _greet(service, address))

@@ -52,6 +52,7 @@ class BuildOptions:
     draft_device: str | None = None
     draft_dtype: str | None = None
     part_options: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[str, ...] = ()
     structured_drafter: str | None = None
 
     def __post_init__(self) -> None:
@@ -63,10 +64,15 @@ class BuildOptions:
         if self.is_remote and self.drafter is not None:
             raise UserError(f"the drafter runs at {self.worker}: name {self.drafter!r} there, not here")
         registry.find("decoders", self.method)
-        if self.rule != "auto":
-            registry.find("rules", self.rule)
+        for rule in self.known_rules:
+            registry.find("rules", rule)
         if self.drafter is not None:
             drafter_modules(self.drafter)
+
+    @property
+    def known_rules(self) -> list[str]:
+        """The names of the LLM's own rule and of those that a request may choose; without "auto"."""
+        return [rule for rule in dict.fromkeys((self.rule, *self.rules)) if rule != "auto"]
 
     @property
     def is_remote(self) -> bool:
@@ -277,11 +283,11 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     _check_worker(options, decoder)
     modules: dict[str, Any] = {f"method {options.method}": decoder}
     needs = NO_NEEDS
-    if options.rule != "auto":
-        modules[f"rule {options.rule}"] = registry.find("rules", options.rule)
-        rule = _build_rule(options.rule, values)
+    for name in options.known_rules:
+        modules[f"rule {name}"] = registry.find("rules", name)
+        rule = _build_rule(name, values)
         rule.check_target(target)
-        needs = Needs(layers=rule.traits.hidden_layers)
+        needs = needs.joined(Needs(layers=rule.traits.hidden_layers))
     if decoder.drafting is None:
         if options.drafter is not None:
             raise UserError(

@@ -8,8 +8,6 @@ from typing import Any
 
 from outpace.api.llm import LLM, PreparedRequest
 from outpace.api.params import SamplingParams
-from outpace.core import registry
-from outpace.engine.build import find_rule
 from outpace.server.choices import Choice
 from outpace.server.errors import ApiError, PromptTooLong
 from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
@@ -108,15 +106,10 @@ def choices_of(request: GenerationRequest, llm: LLM, key: str) -> Iterator[Choic
 def _prepare(llm: LLM, prompt: Sequence[int], choice: int, request: GenerationRequest, key: str) -> PreparedRequest:
     own = request.drafting
     is_plain = own.speculation is False or own.method == PLAIN
-    prepared = llm.prepare(prompt, request.params, choice, is_plain, None if is_plain else own.drafter)
+    drafter = None if is_plain else own.drafter
+    prepared = llm.prepare(prompt, request.params, choice, is_plain, drafter, own.rule, own.method)
     changes: dict[str, Any] = {"rounds": request.rounds, "nodes": own.nodes, "cache_salt": key or None}
-    if own.rule is not None:
-        changes["rule"] = find_rule(own.rule, request.params.sampling)
-    prepared = replace(prepared, request=replace(prepared.request, **changes))
-    if own.method is None or is_plain or own.method == llm.method:
-        return prepared
-    decoder = registry.find("decoders", own.method)
-    return replace(prepared, decoder=decoder, options=decoder.Options(), method=own.method)
+    return replace(prepared, request=replace(prepared.request, **changes))
 
 
 def drafting_options(body: SamplingBody, model: ChatModel) -> OutpaceOptions:

@@ -104,6 +104,11 @@ class ServerOptions:
         return TlsFiles(self.certificate.read_bytes(), self.certificate_key.read_bytes(), authorities)
 
     @property
+    def rules(self) -> list[str]:
+        """The names of `methods` that are rules."""
+        return [name for name in self.methods if name in registry.names("rules")]
+
+    @property
     def allowed_hosts(self) -> tuple[str, ...]:
         """Accepted Host headers; empty: any."""
         if self.hosts:
