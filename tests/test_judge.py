@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from doubles import QuickToy, make_drafter, make_request, write
 from engine_runs import finish
 from judges import THRESHOLDS, judge_file, random_judge, rule_of
@@ -202,19 +203,46 @@ def test_temperature_and_hidden_states_are_checked(
         LLM(target, rule="judge", judge=str(random_judge_folder))
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"graphs": "eager"}, {"runtime": "transformers"}], ids=str)
-def test_every_runtime_gives_the_same_verdicts(options: dict[str, Any], tiny_folder: str, tmp_path: Path) -> None:
-    texts = []
-    for loading in ({"dtype": "float32", "runtime": "llama"}, options):
-        target = load_model(tiny_folder, **loading)
-        folder = random_judge(tmp_path / str(len(texts)), target)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of CUDA is here")
+RUNTIMES: dict[str, Any] = {
+    "native": {"dtype": "float32"},
+    "captured": {"graphs": "eager"},
+    "captured, exact": {"graphs": "eager", "exact": True, "dtype": "float32"},
+    "transformers": {"runtime": "transformers"},
+    "cuda": pytest.param({"device": "cuda", "dtype": "float32", "graphs": "cuda"}, marks=[pytest.mark.cuda, NO_GPU]),
+}
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("loading", RUNTIMES.values(), ids=RUNTIMES)
+def test_every_runtime_gives_the_same_verdicts_alone_and_in_batches(
+    loading: dict[str, Any], width: int, tiny_folder: str, tmp_path: Path
+) -> None:
+    prompts, found = ["hello", "the quick brown", "a b c d"], []
+    for options in ({"dtype": "float32", "runtime": "llama"}, loading):
+        target = load_model(tiny_folder, **options)
+        folder = random_judge(tmp_path / str(len(found)), target)
         draft = load_draft("layers:0", load_model(tiny_folder))
-        prompts = ["hello", "the quick brown", "a b c d"]
-        with LLM(target, draft, rule="judge", judge=str(folder), threshold=0.5, width=1) as llm:
-            together = llm.generate(prompts, max_tokens=24, ignore_eos=True)
-            texts.append([one.tokens for one in together])
-            assert sum(one.figures.relaxed for one in together) > 0
-    assert texts[0] == texts[1]
+        with LLM(target, draft, rule="judge", judge=str(folder), threshold=0.5, width=width) as llm:
+            alone = [verdicts(llm, [prompt])[0] for prompt in prompts]
+            if width == 1:  # a tree's nodes are shared by the requests of a batch
+                assert verdicts(llm, prompts) == alone
+        assert sum(relaxed for _, steps in alone for *_, relaxed in steps) > 0
+        found.append(alone)
+        captures = getattr(target.model, "captures", None)
+        assert (captures is not None and captures.count > 0) == ("graphs" in options)
+    assert found[0] == found[1]
+
+
+def verdicts(llm: LLM, prompts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int, int]]]]:
+    """The tokens of each answer, and what each round drafted, accepted and accepted only by the judge."""
+    streams = [llm.stream(prompt, max_tokens=24, ignore_eos=True) for prompt in prompts]
+    texts = [stream.finish().tokens for stream in streams]
+    steps = [stream._run.history.steps for stream in streams]
+    return [
+        ([*text], [(step.drafted, step.accepted, step.relaxed) for step in its])
+        for text, its in zip(texts, steps, strict=True)
+    ]
 
 
 PROMPT, ASKED = "the quick brown", {"max_tokens": 24, "ignore_eos": True}

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from outpace.core.errors import UserError
+from outpace.core.lazy import torch
 from outpace.core.logits import host_array, token_scores
 from outpace.core.options import MethodOptions, number, whole
 from outpace.core.tree import Siblings, TokenTree
@@ -197,7 +198,9 @@ class Judge(LogProbRule):
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[JudgedNode]:
         tokens, unimportant = _GREEDY.reduce(logits, rows), [False] * len(rows)
         if self.file is not None:
-            hidden = np.stack([host_array(row.hidden)[0] for row in rows if row.hidden is not None])
+            given: list[Any] = [row.hidden[0] for row in rows if row.hidden is not None]
+            is_on_host = isinstance(given[0], np.ndarray)
+            hidden = np.stack(given) if is_on_host else host_array(torch.stack(given))  # one copy from a device
             unimportant = self._is_below(self.file.importance(hidden)).tolist()
         nodes = []
         for row, scores, token, below in zip(rows, logits, tokens, unimportant, strict=True):
