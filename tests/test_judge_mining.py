@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,6 +119,38 @@ def test_a_stopped_run_continues(
             mine(tiny_pair, questions, tmp_path / "torn")
 
 
+def test_ctrl_c_keeps_what_was_mined(tiny_pair: tuple[Loaded, Loaded], questions: Path, tmp_path: Path) -> None:
+    whole, calls = contents(mine(tiny_pair, questions, tmp_path / "whole")), 0
+
+    def interrupt(figures: dict[str, float]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise KeyboardInterrupt
+
+    (tmp_path / "stopped").mkdir()
+    miner = Miner(*tiny_pair, OPTIONS)
+    journal = Journal(tmp_path / "stopped", miner.settings(), read_questions([questions], False)[:5])
+    with pytest.raises(KeyboardInterrupt):
+        miner.mine(journal, interrupt)
+    kept = Journal(tmp_path / "stopped", miner.settings(), read_questions([questions], False)[:5])
+    assert contents(kept) == contents(journal)
+    assert len((tmp_path / "stopped" / JOURNAL).read_text().splitlines()) >= 12
+    assert contents(mine(tiny_pair, questions, tmp_path / "stopped")) == whole
+
+
+def test_a_journal_with_hidden_states_of_two_widths_is_refused(
+    tiny_pair: tuple[Loaded, Loaded], questions: Path, tmp_path: Path
+) -> None:
+    mine(tiny_pair, questions, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
+    last = [line for line in lines if "hidden" in line][-1]
+    last["hidden"] = base64.b64encode(base64.b64decode(last["hidden"])[:-4]).decode()
+    (tmp_path / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"is damaged .hidden states of \d+ values after some of \d+"):
+        mine(tiny_pair, questions, tmp_path)
+
+
 def test_a_question_that_fills_the_context_is_mined_and_a_longer_one_refused(
     tiny_pair: tuple[Loaded, Loaded], tmp_path: Path
 ) -> None:
@@ -197,12 +230,14 @@ def test_too_few_mismatches_make_no_judge(count: int, important: float, says: st
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ({"turns": ["hello"]}, "line 1 has no right answer: give it a reference"),
-        ({"turns": ["x"], "test": "def check(c): pass", "entry_point": "f"}, "line 1 has a test: .* --run-tests"),
+        ({"turns": ["hello"]}, "line 3 has no right answer: give it a reference"),
+        ({"turns": ["x"], "test": "def check(c): pass", "entry_point": "f"}, "line 3 has a test: .* --run-tests"),
+        ({"turns": ["x"], "reference": 2}, "line 3 has another right answer to 'x' than an earlier line: keep one"),
     ],
 )
 def test_questions_without_checkable_answers_are_refused(line: dict[str, Any], says: str, tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text(json.dumps(line) + "\n")
+    lines = [{"turns": ["x"], "reference": 1}] * 2 + [line]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, _, error = run_command("judge", "--tasks", tmp_path / "q.jsonl", "--out", tmp_path / "out")
     assert code == 2
     assert error.startswith("error: ")

@@ -97,8 +97,9 @@ def read_questions(files: Sequence[Path], run_tests: bool) -> list[Question]:
                 raise UserError(f"{where} has no right answer: give it a reference, or a test with entry_point")
             if reference.kind == PROGRAM and not run_tests:
                 raise UserError(f"{where} has a test: allow tests to run with --run-tests")
-            task = entry.get("task")
-            number = prompt_hash(text)
+            task, number = entry.get("task"), prompt_hash(text)
+            if number in found and found[number].reference != reference:
+                raise UserError(f"{where} has another right answer to {text[:40]!r} than an earlier line: keep one")
             found[number] = Question(task if isinstance(task, str) and task else file.stem, text, reference, number)
     if run_tests and not sandbox.is_available():
         raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
@@ -111,7 +112,7 @@ class Journal:
     def __init__(self, folder: Path, settings: Mapping[str, Any], questions: Sequence[Question]) -> None:
         """Open a folder and read what it holds; UserError for other settings or a damaged line."""
         self.found = {question.number: MinedQuestion(question) for question in questions}
-        self._file = folder / JOURNAL
+        self._file, self._width = folder / JOURNAL, 0
         known = read_optional_json(folder / SETTINGS)
         for name, value in settings.items():
             if known and known.get(name) != value:
@@ -152,6 +153,9 @@ class Journal:
     def _apply(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
         if "hidden" in entry:
             hidden = np.frombuffer(base64.b64decode(entry["hidden"]), "<f4")
+            self._width = self._width or len(hidden)
+            if len(hidden) != self._width:
+                raise ValueError(f"hidden states of {len(hidden)} values after some of {self._width}")
             mined.mismatches.append(Mismatch(entry["position"], entry["drafted"], entry["important"], hidden))
         if "answer" in entry:
             mined.answer = [*mined.answer[: entry.get("position", 0)], *entry["answer"]]
@@ -207,9 +211,8 @@ class Miner:
 
     def mine(self, journal: Journal, progress: Callable[[dict[str, float]], None]) -> None:
         """Mine all questions of the journal that are not done. Each mismatch is stored at once."""
-        waiting = deque(mined for mined in journal.found.values() if not mined.is_done)
-        for mined in waiting:
-            self._room(mined.question)
+        undone = (mined for mined in journal.found.values() if not mined.is_done)
+        waiting = deque((mined, self._prompt(mined.question)) for mined in undone)
         running: dict[int, tuple[MinedQuestion, Generator[Completion, Written, None]]] = {}
         settings = EngineOptions(nodes=1, batch=self._options.batch)
         started, before = time.monotonic(), sum(mined.written for mined in journal.found.values())
@@ -225,8 +228,8 @@ class Miner:
 
             while waiting or running:
                 while waiting and len(running) < self._options.batch:
-                    mined = waiting.popleft()
-                    submit(mined, self._steps(mined, journal), None)
+                    mined, prompt = waiting.popleft()
+                    submit(mined, self._steps(mined, prompt, journal), None)
                 for run in engine.step():
                     if run.finish_reason is None:
                         continue
@@ -240,11 +243,11 @@ class Miner:
     def _stop_ids(self) -> frozenset[int]:
         return frozenset(self._target.tokenizer.stop_ids)
 
-    def _steps(self, mined: MinedQuestion, journal: Journal) -> Generator[Completion, Written, None]:
-        """Mine one question; yield each text that the target must continue."""
-        prompt, most = tuple(self._target.tokenizer.encode_prompt(mined.question.text)), self._room(mined.question)
+    def _steps(self, mined: MinedQuestion, start: Completion, journal: Journal) -> Generator[Completion, Written, None]:
+        """Mine one question; yield each text that the target must continue, `start` first."""
+        prompt, most = start
         if not mined.own:
-            tokens = (yield Completion(prompt, most)).tokens
+            tokens = (yield start).tokens
             journal.add(mined, {"answer": tokens, "written": len(tokens)})
         own, place = self._final_answer(mined, mined.own), 0
         if mined.mismatches:
@@ -274,16 +277,16 @@ class Miner:
                 drafted = self._drafted(prompt, mined.answer, place)
         journal.add(mined, {"done": True})
 
-    def _room(self, question: Question) -> int:
-        """Return the most tokens of an answer that both contexts hold; UserError if they hold none."""
-        length = len(self._target.tokenizer.encode_prompt(question.text))
+    def _prompt(self, question: Question) -> Completion:
+        """Return the prompt, and the most tokens of an answer that both contexts hold; UserError if they hold none."""
+        tokens = tuple(self._target.tokenizer.encode_prompt(question.text))
         target, draft = self._target.model.max_positions, self._draft.model.max_positions
-        if (room := min(target - 1, draft) - length) < 1:  # the target writes a token after the drafted one
+        if (room := min(target - 1, draft) - len(tokens)) < 1:  # the target writes a token after the drafted one
             raise UserError(
-                f"the question {question.text[:40]!r} has {length} tokens, which with an answer do not fit the"
+                f"the question {question.text[:40]!r} has {len(tokens)} tokens, which with an answer do not fit the"
                 f" contexts of target ({target}) and draft ({draft}): take it out"
             )
-        return min(room, self._options.max_tokens)
+        return Completion(tokens, min(room, self._options.max_tokens))
 
     def _final_answer(self, mined: MinedQuestion, tokens: Sequence[int]) -> Any:
         text = self._target.tokenizer.decode([token for token in tokens if token not in self._stop_ids])
