@@ -1,9 +1,10 @@
-"""Compares rule `judge` with greedy speculation and `top_beta` on questions with right answers: a table and a plot.
+"""Compares acceptance rules on questions with right answers: a table of a bench's results, with intervals, and a plot.
 
-For each rule: the share of right answers, the share whose final answer is the target's own, and tokens per target pass,
-with 95 % intervals by bootstrap over questions. Chains of four drafted tokens, temperature 0, the shipped pair.
+For each rule: the share of right answers, tokens per target pass, and tokens/s over those of greedy speculation, with
+95 % intervals by bootstrap over the questions. Read are folders of `outpace bench --out`, one for each task, which
+measured rule greedy too; docs/benchmarks-rules.md has the command.
 
-    python bench/judge_table.py --tasks questions/sums-test.jsonl --judge judge-sums --other judge-places --plot x.png
+    python bench/judge_table.py bench-sums bench-places --plot judge.png
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,120 +20,181 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from outpace import LLM, UserError
-from outpace.api.prompt_file import read_prompt_file
-from outpace.api.scoring import Reference, final_answer, is_right, read
+from outpace import UserError
+from outpace.bench.contenders import parse_options
+from outpace.bench.store import Record, read_records
 
-RECALLS = (0.8, 0.9, 0.95, 0.99)
-TOP_BETA = ((2, 0.5), (3, 1.0), (5, 3.0))
 RESAMPLES = 2000
-METHOD = {"method": "speculative", "draft_length": 4, "width": 1, "batch": 8, "reuse": False}
-Figures = dict[str, np.ndarray]  # by name, one value for each question
+SHARE = 0.95
+COLORS = {"judge": "C0", "other task's judge": "C1", "top_beta": "C2", "lenience": "C4", "typical": "C5"}
+NEUTRAL = "k"  # plain decoding, greedy, gumbel
 
 
-def rules_of(own: Path, other: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the options of each rule by its label."""
-    rules: dict[str, dict[str, Any]] = {"greedy": {"rule": "greedy"}}
-    for name, judge in (("judge", own), ("other task's judge", other)):
-        for recall in RECALLS if judge is not None else ():
-            rules[f"{name}, {recall:g}"] = {"rule": "judge", "judge": str(judge), "recall": recall}
-    for beta, tau in TOP_BETA:
-        rules[f"top_beta, {beta}, {tau:g}"] = {"rule": "top_beta", "beta": beta, "tau": tau}
-    return rules
+class Measured:
+    """What a bench measured of one method: arrays with one value for each question."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.right = np.array([bool(record.correct) for record in records], float)
+        self.tokens = np.array([sum(record.counts) for record in records], float)
+        self.passes = np.array([len(record.counts) for record in records], float)
+        self.decoded = np.array([record.decoded for record in records], float)
+        self.seconds = np.array([record.decode_seconds for record in records], float)
+        self.relaxed = sum(record.relaxed or 0 for record in records) / self.tokens.sum()
 
 
-def measure(options: dict[str, Any], texts: Sequence[str], references: Sequence[Reference], most: int) -> Figures:
-    """Answer all questions by one rule."""
-    with LLM(**METHOD, **options) as llm:
-        results = llm.generate([[{"role": "user", "content": text}] for text in texts], max_tokens=most)
-    pairs = list(zip(references, (result.text for result in results), strict=True))
-    finals = [final_answer(*pair) for pair in pairs]
-    return {
-        "right": np.array([bool(is_right(*pair)) for pair in pairs], float),
-        "final": np.array(finals, object),
-        "tokens": np.array([len(result.tokens) for result in results], float),
-        "passes": np.array([result.figures.passes for result in results], float),
-        "relaxed": np.array([result.figures.relaxed for result in results], float),
+def read(folder: Path) -> tuple[str, dict[str, Measured]]:
+    """Read a folder; return its task, and what was measured by the method's label, of the questions that all methods
+    answered. UserError if it lacks rule greedy."""
+    latest = {record.key: record for record in read_records(folder) if record.correct is not None}
+    found: dict[str, dict[str, Record]] = {}
+    for record in latest.values():
+        found.setdefault(record.label, {})[record.prompt] = record
+    shared = sorted(set.intersection(*map(set, found.values()))) if found else []
+    if not shared or not any(rule_of(label)[0] == "greedy" for label in found):
+        raise UserError(f"{folder} has no question that all methods answered, rule greedy too")
+    measured = {label: Measured([own[prompt] for prompt in shared]) for label, own in found.items()}
+    return f"{next(iter(latest.values())).task}, {len(shared)} questions", measured
+
+
+def rule_of(label: str) -> tuple[str, dict[str, str]]:
+    """Return the rule of a label, and the rule's options with the temperature; plain decoding is its own rule."""
+    [(_, name, options)] = parse_options("methods", label)
+    names = list(options)
+    return options.get("rule", name), {
+        one: options[one] for one in names[names.index("rule") + 1 if "rule" in names else 0 :]
     }
 
 
-def interval(values: np.ndarray, weights: np.ndarray | None = None) -> tuple[float, float, float]:
-    """Return the ratio of the sums (without weights: the mean) and its 95 % interval over resampled questions."""
-    weights = np.ones_like(values) if weights is None else weights
-    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(values[drawn].sum(1) / weights[drawn].sum(1), (0.025, 0.975))
-    return float(values.sum() / weights.sum()), float(low), float(high)
+def kind_of(label: str, own_judge: str | None) -> tuple[str, str]:
+    """Return the kind of a rule and its setting, for a table."""
+    rule, options = rule_of(label)
+    judge = options.pop("judge", own_judge)
+    kind = rule if judge == own_judge or rule != "judge" else "other task's judge"
+    return kind, ", ".join(f"{name} {value}" for name, value in options.items())
 
 
-def table_rows(measured: dict[str, Figures]) -> list[dict[str, Any]]:
-    """Return the row of each rule."""
-    own = measured["greedy"]["final"]
-    return [
-        {
-            "rule": label,
-            "right": interval(found["right"]),
-            "same_answer": interval((found["final"] == own).astype(float)),
-            "tokens_per_pass": interval(found["tokens"], found["passes"]),
-            "relaxed": float(found["relaxed"].sum() / found["tokens"].sum()),
-        }
-        for label, found in measured.items()
-    ]
+def interval(one: np.ndarray, per: np.ndarray) -> tuple[float, float, float]:
+    """Return the ratio of two sums over questions, and its interval over resampled questions: [questions] each."""
+    drawn = _resampled(len(one))
+    return _with_bounds(one.sum() / per.sum(), one[drawn].sum(1) / per[drawn].sum(1))
+
+
+def speed_ratio(own: Measured, base: Measured) -> tuple[float, float, float]:
+    """Return tokens/s over those of `base`, and its interval over resampled questions, the same ones for both."""
+    drawn = _resampled(len(own.tokens))
+    rates = [(each.decoded, each.seconds) for each in (own, base)]
+    ratio, resampled = (
+        np.divide(*(decoded.sum() / seconds.sum() for decoded, seconds in rates)),
+        np.divide(*(decoded[drawn].sum(1) / seconds[drawn].sum(1) for decoded, seconds in rates)),
+    )
+    return _with_bounds(ratio, resampled)
+
+
+def _resampled(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def _with_bounds(value: float, resampled: np.ndarray) -> tuple[float, float, float]:
+    low, high = np.quantile(resampled, (0.5 - SHARE / 2, 0.5 + SHARE / 2))
+    return float(value), float(low), float(high)
+
+
+def table_rows(measured: dict[str, Measured]) -> list[dict[str, Any]]:
+    """Return the row of each method, in the order of the bench."""
+    greedy = next(label for label in measured if rule_of(label)[0] == "greedy")
+    own_judge = next((rule_of(label)[1]["judge"] for label in measured if rule_of(label)[0] == "judge"), None)
+    rows = []
+    for label, found in measured.items():
+        kind, setting = kind_of(label, own_judge)
+        rows.append(
+            {
+                "rule": kind,
+                "setting": setting,
+                "right": interval(found.right, np.ones_like(found.right)),
+                "tokens_per_pass": interval(found.tokens, found.passes),
+                "speed": speed_ratio(found, measured[greedy]),
+                "relaxed": float(found.relaxed),
+            }
+        )
+    return rows
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table("rule", "right", "target's final answer", "tokens per pass", "relaxed")
+    table = Table("rule", "setting", "right", "tokens per pass", "tokens/s over greedy", "relaxed")
     for row in rows:
-        shares = [f"{value:.2f} ({low:.2f} to {high:.2f})" for value, low, high in (row["right"], row["same_answer"])]
-        value, low, high = row["tokens_per_pass"]
-        table.add_row(row["rule"], *shares, f"{value:.2f} ({low:.2f} to {high:.2f})", f"{row['relaxed']:.0%}")
-    Console(width=120).print(table)
+        cells = [f"{row[name][0]:.2f} ({row[name][1]:.2f} to {row[name][2]:.2f})" for name in FIGURES]
+        table.add_row(row["rule"], row["setting"], *cells, f"{row['relaxed']:.0%}")
+    Console(width=140).print(table)
+
+
+FIGURES = ("right", "tokens_per_pass", "speed")
 
 
 def plot(named: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Draw the share of right answers over tokens per pass, one panel per task."""
+    """Draw the share of right answers over tokens per pass and over tokens/s, one row of panels per task."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6 * len(named), 4.4), layout="constrained")
-    for axes, (task, rows) in zip(figure.subplots(1, len(named), squeeze=False)[0], named.items(), strict=True):
-        for kind, color in (("greedy", "k"), ("judge", "C0"), ("other task's judge", "C1"), ("top_beta", "C2")):
-            own = [row for row in rows if row["rule"].partition(",")[0] == kind]
-            x, y = (np.array([row[name] for row in own]) for name in ("tokens_per_pass", "right"))
-            if own:
-                spans = [np.abs(points[:, 1:] - points[:, :1]).T for points in (x, y)]
-                axes.errorbar(x[:, 0], y[:, 0], spans[1], spans[0], "o-", color=color, label=kind, lw=1, elinewidth=0.5)
-        axes.set_title(task, loc="left", fontsize=10)
-        axes.set_xlabel("tokens per target pass")
-        axes.set_ylabel("share of right answers")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure = Figure(figsize=(11.0, 4.2 * len(named)), layout="constrained")
+    panels = figure.subplots(len(named), 2, squeeze=False)
+    for row_of_panels, (task, rows) in zip(panels, named.items(), strict=True):
+        for axes, measure, text in zip(
+            row_of_panels, FIGURES[1:], ("tokens per target pass", "tokens/s over greedy speculation"), strict=True
+        ):
+            for kind in dict.fromkeys(row["rule"] for row in rows):
+                own = [row for row in rows if row["rule"] == kind]
+                for temperature in dict.fromkeys(_temperature(row) for row in own):
+                    some = [row for row in own if _temperature(row) == temperature]
+                    _draw(
+                        axes,
+                        f"{kind}{f', T {temperature}' if temperature else ''}",
+                        kind,
+                        some,
+                        measure,
+                        bool(temperature),
+                    )
+            axes.set_title(task, loc="left", fontsize=10)
+            axes.set_xlabel(text)
+            axes.set_ylabel("share of right answers")
+            axes.set_ylim(0, 1)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.3)
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(file, dpi=120)
+
+
+def _temperature(row: dict[str, Any]) -> str:
+    return str(row["setting"]).partition("temperature ")[2]
+
+
+def _draw(axes: Any, name: str, kind: str, rows: list[dict[str, Any]], measure: str, is_sampled: bool) -> None:
+    """Draw the settings of one rule, joined in the order of their speed; hollow where it samples."""
+    rows = sorted(rows, key=lambda row: float(row[measure][0]))
+    x, y = (np.array([row[figure] for row in rows]) for figure in (measure, "right"))
+    spans = [np.abs(points[:, 1:] - points[:, :1]).T for points in (x, y)]
+    marks = {"autoregressive": "x", "greedy": "s", "gumbel": "s"}
+    style = {"marker": marks.get(kind, "o"), "ls": "--" if is_sampled else "-", "lw": 1, "elinewidth": 0.4, "ms": 5}
+    color = COLORS.get(kind, NEUTRAL)
+    axes.errorbar(
+        x[:, 0], y[:, 0], spans[1], spans[0], color=color, mfc="none" if is_sampled else color, label=name, **style
+    )
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=Path, nargs="+", required=True)
-    parser.add_argument("--judge", type=Path, nargs="+", required=True, help="the judge of each task")
-    parser.add_argument("--other", type=Path, nargs="*", default=[], help="for each task, the judge of another")
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     named: dict[str, list[dict[str, Any]]] = {}
-    for number, (task, judge) in enumerate(zip(args.tasks, args.judge, strict=True)):
-        entries = read_prompt_file(task)[: args.prompts]
-        texts = [entry["turns"][0] for entry in entries]
-        references = [read(entry, text, str(task)) for entry, text in zip(entries, texts, strict=True)]
-        rules = rules_of(judge, args.other[number] if number < len(args.other) else None)
-        answer = partial(measure, texts=texts, references=references, most=args.max_tokens)
-        name = f"{entries[0].get('task', task.stem)}, {len(texts)} questions"
-        named[name] = table_rows({label: answer(options) for label, options in rules.items()})
+    for folder in args.folders:
+        name, measured = read(folder)
+        named[name] = table_rows(measured)
         print(name)
         show(named[name])
-        if args.plot:
-            plot(named, args.plot)
+    if args.plot:
+        plot(named, args.plot)
     print(json.dumps(named))
 
 
