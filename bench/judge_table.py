@@ -2,7 +2,8 @@
 
 For each rule: the share of right answers, tokens per target pass, and tokens/s over those of greedy speculation, with
 95 % intervals by bootstrap over the questions. Read are folders of `outpace bench --out`, one for each task, which
-measured rule greedy too; docs/benchmarks-rules.md has the command.
+measured rule greedy too; docs/benchmarks-rules.md has the command. Lenience l at temperature 0 accepts what has p > (1
+- l) max p (Leviathan et al., arXiv:2211.17192, appendix A.5): rule top_beta with beta 256 and tau -log(1 - l).
 
     python bench/judge_table.py bench-sums bench-places --plot judge.png
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ RESAMPLES = 2000
 SHARE = 0.95
 COLORS = {"judge": "C0", "other task's judge": "C1", "top_beta": "C2", "lenience": "C4", "typical": "C5"}
 NEUTRAL = "k"  # plain decoding, greedy, gumbel
+MANY = 256  # top_beta with this `beta` accepts what is within `tau` of the best: lenience at temperature 0
 
 
 class Measured:
@@ -70,6 +73,8 @@ def kind_of(label: str, own_judge: str | None) -> tuple[str, str]:
     rule, options = rule_of(label)
     judge = options.pop("judge", own_judge)
     kind = rule if judge == own_judge or rule != "judge" else "other task's judge"
+    if options.get("beta") == str(MANY):
+        return "lenience", f"lenience {1 - math.exp(-float(options['tau'])):.2g}"
     return kind, ", ".join(f"{name} {value}" for name, value in options.items())
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from files import write_gguf
 
+from outpace.bench.store import ANSWERS, Record, Store
+from outpace.core.errors import UserError
 from outpace.simulate.costs import measured as costs_by_rows
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.trace import synthetic_trace
@@ -18,6 +20,7 @@ from outpace.simulate.trace import synthetic_trace
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import head_steps
+import judge_table
 import ready
 import stated_batches
 
@@ -107,3 +110,49 @@ def test_drafting_on_a_wire_between_two_namespaces_changes_no_text() -> None:
     assert last["equal"]
     assert [row["layout"] for row in last["rows"]] == ["worker", "client"]
     assert all(row["up"] > row["down"] > 0 for row in last["rows"])
+
+
+def test_rules_are_compared_with_greedy_on_the_questions_that_all_answered(tmp_path: Path) -> None:
+    store, method = Store(tmp_path, {}), "speculative:width=1,rule="
+    seconds = {"greedy": 2.0, "judge,judge=a,recall=0.8": 1.0, "judge,judge=b,recall=0.8": 4.0}
+    seconds["top_beta,beta=256,tau=0.693"] = 2.0
+    for rule, time in seconds.items():
+        for number in range(9 if rule == "greedy" else 8):
+            counts = (1, 3) if rule == "greedy" or number % 2 else (1, 3, 3)
+            record = Record(
+                label=method + rule,
+                task="t",
+                prompt=str(number),
+                round=0,
+                tokens=(0,) * sum(counts),
+                seconds=time,
+                first_token=0.0,
+                arrivals=tuple(time * place for place in range(len(counts))),
+                counts=counts,
+                correct=number > 1,
+            )
+            store.add(record)
+    name, measured = judge_table.read(tmp_path)
+    greedy, judge, other, lenience = judge_table.table_rows(measured)
+    assert name == "t, 8 questions"
+    assert [row["rule"] for row in (greedy, judge, other, lenience)] == [
+        "greedy",
+        "judge",
+        "other task's judge",
+        "lenience",
+    ]
+    assert (judge["setting"], lenience["setting"]) == ("recall 0.8", "lenience 0.5")
+    assert greedy["tokens_per_pass"] == (2.0, 2.0, 2.0)
+    assert greedy["speed"] == (1.0, 1.0, 1.0)
+    assert judge["tokens_per_pass"][0] == pytest.approx((4 * 7 + 4 * 4) / (4 * 3 + 4 * 2))
+    assert judge["speed"] == pytest.approx((2.0, 2.0, 2.0))
+    assert other["speed"][0] == pytest.approx(0.5)
+    value, low, high = judge["right"]
+    assert low < value == 0.75 < high
+    judge_table.plot({name: judge_table.table_rows(measured)}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    empty = tmp_path / "none"
+    Store(empty, {})
+    (empty / ANSWERS).touch()
+    with pytest.raises(UserError, match="has no question that all methods answered, rule greedy too"):
+        judge_table.read(empty)
