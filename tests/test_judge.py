@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from outpace.decoders import Speculative
 from outpace.engine.engine import Engine
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules.judge import FILE, Judge, JudgedNode, JudgeFile
+from outpace.server.service import system_fingerprint
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (2, 7, 1, 8))
 TAP = 2
@@ -301,6 +303,21 @@ def test_a_request_to_a_server_chooses_the_judge(tiny_pair: tuple[Loaded, Loaded
         with served(llm) as site:
             refused = site.complete(PROMPT, **asked)
             assert (refused.status, "rule 'judge' is not allowed here" in refused.error["message"]) == (400, True)
+
+
+def test_a_servers_fingerprint_depends_on_the_judge_and_its_threshold(
+    tiny_pair: tuple[Loaded, Loaded], tmp_path: Path
+) -> None:
+    found, judges = [], [random_judge(tmp_path / str(seed), tiny_pair[0], seed) for seed in (0, 1)]
+    shutil.copytree(judges[0], tmp_path / "copy")
+    for folder, threshold in ((judges[0], 0.5), (tmp_path / "copy", 0.5), (judges[1], 0.5), (judges[0], 0.4)):
+        options = {"judge": str(folder), "threshold": threshold}
+        with LLM(*tiny_pair, rules=["judge"], **options) as llm:
+            found.append(system_fingerprint(llm))
+    with LLM(*tiny_pair) as llm:
+        found.append(system_fingerprint(llm))
+    assert found[0] == found[1]
+    assert len({*found}) == 4
 
 
 def test_the_command_line_takes_the_judge(random_judge_folder: Path, tiny_folder: str) -> None:

@@ -43,6 +43,12 @@ RECALL = 0.9  # the paper's
 _GREEDY = Greedy()
 
 
+def find_judge(path: Path | str) -> Path:
+    """Return a judge's file, given the file or its folder."""
+    path = Path(path).expanduser()
+    return path / FILE if path.is_dir() else path
+
+
 @dataclass(frozen=True)
 class JudgeFile:
     """A trained judge: p(important) = sigmoid(weight . hidden + bias), with the scaler folded into both.
@@ -67,8 +73,7 @@ class JudgeFile:
     def read(cls, path: Path) -> JudgeFile:
         """Read a judge's file, or the one in a folder; UserError if it is no judge or damaged."""
         try:
-            path = path.expanduser()
-            path = path / FILE if path.is_dir() else path
+            path = find_judge(path)
             with safe_open(path, "numpy") as file:
                 known = file.metadata() or {}
                 if known.get("format") != FORMAT:

@@ -8,10 +8,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
+from outpace.core import registry
 from outpace.models.files.cache import sampled_digest
+from outpace.rules.judge import find_judge
 from outpace.server import logs
 from outpace.server.admission import Admission, Reservation
 from outpace.server.choices import ChoiceGroup
@@ -181,7 +184,7 @@ class Service:
 def system_fingerprint(llm: LLM) -> str:
     """Return `system_fingerprint`, equal for two servers that write equal texts for equal seeds and requests.
 
-    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode and rule.
+    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode, rule and rules' options.
     """
     target = llm.target
     model, tokenizer, place = target.model, target.tokenizer, target.files() if target.files else None
@@ -196,9 +199,18 @@ def system_fingerprint(llm: LLM) -> str:
         "arithmetic": getattr(model, "arithmetic", None),
         "instructions": model.instruction_set if not model.exact else None,
         "rule": llm.rule,
+        "rules": [(name, _options_of(name, llm)) for name in llm.build_options.known_rules],
         "vocabulary": sorted(tokenizer.stop_ids),
         "template": tokenizer.chat_template,
         "files": [(file.name, sampled_digest(file)) for file in files if file.is_file()],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _options_of(rule: str, llm: LLM) -> dict[str, Any]:
+    """Return a rule's options; a judge is represented by its file's digest."""
+    options = asdict(registry.build_options(registry.find("rules", rule), llm.build_options.part_options))
+    if options.get("judge"):
+        options["judge"] = sampled_digest(find_judge(options["judge"]))
+    return options
