@@ -154,10 +154,13 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
         if row.label == baseline(row.label):
             axes.axhline(y, color=INK, linewidth=0.8, linestyle=":")
     axes.margins(0.2, 0.12)
+    middle = sum(axes.get_xlim()) / 2
     for place, (point, row) in enumerate(sorted(zip(points, rows, strict=True), key=lambda pair: pair[0])):
         name = _JUDGE.sub("", row.label.partition("rule=")[2]) or row.label
-        offset = 7, (4, -4)[place % 2]  # names of neighbours one above the other
-        text = axes.annotate(name, point, offset, textcoords="offset points", fontsize=7, color=INK, va="center")
+        x, side = (-7, "right") if point[0] > middle else (7, "left")
+        offset = x, (4, -4)[place % 2]  # names of neighbours one above the other
+        style = {"textcoords": "offset points", "fontsize": 7, "color": colors[row.label], "va": "center", "ha": side}
+        text = axes.annotate(name, point, offset, **style)
         text.set_in_layout(False)
     axes.set_xlabel("speedup over plain decoding", color=INK)
     axes.set_ylabel("perplexity" if measure == "perplexity" else "share of right answers", color=INK)
