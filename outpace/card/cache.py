@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from outpace_kernels import NodeDelta
 
-from outpace.core.tree import Role, TokenTree
+from outpace.core.tree import Role, TokenTree, best_chain
 from outpace.core.types import Verdict
 
 _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
@@ -156,7 +156,7 @@ class CandidateCache:
             if not self.visibility.secondary:
                 tree = tree.copy([node for node in range(len(tree)) if self._sees(node)])
             if self.visibility.chain:
-                return tree.copy(_best_chain(tree, max(budget, 1)))
+                return tree.copy(best_chain(tree, max(budget, 1)))
             return tree.best_copy(max(budget, 1))
 
     def add_late_children(self, tree: TokenTree) -> int:
@@ -255,11 +255,3 @@ class CandidateCache:
             self._tree.vocab_size = vocab_size
         else:
             self._tree = self._tree.below(root)
-
-
-def _best_chain(tree: TokenTree, count: int) -> list[int]:
-    """Return the chain of best children from the root, at most `count` nodes."""
-    path = [0]
-    while len(path) < count and (children := tree.children(path[-1])):
-        path.append(max(children, key=lambda child: (tree.scores[child], -child)))
-    return path

@@ -147,6 +147,14 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
     return mask
 
 
+def best_chain(tree: TokenTree, count: int | None = None) -> list[int]:
+    """Return the chain of best children from the root, at most `count` nodes."""
+    path = [0]
+    while (count is None or len(path) < count) and (children := tree.children(path[-1])):
+        path.append(max(children, key=lambda child: (tree.scores[child], -child)))
+    return path
+
+
 def best_nodes(tree: TokenTree, count: int, q_at_leaves: bool = False) -> list[int]:
     """Return the `count` nodes with the best path scores, parents first. They are closed under ancestors.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.core.options import whole
-from outpace.core.tree import TokenTree
+from outpace.core.tree import TokenTree, best_chain
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.planning.planner import Planner, PlannerOptions
@@ -51,8 +51,12 @@ class Auto(Decoder):
             while True:
                 planner.begin()
                 yield from _look_up(tree, planner)
+                if context.chains:
+                    tree = tree.copy(best_chain(tree))
                 if not planner.is_plain:
                     yield from _grow(tree, planner)
+                if context.chains:
+                    tree = tree.copy(best_chain(tree))
                 if len(nodes := planner.chosen(tree)) < len(tree):
                     tree = tree.copy(nodes)
                 picks = yield Verify(tree)

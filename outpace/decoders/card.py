@@ -9,7 +9,9 @@ after a miss the target may wait for a short just-in-time draft. `--as-published
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from typing import Any
 
 from outpace.card.cache import VisibilityOptions
@@ -59,12 +61,16 @@ class Card(Decoder):
             steps = options.lockstep or PUBLISHED_STEPS
             options = replace(options, just_in_time=0, chain=True, secondary=False, lockstep=steps)
         candidates = context.candidates
-        candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain)
+        candidates.visibility = VisibilityOptions(options.secondary, options.late, options.chain or context.chains)
         context.set_directives(directives(options))
         while True:
             if candidates.missed and options.just_in_time:
                 yield Await(options.just_in_time)
-            tree = candidates.query(context.budget if options.chain else num_rows(context))
+            if context.chains:
+                tree = candidates.query(context.budget)
+                tree = tree.copy(range(num_rows(context, [*map(exp, tree.scores)][1:])))
+            else:
+                tree = candidates.query(context.budget if options.chain else num_rows(context))
             if options.lockstep:
                 context.set_directives(directives(options))
             picks = yield Verify(tree)
@@ -79,8 +85,10 @@ def directives(options: Card.Options) -> DraftDirectives:
     return DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_layers=options.as_published)
 
 
-def num_rows(context: RequestContext) -> int:
-    """Return how many of the best candidates, root included, are worth their rows at measured times."""
-    chances = context.candidates.best_chances(context.budget - 1)
+def num_rows(context: RequestContext, chances: Sequence[float] | None = None) -> int:
+    """Return how many of the best candidates, root included, are worth their rows at measured times; `chances`: of a
+    chain's nodes, instead of those of all candidates."""
+    if chances is None:
+        chances = context.candidates.best_chances(context.budget - 1)
     price = context.costs.tokens_per_second(context.requests)
     return context.costs.best_rows(chances, context.rows_of_others, price)[0]

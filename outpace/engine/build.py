@@ -297,7 +297,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
         return Engine(target.model, options=settings, needs=needs)
     if options.is_remote:
         registry.check_known(modules, values)
-        worker = _build_remote_worker(options, target)
+        worker = build_remote_worker(str(options.worker), target)
         return _engine_of(target, worker, settings)
     name = options.drafter or default_drafter(options.method, draft.drafter if draft else None)
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
@@ -328,9 +328,10 @@ def _engine_of(target: Loaded, worker: DraftWorker, settings: EngineOptions, nee
         raise
 
 
-def _build_remote_worker(options: BuildOptions, target: Loaded) -> DraftWorker:
-    """Connect to a drafter on another machine; UserError if the host is unknown or refuses this target."""
-    address = read_address(str(options.worker))
+def build_remote_worker(worker: str, target: Loaded) -> DraftWorker:
+    """Connect to a drafter on another machine, grpc://HOST:PORT; UserError if the host is unknown or refuses this
+    target."""
+    address = read_address(worker)
     require("a drafter on another machine", "remote", "grpc")
     from outpace.card.remote import RemoteWorker
     from outpace.card.wire import identity_of

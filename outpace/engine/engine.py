@@ -382,7 +382,4 @@ class Engine(AbstractContextManager["Engine"]):
         if is_first and self.costs.is_timed(rows, 1):
             return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)
-        requests = before = len(batch.trees)
-        for layer, growing in enumerate(self._planned.layers if requests > 1 else ()):
-            self.costs.sharing(requests, layer).learn(growing, before)
-            before = growing
+        self.costs.record_layers(len(batch.trees), self._planned.layers)

@@ -175,6 +175,13 @@ class CostModel:
         does: they share its forward."""
         return self._sharing[requests, min(layer, _LAYERS)]
 
+    def record_layers(self, requests: int, layers: Sequence[int]) -> None:
+        """Record for how many of the requests of a round each draft layer was grown."""
+        before = requests
+        for layer, growing in enumerate(layers if requests > 1 else ()):
+            self.sharing(requests, layer).learn(growing, before)
+            before = growing
+
     def expect_draft_steps(self, target: Model, drafters: Iterable[Drafter]) -> None:
         """Set priors for draft steps from the sizes of the weights: passes over few rows are bound by memory."""
         whole = target.weight_bytes

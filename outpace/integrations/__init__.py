@@ -1,0 +1,1 @@
+"""Drafters of outpace for other engines."""
