@@ -27,7 +27,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PORT, LENGTH = 8100, 1024
-SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 SETTINGS |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 CORRECT = "Correct the spelling of this letter and write it out in full:\n\n"
 LETTERS = (
@@ -95,7 +100,7 @@ def serve_vllm(args: argparse.Namespace, replies: Any) -> None:
     given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     llm = LLM(args.model, **given, **speculation(args.engine, args.drafts, args.draft))
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
-    llm.generate("Hello", SamplingParams(max_tokens=4), use_tqdm=False)
+    llm.generate("one two three, one two three, one two", SamplingParams(max_tokens=32), use_tqdm=False)  # warm-up
     say(replies, {})
     for line in sys.stdin:
         messages = [[{"role": "user", "content": text}] for text in json.loads(line)]

@@ -87,7 +87,7 @@ def directives(options: Card.Options) -> DraftDirectives:
 
 def num_rows(context: RequestContext, chances: Sequence[float] | None = None) -> int:
     """Return how many of the best candidates, root included, are worth their rows at measured times; `chances`: of a
-    chain's nodes, instead of those of all candidates."""
+    chain's nodes, instead of all candidates'."""
     if chances is None:
         chances = context.candidates.best_chances(context.budget - 1)
     price = context.costs.tokens_per_second(context.requests)
