@@ -7,8 +7,9 @@ shipped one in float32, and one core. In each run all engines answer the same te
 correct, a story, and eight requests at once; no text comes twice, because past answers are copied from. `outpace` is
 the drafter ngram+suffix, `model` the shipped draft with ngram on the engine's core, `remote` a draft worker with the
 shipped draft in another network namespace, once for each of --delays (milliseconds one way; Linux, root). A row has
-the medians of the runs: tokens per second with the prompt's time, and the ratio to `plain` of the same run. The exit
-status is 1 if a text differs. The last line is JSON.
+the medians of the runs: tokens per second with the prompt's time, tokens per second of the process's CPU time, which
+other programs on the machine hardly change, and the ratios of both to `plain` of the same run. The exit status is 1 if
+a text differs. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SETTINGS |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM
 CORRECT = "Correct the spelling of this letter and write it out in full:\n\n"
 LETTERS = (
     "Dear Mr Hill,\nI am writting to complain about the table wich I orderd in May. It arived two weeks late, and"
-    " it was brokn. I have phoned your office three times, but nobody could tell me when a new table is sent. Please"
+    " it was brokn. I have phoned your office three times, but was not told when a new table is sent. Please"
     " send me a new table or give me my money back before the end of the month.\nYours sincerly,\nAnna Brook",
     "Dear Ms Lopez,\nThank you for the invitaton to speak at the libary in October. I would be hapy to come and talk"
     " about the history of our town and its old bridges. Could you tell me how many poeple will come, and wether I find"
@@ -98,16 +99,23 @@ def serve_vllm(args: argparse.Namespace, replies: Any) -> None:
     from vllm import LLM, SamplingParams
 
     given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
-    llm = LLM(args.model, **given, **speculation(args.engine, args.drafts, args.draft))
+    llm = LLM(args.model, disable_log_stats=False, **given, **speculation(args.engine, args.drafts, args.draft))
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
     llm.generate("one two three, one two three, one two", SamplingParams(max_tokens=32), use_tqdm=False)  # warm-up
     say(replies, {})
     for line in sys.stdin:
         messages = [[{"role": "user", "content": text}] for text in json.loads(line)]
-        began = time.perf_counter()
+        before, began, cpu = counters(llm), time.perf_counter(), time.process_time()
         outputs = llm.chat(messages, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        say(replies, {"seconds": seconds, "tokens": [list(one.outputs[0].token_ids) for one in outputs]})
+        answer = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+        answer |= {name: value - before.get(name, 0) for name, value in counters(llm).items()}
+        say(replies, answer | {"tokens": [list(one.outputs[0].token_ids) for one in outputs]})
+
+
+def counters(llm: Any) -> dict[str, int]:
+    """Return how many draft tokens vLLM has verified and accepted."""
+    names = {"vllm:spec_decode_num_draft_tokens": "drafted", "vllm:spec_decode_num_accepted_tokens": "accepted"}
+    return {names[one.name]: int(one.value) for one in llm.get_metrics() if one.name in names}
 
 
 def serve_drafts(replies: Any) -> None:
@@ -157,6 +165,7 @@ class Child:
         command += ["--tokens", str(args.tokens), "--drafts", str(args.drafts)]
         command += ["--socket", str(theirs.fileno())] if on_wire else []
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes["env"] = os.environ | {"PYTHONPATH": str(HERE.parent)}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()] if on_wire else [], **pipes)
         theirs.close()
         self.device = socket.recv_fds(ours, 1, 1)[1][0] if on_wire else -1
@@ -239,7 +248,10 @@ def main() -> None:
                         expected = expected or found["tokens"]
                         equal &= found["tokens"] == expected
                         row = {"run": run, "task": task, "engine": f"{name} {delay:g} ms" if name == "remote" else name}
-                        row |= {"tokens_per_second": sum(map(len, found["tokens"])) / found["seconds"]}
+                        count = sum(map(len, found["tokens"]))
+                        row |= {"tokens_per_second": count / found["seconds"]}
+                        row |= {"per_cpu_second": count / found["cpu_seconds"]}
+                        row |= {name: found.get(name, 0) for name in ("drafted", "accepted")}
                         results.append(row | {"equal": found["tokens"] == expected})
                         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     rows = summary(results)
@@ -252,13 +264,17 @@ def main() -> None:
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the medians of the runs by task and engine; ratios are to `plain` in the same run."""
-    plain = {(one["run"], one["task"]): one["tokens_per_second"] for one in results if one["engine"] == "plain"}
+    plain = {(one["run"], one["task"]): one for one in results if one["engine"] == "plain"}
     rows = []
     for task, engine in dict.fromkeys((one["task"], one["engine"]) for one in results):
         own = [one for one in results if (one["task"], one["engine"]) == (task, engine)]
-        ratios = [one["tokens_per_second"] / plain[one["run"], task] for one in own if plain]
-        row = {"task": task, "engine": engine, "tokens_per_second": median(one["tokens_per_second"] for one in own)}
-        rows.append(row | ({"ratio": median(ratios)} if ratios else {}) | {"equal": all(one["equal"] for one in own)})
+        row: dict[str, Any] = {"task": task, "engine": engine}
+        for name in ("tokens_per_second", "per_cpu_second"):
+            row[name] = median(one[name] for one in own)
+            if plain:
+                row[f"ratio of {name}"] = median(one[name] / plain[one["run"], task][name] for one in own)
+        row |= {name: sum(one[name] for one in own) for name in ("drafted", "accepted")}
+        rows.append(row | {"equal": all(one["equal"] for one in own)})
     return rows
 
 

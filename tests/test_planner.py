@@ -38,6 +38,7 @@ def place_of(
         committed=(RIGHT,),
         costs=costs,
         last_token=RIGHT,
+        chains=False,
         sources=sources,
         batch=BatchRows(requests),
     )

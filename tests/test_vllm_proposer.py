@@ -192,7 +192,7 @@ class RealServing(Serving):
         self.passes = 0
 
         def propose(*arguments: Any) -> list[list[int]]:
-            time.sleep(0.01)
+            time.sleep(0.03)
             self.passes += 1
             drafts: list[list[int]] = proposer.propose(*arguments)
             return drafts
