@@ -3,8 +3,8 @@
 Run: python bench/gguf_draft.py [--target FILE.gguf] [--draft RUN] [--kind F32] [--prompts 20] [--tokens 64]
 By default the pair is the shipped one, with the target's own weights; --kind F32 decodes them to floats first. Needs
 llama-cpp-python. Passes of several rows round differently, which quantised activations amplify. Where a text differs, a
-line names the position and how far the logits of both tokens are apart there. The exit status is 1 if they are further
-apart than 0.5 (quantised) or 0.01 (F32). The last line is JSON.
+line names the position and the gap between the logits of both tokens there. The exit status is 1 if a gap is above 0.5
+(quantised) or 0.01 (F32). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
             same += place < 0
             if place >= 0:
                 gaps.append(gap(plain, [*prompt, *expected[:place]], expected[place], answer.tokens[place]))
-                print(f"prompt {number}: token {place} differs, {gaps[-1]:.3f} logits apart", file=sys.stderr)
+                print(f"prompt {number}: token {place} differs, a gap of {gaps[-1]:.3f}", file=sys.stderr)
         drafting.close()
     found = {"prompts": len(prompts), "equal": same, "gaps": gaps, "drafted": drafted, "accepted": accepted}
     print(json.dumps(found))
