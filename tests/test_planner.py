@@ -307,13 +307,13 @@ def test_chances_of_a_calibrated_drafter_are_not_corrected(are_accepted: bool) -
     copies = Source("suffix", False, is_calibrated=True)
     # A row costs half a token.
     costs = costs_of(*((rows, 6.0 + 3.0 * (rows - 1)) for rows in range(1, 9)), samples=3)
-    planner = planner_of(costs, copies, DRAFT)
     for _ in range(20):
-        tree = chain_of(copies, (0.9, 0.8, 0.7, 0.45))
+        planner, tree = planner_of(costs, copies, DRAFT), chain_of(copies, (0.9, 0.8, 0.7, 0.45))
         planner.begin()
         planner.looked_up(tree)
         assert planner.chosen(tree) == [0, 1, 2, 3]
         planner.learn(tree, [0, 1, 2, 3, 4] if are_accepted else [0])
+        planner.end()
     assert copies.name not in costs.state_dict()["trust"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 def to_python(value: Any) -> Any:
     """Convert a scalar or an array of numpy or torch to Python numbers; return anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
+
+
+def join_rows(parts: Sequence[Any], axis: int = 0) -> Any:
+    """Concatenate arrays, or tensors, of rows; with axis 1 side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, axis) if isinstance(parts[0], np.ndarray) else torch.cat([*parts], axis)
 
 
 def next_power_of_two(count: int, least: int = 1) -> int:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from outpace.core.arrays import join_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -63,6 +65,17 @@ class TargetFeedback(NamedTuple):
         top = None if self.top is None else self.top[nodes]
         hidden = None if self.hidden is None else self.hidden[:, nodes]
         return TargetFeedback(self.ids[nodes], self.tokens[nodes], top, hidden)
+
+
+def join_feedback(outputs: Sequence[TargetFeedback]) -> TargetFeedback:
+    """Join the outputs of several rounds."""
+    if len(outputs) == 1:
+        return outputs[0]
+    ids = [one for output in outputs for one in output.ids]
+    tokens = [one for output in outputs for one in output.tokens]
+    top = [output.top for output in outputs if output.top is not None]
+    hidden = [output.hidden for output in outputs if output.hidden is not None]
+    return TargetFeedback(ids, tokens, np.concatenate(top) if top else None, join_rows(hidden, 1) if hidden else None)
 
 
 def pick_layers(hidden: Any, layers: Sequence[int], wanted: Sequence[int]) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, final
 
 from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource
-from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives, Needs, TargetFeedback
+from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives, Needs, TargetFeedback, join_feedback
 from outpace.core.errors import check_range, check_whole
 from outpace.core.logits import TopK as TopK
 from outpace.core.noise import row_key
@@ -308,6 +308,9 @@ class Observation(NamedTuple):
     seen: TargetFeedback | None = None
 
 
+_MOST_OUTPUTS = 16  # rounds whose output is kept for a drafter
+
+
 class PendingObservations:
     """Collects the rounds that a drafter has not observed yet; it observes them together before it drafts again, which
     may be many rounds later under a planner."""
@@ -315,6 +318,7 @@ class PendingObservations:
     def __init__(self) -> None:
         self._node_ids: list[int] = []
         self._tokens: list[int] = []
+        self._outputs: list[TargetFeedback] = []
         self._last: Observation | None = None
 
     def __bool__(self) -> bool:
@@ -324,13 +328,24 @@ class PendingObservations:
         self._node_ids += seen.node_ids
         self._tokens += seen.tokens
         self._last = seen
+        if seen.seen is not None:
+            self._outputs.append(seen.seen)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the drafter must observe now: the target's output is that of more than a plain round, or of many."""
+        if not self._outputs:
+            return False
+        last = self._outputs[-1]
+        return last.top is not None or len(last.ids) > 1 or len(self._outputs) >= _MOST_OUTPUTS
 
     def take(self) -> Observation | None:
         """Return all collected rounds as one observation and forget them; None if there are none."""
         if self._last is None:
             return None
-        joined = Observation(self._node_ids, self._tokens, self._last.tree, self._last.seen)
-        self._node_ids, self._tokens, self._last = [], [], None
+        output = join_feedback(self._outputs) if self._outputs else None
+        joined = Observation(self._node_ids, self._tokens, self._last.tree, output)
+        self._node_ids, self._tokens, self._outputs, self._last = [], [], [], None
         return joined
 
 

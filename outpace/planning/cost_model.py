@@ -23,7 +23,7 @@ _YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo wh
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _LAYERS = 8  # draft layers with estimates of their own
-_MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
+MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
@@ -77,7 +77,7 @@ class CostModel:
         if rows > requests:
             self._pause = self._planned_from = 0
         elif was_planned:
-            self._pause = min(2 * self._pause or 1, _MAX_PAUSE)
+            self._pause = min(2 * self._pause or 1, MAX_PAUSE)
             self._planned_from = self.num_rounds + self._pause
 
     def is_paused(self, requests: int) -> bool:

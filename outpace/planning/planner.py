@@ -14,7 +14,7 @@ from outpace.core.stats import RoundPlan
 from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER
 from outpace.planning.acceptance import AcceptanceModel
-from outpace.planning.cost_model import YIELD, CostModel
+from outpace.planning.cost_model import MAX_PAUSE, YIELD, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 # Above this chance that lookups continue the root, a model's layer is not typical of what the model adds.
@@ -69,6 +69,7 @@ class Planner:
         self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
         self._is_paused = False  # this round decodes plainly and is not planned
+        self._rest = self._rest_left = 0  # rounds without a plan after the last planned one, if it runs alone; and left
         self._may_pause = WORKER not in context.sources  # a worker drafts anyway, so its candidates are free
         self.uses_drafts = False  # some source drafts in this round
 
@@ -79,9 +80,8 @@ class Planner:
         self.uses_drafts, self.plan = False, None
         for source in self.lookups:
             source.is_asked = False
-        self._is_paused = (
-            self._may_pause and self._costs.is_paused(requests) and not any(map(self._gains, self.lookups))
-        )
+        has_chosen = requests == 1 and self._rest_left > 0
+        self._is_paused = self._may_pause and self._rests(requests)
         if self._is_paused:
             self._rounds, self.is_plain = self._rounds + 1, True
             return
@@ -96,12 +96,30 @@ class Planner:
         self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
             self._why = "a plain round is timed" if self._context.budget > 1 else "one row for each request"
+            for source in self.lookups:
+                source.is_asked = False
             return
         self._lookup_chance, self._num_looked_up = 0.0, 0
         self._row = self.price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
+        if not has_chosen:
+            self._choose_lookups()
+        self.uses_drafts = any(source.is_asked for source in self.lookups)
+
+    def _rests(self, requests: int) -> bool:
+        """Return whether this round is not planned, because no source drafted in the last planned one. A request that
+        runs alone asks its lookup sources nevertheless, and is planned if one of them is due."""
+        if requests > 1:
+            return self._costs.is_paused(requests) and not any(map(self._gains, self.lookups))
+        if not self._rest_left:
+            return False
+        self._rest_left -= 1
+        self._choose_lookups()
+        return not any(source.is_asked for source in self.lookups)
+
+    def _choose_lookups(self) -> None:
+        """Choose the lookup sources that are asked in this round; each is counted once in a round."""
         for source in self.lookups:
             source.is_asked = self._gains(source) or source.is_due(self._repetitions)
-            self.uses_drafts = self.uses_drafts or source.is_asked
 
     def _gains(self, lookup: LookupSource) -> bool:
         """Return whether the tokens that a lookup source adds are worth more than the CPU time that it takes."""
@@ -288,7 +306,10 @@ class Planner:
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from the drafts of a round in which the target accepted this path of the tree."""
         if not self.uses_drafts:
+            if self._may_pause and not self.is_plain and self._context.requests == 1:
+                self._rest = self._rest_left = min(2 * self._rest or 1, MAX_PAUSE)
             return
+        self._rest = 0
         for model in self.models:
             if not model.layers:
                 continue

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.arrays import join_rows
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Model, Part, Session, apply_keep, check_forest
@@ -31,13 +32,6 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
-
-
-def join_rows(parts: Sequence[Any], axis: int = 0) -> Any:
-    """Concatenate arrays, or tensors, of rows; with axis 1 side by side."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts, axis) if isinstance(parts[0], np.ndarray) else torch.cat([*parts], axis)
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.arrays import join_rows
 from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
 from outpace.core.logits import SparseLogits
 from outpace.models.heads.config import HeadConfig
 from outpace.models.heads.dflash import BlockDraft, BlockModel, Markov
-from outpace.models.heads.eagle3 import FeatureSession, join_rows
+from outpace.models.heads.eagle3 import FeatureSession
 from outpace.models.heads.files import HeadFiles
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import host_floats

@@ -19,7 +19,7 @@ from outpace.core.errors import unknown
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
-from outpace.models.base import Capability, Model, Part, Session, check_forest, hidden_row_numbers
+from outpace.models.base import Capability, Model, Part, Session, check_forest
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -51,6 +51,7 @@ class Forest:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.logit_rows: list[int] = []
+        self.hidden_rows: list[int] = []
         self.extras: dict[str, Any] = {}
         self.best = -1
         for part in parts:
@@ -60,6 +61,8 @@ class Forest:
                 self.best = part.best if self.best in (-1, part.best) else 0
             first = len(self.tokens)
             self.logit_rows += [first + node for node in part.logit_rows]
+            if part.hidden_rows:
+                self.hidden_rows += [first + node for node in part.hidden_rows]
             self.tokens += part.tokens
             session = part.session
             length, before = session.length, session.pending
@@ -81,13 +84,14 @@ class Forest:
         tokens, logit_rows = np.array(self.tokens, np.int32), np.array(self.logit_rows, np.int32)
         return sessions, tokens, rope_table.take(self.positions, 0), logit_rows
 
-    def show(self, rows: Sequence[int], layers: Sequence[int], width: int) -> np.ndarray:
-        """Request hidden states of these rows after these numbers of layers; return the buffer for them.
+    def show(self, layers: Sequence[int], width: int) -> np.ndarray:
+        """Request the hidden states after these numbers of layers; return the buffer for them.
 
-        float32 [layers, rows, width]
+        float32 [layers, hidden rows, width]
         """
-        hidden = np.empty((len(layers), len(rows), width), np.float32)
-        self.extras |= {"shown": np.array(rows, np.int32), "layers": np.array(layers, np.int32), "hidden": hidden}
+        hidden = np.empty((len(layers), len(self.hidden_rows), width), np.float32)
+        self.extras |= {"shown": np.array(self.hidden_rows, np.int32), "layers": np.array(layers, np.int32)}
+        self.extras["hidden"] = hidden
         return hidden
 
     def _add_spans(self, part: Part, rows: NativeRows, mlp_width: int) -> None:
@@ -313,15 +317,16 @@ class NativeLlama(Model):
     def _score(self, forest: Sequence[Part]) -> Tensor:
         return tensor_of(self._forward(self._forest(forest)).wide())
 
-    def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
+        check_forest(self, forest)
         logits, hidden = self.score_sparse_hidden(forest, layers)
         return TargetOutput(logits.wide(), hidden, logits.best)
 
     def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
-        """Return sparse logits and hidden states, as `_score_hidden` does, for parts without a `keep`."""
+        """Return sparse logits and hidden states, as `score_hidden` does."""
         rows = self._forest(forest)
-        hidden = rows.show(hidden_row_numbers(forest), layers, self.config.hidden_size)
+        hidden = rows.show(layers, self.config.hidden_size)
         return self._forward(rows), hidden
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:
