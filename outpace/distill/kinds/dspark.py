@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
 from outpace.distill.kinds.speculators_files import (
+    Description,
     HeadStudent,
     default_head_taps,
     head_shape,
@@ -30,6 +30,7 @@ from outpace.distill.kinds.speculators_files import (
     layer_fields,
     random_matrix,
     read_own_head,
+    shapes_function,
     start_head,
     start_of,
     write_head,
@@ -208,12 +209,6 @@ def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -
     return head_shape(DSPARK, "dspark", layers, init, vocab)
 
 
-def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained tensors; UserError for a head that does not fit the target or the taps."""
-    head, _, files = _describe(target, shape, taps)
-    return _shapes(head, files)
-
-
 def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> DSparkStudent:
@@ -250,10 +245,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
     write_head(folder, student, target, shape, origin, "dspark", fields)
 
 
-def _describe(
-    target: Checkpoint, shape: DraftShape, taps: Sequence[int]
-) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]:
-    """Return the head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
+def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
     if shape.draft is not None:
         head, own, files = read_own_head(target, shape.draft, taps)
         has_windows = any(head.layers.window(layer) is not None for layer in range(head.layers.num_layers))
@@ -306,3 +298,6 @@ def _mask_token(embedding: Tensor) -> int:
     may be zero."""
     norms = embedding.norm(dim=1)
     return int(torch.nonzero(norms >= LEAST_NORM * norms.median())[-1])
+
+
+trained_shapes = shapes_function(_describe, _shapes)

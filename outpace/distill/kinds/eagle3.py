@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
 from outpace.distill.kinds.speculators_files import (
+    Description,
     HeadStudent,
     default_head_taps,
     head_shape,
@@ -26,6 +26,7 @@ from outpace.distill.kinds.speculators_files import (
     last_tap,
     layer_fields,
     read_own_head,
+    shapes_function,
     start_head,
     start_of,
     write_head,
@@ -130,12 +131,6 @@ def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -
     return DraftShape(vocab=vocab) if init == LAYERS else head_shape(EAGLE3, "eagle3", layers, init, vocab)
 
 
-def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained tensors; UserError for a head that does not fit the target or the taps."""
-    head, _, files = _describe(target, shape, taps)
-    return _shapes(head, files)
-
-
 def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> Eagle3Student:
@@ -156,10 +151,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
     write_head(folder, student, target, shape, origin, "eagle3", fields)
 
 
-def _describe(
-    target: Checkpoint, shape: DraftShape, taps: Sequence[int]
-) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]:
-    """Return the head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
+def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
     if shape.draft is not None:
         head, own, files = read_own_head(target, shape.draft, taps)
         if head.layers.num_layers > 1 or head.layers.window(0) is not None:
@@ -193,3 +185,6 @@ def _initial(target: Checkpoint, sizes: LlamaConfig, name: str, shape: tuple[int
         return torch.ones(shape)
     source = name.replace(PREFIX, f"model.layers.{sizes.num_layers - 1}.").replace("hidden_norm", "input_layernorm")
     return start_of(target, sizes, source, shape)
+
+
+trained_shapes = shapes_function(_describe, _shapes)

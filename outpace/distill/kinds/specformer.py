@@ -20,11 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
 from outpace.distill.kinds.speculators_files import (
+    Description,
     HeadStudent,
     head_shape,
     head_vocab_ids,
     layer_fields,
     read_own_head,
+    shapes_function,
     start_head,
     write_head,
 )
@@ -124,11 +126,6 @@ def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -
     return DraftShape(vocab=vocab) if init == LAYERS else head_shape(SPECFORMER, "specformer", layers, init, vocab)
 
 
-def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained tensors; UserError for a head that does not fit the target or the taps."""
-    return slot_shapes(_describe(target, shape, taps)[0])
-
-
 def new_student(
     target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
 ) -> SpecFormerStudent:
@@ -137,7 +134,7 @@ def new_student(
         target,
         ids,
         lambda checkpoint: _describe(checkpoint, shape, taps),
-        lambda head, files: slot_shapes(head),
+        _shapes,
         lambda checkpoint, sizes, name, size: _initial(name, size),
     )
     with open_folder(target) as checkpoint:
@@ -158,10 +155,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
     write_head(folder, student, target, shape, origin, "specformer", fields)
 
 
-def _describe(
-    target: Checkpoint, shape: DraftShape, taps: Sequence[int]
-) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]:
-    """Return the head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
+def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
     if shape.draft is not None:
         return read_own_head(target, shape.draft, taps)
     sizes = target_config(target)
@@ -173,6 +167,10 @@ def _describe(
     return head, layer, None
 
 
+def _shapes(head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
+    return slot_shapes(head)
+
+
 def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor's initial value: at first both layers pass their input on."""
     if len(shape) == 1:
@@ -181,3 +179,6 @@ def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape)
     seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=seeded) * shape[1] ** -0.5
+
+
+trained_shapes = shapes_function(_describe, _shapes)

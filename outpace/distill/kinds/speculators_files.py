@@ -69,11 +69,30 @@ class HeadStart(NamedTuple):
     files: HeadFiles | None
 
 
+Description = tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]
+"""A head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
+
+ShapesOf = Callable[[HeadConfig, HeadFiles | None], dict[str, tuple[int, ...]]]
+"""Returns the shapes of the tensors of a head that are trained."""
+
+
+def shapes_function(
+    describe: Callable[[Checkpoint, DraftShape, Sequence[int]], Description], shapes_of: ShapesOf
+) -> Callable[[Checkpoint, DraftShape, Sequence[int]], dict[str, tuple[int, ...]]]:
+    """Return the function `trained_shapes` of a kind of head, see `TrainedKind`."""
+
+    def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        head, _, files = describe(target, shape, taps)
+        return shapes_of(head, files)
+
+    return trained_shapes
+
+
 def start_head(
     target: Path,
     ids: Tensor | None,
-    describe: Callable[[Checkpoint], tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]],
-    shapes_of: Callable[[HeadConfig, HeadFiles | None], Mapping[str, tuple[int, ...]]],
+    describe: Callable[[Checkpoint], Description],
+    shapes_of: ShapesOf,
     initial: Callable[[Checkpoint, LlamaConfig, str, tuple[int, ...]], Tensor],
 ) -> HeadStart:
     """Return the start of a head's training, new or continued.
