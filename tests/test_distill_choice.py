@@ -11,7 +11,9 @@ from distill_files import prompts_file, run_command, target_folder
 from distill_files import target as target
 
 from outpace.distill import run
-from outpace.distill.choice import PLAIN, TRAINED, choose_kind, tokens_per_second, verdict
+from outpace.distill.batches import read_samples
+from outpace.distill.choice import PLAIN, STEERED_DRAFT, TRAINED, choose_kind, tokens_per_second, verdict
+from outpace.models.heads.steering import FILE as STEERING
 from outpace.models.load import load_draft, load_model
 
 SHIPPED = "SmolLM2-135M-Instruct"
@@ -32,26 +34,43 @@ def test_the_kind_depends_on_the_run_the_device_and_the_target(
 ) -> None:
     if known:
         (tmp_path / "run.json").write_text(json.dumps({"kind": known}))
-    chosen, reason = choose_kind(tmp_path, device, name)
-    assert chosen == kind
-    assert reason
-    assert choose_kind(tmp_path, device, name, is_open=False)[0] == (kind if known else "standalone")
+    chosen = choose_kind(tmp_path, device, name)
+    assert chosen.kind == kind
+    assert chosen.steers == (kind == "standalone")
+    assert chosen.why
+    assert choose_kind(tmp_path, device, name, is_open=False)[:2] == (kind if known else "standalone", False)
 
 
-def test_the_kind_is_said_and_a_run_ends_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("steered", [2.0, 0.5])
+def test_a_draft_is_steered_if_that_is_faster(
+    steered: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command trains a draft and its steering, and ends with advice; the same command again changes nothing."""
+    measured = list[list[str]]()
+
+    def stated(target: object, drafts: dict[str, Any], *_: object) -> dict[str, float]:
+        measured.append([one.drafter for one in drafts.values()])
+        return {PLAIN: 0.1, **dict.fromkeys(drafts, 1.0), STEERED_DRAFT: steered}
+
+    monkeypatch.setattr(run, "tokens_per_second", stated)
     target = target_folder(tmp_path / "target", {"num_hidden_layers": 3})
-    asked = prompts_file(tmp_path / "asked.jsonl", 300)
+    out, asked = tmp_path / "out", prompts_file(tmp_path / "asked.jsonl", 300)
     given = ["--target", target, "--prompts", asked, "--answer-tokens", 8, "--rows", 32, "--judged", 2]
-    given += ["--length", 64, "--epochs", 1, "--tokens", 200, "--out", tmp_path / "out"]
-    assert run_command(*given) == 0
-    said = capsys.readouterr().err
-    assert "kind: standalone, because on a CPU" in said
-    assert f"tokens/s by --method auto on held-out prompts: {PLAIN} " in said
-    saved = json.loads((tmp_path / "out" / run.EVALUATION).read_text())
-    assert list(saved["tokens_per_second"]) == [PLAIN, TRAINED]
+    given += ["--length", 64, "--epochs", 1, "--tokens", 200, "--out", out]
+    for _ in range(2):
+        assert run_command(*given) == 0
+        said = capsys.readouterr().err
+        assert "kind: standalone, then steered on top if that is faster, because " in said
+        assert f"on held-out prompts: {PLAIN} 0.1" in said
+        assert f"; use --draft {out / 'draft'}" in said.replace("\n", "")
+        assert (out / "draft" / STEERING).is_file() == (steered > 1.0)
+    assert measured == [["model", "steered"]] * 2
+    saved = json.loads((out / run.EVALUATION).read_text())
+    assert list(saved["tokens_per_second"]) == [PLAIN, TRAINED, STEERED_DRAFT]
+    assert all(sample.taps is not None for sample in read_samples(out / "text", 64, (0, 1, 2))[0])
     assert run_command(*given, "--stage", "judge") == 0
     assert "tokens/s by" not in capsys.readouterr().err, "another command compares nothing"
-    (tmp_path / "out" / "run.json").write_text(json.dumps({"kind": "specformer"}))
+    (out / "run.json").write_text(json.dumps({"kind": "specformer"}))
     assert run_command(*given, "--stage", "train") == 2
     said = capsys.readouterr().err
     assert "kind: specformer, because" in said

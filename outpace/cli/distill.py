@@ -254,12 +254,14 @@ def _options(
         check_whole("batch_rows", training.batch_rows, 1)
     has_gpu = not device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
-    kind = shape.kind or "standalone"
+    kind, steers = shape.kind or "standalone", False
     if shape.kind is None and text.stage in ("text", "train", "all"):
         is_open = text.stage == "all" and shape == ShapeFlags() and text.taps is None
-        kind, why = choose_kind(out, device, shipped_model().stem if target is None else Path(target).name, is_open)
+        name = shipped_model().stem if target is None else Path(target).name
+        kind, steers, why = choose_kind(out, device, name, is_open)
         if why:
-            display.say(f"kind: {kind}, because {why}; --kind names another")
+            then = ", then steered on top if that is faster" if steers else ""
+            display.say(f"kind: {kind}{then}, because {why}; --kind names another")
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     rate = training.learning_rate
@@ -286,6 +288,7 @@ def _options(
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
         tasks=tuple(evaluation.tasks or ()),
         kind=kind,
+        steers=steers,
         taps=None if text.taps is None else tuple(numbers(text.taps, int, taps_says)),
         shape=KINDS[kind].shape_from_options(shape.layers, shape.init, shape.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),

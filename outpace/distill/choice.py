@@ -6,32 +6,45 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
 from outpace.distill.report import read_state
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.load import Loaded
 
-PLAIN, TRAINED = "plain decoding", "the trained draft"
+PLAIN, TRAINED, STEERED_DRAFT = "plain decoding", "the trained draft", "the same steered"
 COMPARED, TOKENS = 6, 96  # prompts, and most tokens of each answer
 
 
-def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True) -> tuple[str, str]:
-    """Return the kind of draft to train for the target of this name into the folder `out`, and the reason.
+class KindChoice(NamedTuple):
+    """The kind of draft to train, whether to train a steering of it too, and the reason; "" if there was no choice."""
 
-    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone, without a reason ("").
+    kind: str
+    steers: bool
+    why: str
+
+
+def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True) -> KindChoice:
+    """Choose what to train for the target of this name into the folder `out`.
+
+    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone.
     """
-    known = read_state(out).get("kind")
-    if known is not None:
-        return str(known), f"{out} holds a training of this kind"
+    state = read_state(out)
+    if (known := state.get("kind")) is not None:
+        return KindChoice(str(known), is_open and state.get("steers") is True, f"{out} holds a training of this kind")
     if not is_open:
-        return "standalone", ""
+        return KindChoice("standalone", False, "")
     if not device.startswith("cpu"):
-        return "eagle3", "a GPU writes enough text for a head, whose step is cheap next to the target's pass"
+        return KindChoice(
+            "eagle3", False, "a GPU writes enough text for a head, whose step is cheap next to the target's"
+        )
     if shipped_draft(target_name) is not None:
-        return "steered", f"a draft comes with outpace for {target_name}, and steering starts from it"
-    return "standalone", "on a CPU a small model learns most from little text"
+        return KindChoice(
+            "steered", False, f"a draft comes with outpace for {target_name}, and steering starts from it"
+        )
+    why = "on a CPU a small model learns most from little text; the target's hidden states may steer it"
+    return KindChoice("standalone", True, why)
 
 
 def tokens_per_second(
@@ -63,5 +76,6 @@ def verdict(speeds: Mapping[str, float], draft: str) -> str:
     """Return one line that says which draft to use. `draft`: path of the trained one."""
     listed = ", ".join(f"{name} {speed:.4g}" for name, speed in speeds.items())
     best = max(speeds, key=speeds.__getitem__)
-    advice = {PLAIN: "use no draft", TRAINED: f"use --draft {draft}"}.get(best, f"keep {best}")
+    ours = dict.fromkeys((TRAINED, STEERED_DRAFT), f"use --draft {draft}")
+    advice = {PLAIN: "use no draft", **ours}.get(best, f"keep {best}")
     return f"tokens/s by --method auto on held-out prompts: {listed}; {advice}"

@@ -29,7 +29,7 @@ from outpace.models.runtimes import RUNTIMES
 START = "start"  # writes the draft as training begins with it; not among "all"
 STAGES = ("text", "train", "judge", "all", START)
 TEMPERATURES = (0.0, 0.8, 1.0)
-TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
+TEXT, TRAINING, DRAFT, STEERED = "text", "training", "draft", "steered"  # folders; the last is a run in a run
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class DistillOptions(CheckedOptions):
     evaluate: str | None = None  # the draft to evaluate; None: the run's own
     tasks: Sequence[str] = ()  # files of prompts to evaluate on; none: the held-out prompts
     kind: str = "standalone"
+    steers: bool = False  # after a draft of the kind standalone, train a steering of it, and keep it if that is faster
+    shards: Path | None = None  # folder of the text; None: that of the run
     taps: tuple[int, ...] | None = None  # layers whose hidden states the draft reads; None: those of draft or kind
     shape: DraftShape = field(default_factory=DraftShape)
     writer: WriterOptions = field(default_factory=WriterOptions)
@@ -106,6 +108,10 @@ class DistillOptions(CheckedOptions):
         if list(taps) != sorted(set(taps)):
             raise UserError(f"taps is {tap_list(taps)}, it must be different layers in ascending order")
         return taps
+
+    @property
+    def text_folder(self) -> Path:
+        return self.out / TEXT if self.shards is None else self.shards
 
     @property
     def target_name(self) -> str:

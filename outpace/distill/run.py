@@ -12,11 +12,11 @@ from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
-from outpace.distill.choice import TRAINED, tokens_per_second
+from outpace.distill.choice import STEERED_DRAFT, TRAINED, tokens_per_second
 from outpace.distill.evaluate import Evaluation, evaluate
-from outpace.distill.kinds import KINDS
-from outpace.distill.kinds.standalone import draft_config, new_student, target_config, write_draft
-from outpace.distill.options import DRAFT, START, TEXT, TRAINING, DistillOptions, stage_lock
+from outpace.distill.kinds import KINDS, LEARNING_RATES
+from outpace.distill.kinds.standalone import DraftShape, draft_config, new_student, target_config, write_draft
+from outpace.distill.options import DRAFT, START, STEERED, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.packed_target import PackedTarget
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
@@ -26,6 +26,7 @@ from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer, check_state, read_curve
 from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_ids
+from outpace.models.files.cache import new_file
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder, open_source, resolve
 from outpace.models.files.gguf.tokenizer_fields import read_fields
@@ -34,11 +35,13 @@ from outpace.models.files.packed import complete_draft, is_packed, pack
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.files.reading import read_json
 from outpace.models.heads.load import kind_of_head
+from outpace.models.heads.steering import FILE as STEERING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
+STEERED_SHARE = 0.3  # of the time for training, if a steering is trained too
 EVALUATION = "judgement.json"
 UNRECORDED = ("save_every", "seconds")  # training options that do not affect the weights
 
@@ -55,6 +58,8 @@ def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | No
     if target is not None and options.runs("train"):
         with stage_lock(options.out / TRAINING, "training a draft"):
             train_stage(options, target, progress)
+            if options.steers:
+                train_stage(_steering(options), target, progress)
     return evaluation_stage(options, progress) if options.runs("judge") else None
 
 
@@ -71,7 +76,8 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
             if options.runs("text"):
                 max_prompt_length(options.writer, sizes.max_positions)
             taps = options.taps_of(checkpoint.config, sizes)
-            stored = taps if options.stores_taps else ()
+            read = KINDS["steered"].default_taps(sizes.num_layers) if options.steers else taps
+            stored = read if options.stores_taps else ()
             options = replace(options, taps=taps, writer=replace(options.writer, taps=stored))
             if options.runs("train") or options.stage == START:
                 _check_draft(options, checkpoint, sizes)
@@ -142,9 +148,10 @@ def text_stage(options: DistillOptions, target: Path, progress: StageProgress) -
 
 def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:
     """Train the draft from the start or from its last checkpoint, and write it."""
-    text, folder, train = options.out / TEXT, options.out / TRAINING, options.train
+    text, folder, train = options.text_folder, options.out / TRAINING, options.train
     if options.seconds is not None:
-        train = replace(train, seconds=options.seconds * TRAIN_SHARE)
+        share = 1.0 - STEERED_SHARE if options.steers else 1.0
+        train = replace(train, seconds=options.seconds * TRAIN_SHARE * share)
     samples, _ = read_samples(text, train.length, options.taps or ())
     if train.seconds is None and train.tokens is None:
         train = replace(train, tokens=int(options.epochs * sum(len(sample.top_ids) for sample in samples)))
@@ -158,12 +165,31 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
         training={name: value for name, value in asdict(train).items() if name not in UNRECORDED},
         draft=None if options.shape.draft is None else options.shape.draft.name,
         kind=options.kind,
+        steers=options.steers,
     )
     origin = {**next(read_shards(text)).origin, **({"target": options.target} if options.target else {})}
     write = KINDS[options.kind].write
     trainer.run(
-        lambda figures: progress("training", figures),
+        lambda figures: progress("steering" if options.kind == "steered" else "training", figures),
         save=lambda student: write(options.out / DRAFT, student, target, options.shape, origin),
+    )
+
+
+def _steering(options: DistillOptions) -> DistillOptions:
+    """Return the options of the training of a steering, on top of the finished draft of this run."""
+    out, draft = options.out / STEERED, DraftShape.of_draft(options.out / DRAFT)
+    out.mkdir(exist_ok=True)
+    return replace(
+        options,
+        out=out,
+        stage="train",
+        seconds=None if options.seconds is None else options.seconds * STEERED_SHARE,
+        kind="steered",
+        steers=False,
+        shards=options.text_folder,
+        taps=options.writer.taps,
+        shape=draft,
+        train=replace(options.train, learning_rate=LEARNING_RATES["steered"]),
     )
 
 
@@ -189,18 +215,23 @@ def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evalua
     from outpace.models.load import load_draft, load_model
 
     loading = LoadOptions(device=options.device, runtime=options.runtime)
-    target = load_model(options.target, loading)
+    target, tasks = load_model(options.target, loading), evaluation_prompts(options.tasks, options.prompts)
+    speeds = dict[str, float]()
+    if options.stage == "all":
+        folders, before = {TRAINED: options.draft}, options.shape.draft or shipped_draft(options.target_name)
+        if options.steers:
+            folders[STEERED_DRAFT] = str(options.out / STEERED / DRAFT)
+        if before is not None:
+            folders[f"the draft {before if Path(before).name == DRAFT else Path(before).name}"] = str(before)
+        drafts = {name: load_draft(folder, target, loading) for name, folder in folders.items()}
+        prompts = [text for row in zip_longest(*tasks.values()) for text in row if text]  # the tasks take turns
+        speeds = tokens_per_second(target, drafts, prompts, options.evaluation.seed)
+        if speeds.get(STEERED_DRAFT, 0.0) > speeds[TRAINED]:
+            with new_file(options.out / DRAFT / STEERING, "the draft stays as it is, without the steering") as part:
+                shutil.copyfile(options.out / STEERED / DRAFT / STEERING, part)
     draft = load_draft(options.draft, target, loading)
-    tasks = evaluation_prompts(options.tasks, options.prompts)
     found = evaluate(target, draft, tasks, options.evaluation, lambda figures: progress("judgement", figures))
-    if options.stage != "all":
-        return found
-    drafts, before = {TRAINED: draft}, options.shape.draft or shipped_draft(options.target_name)
-    if before is not None:
-        name = before if Path(before).name == DRAFT else Path(before).name
-        drafts[f"the draft {name}"] = load_draft(str(before), target, loading)
-    prompts = [text for row in zip_longest(*tasks.values()) for text in row if text]  # the tasks take turns
-    return replace(found, tokens_per_second=tokens_per_second(target, drafts, prompts, options.evaluation.seed))
+    return replace(found, tokens_per_second=speeds)
 
 
 def save_evaluation(options: DistillOptions, found: Evaluation) -> None:
