@@ -67,10 +67,10 @@ THINGS = ("paper", "rain", "bread")
 
 def tasks(run: int) -> dict[str, list[str]]:
     """Return the messages of each task in a run."""
-    eight = [f"{question.format(THINGS[run % len(THINGS)])} (answer {run + 1})" for question in QUESTIONS]
+    eight = [f"{question.format(THINGS[run])} (answer {run + 1})" for question in QUESTIONS]
     return {
-        "letter": [CORRECT + LETTERS[run % len(LETTERS)]],
-        "story": [f"Write a story about {STORIES[run % len(STORIES)]}."],
+        "letter": [CORRECT + LETTERS[run]],
+        "story": [f"Write a story about {STORIES[run]}."],
         "eight at once": eight,
     }
 
@@ -200,7 +200,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=str(HERE.parent / "build" / "vllm" / "bin" / "python"))
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3, choices=range(1, len(LETTERS) + 1))
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--drafts", type=int, default=6)
     parser.add_argument("--delays", default="0,5")

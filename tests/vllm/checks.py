@@ -79,9 +79,8 @@ def test_texts_equal_those_without_drafts(kind: str, model: str, plain: list[lis
         if worker is not None:
             assert worker.stderr is not None
             lines = iter(worker.stderr.readline, "")
-            options = {
-                "worker": next(found[0] for line in lines if (found := re.search(r"grpc://127[\d.]+:\d+", line)))
-            }
+            address = next(found[1] for line in lines if (found := re.search(r" drafts on .*?([\d.]+:\d+)", line)))
+            options = {"worker": f"grpc://{address}"}
         elif kind.startswith("model"):
             options["draft"] = str(shipped_draft(shipped_model().stem))
         with engine(model, options) as llm:
