@@ -22,7 +22,8 @@ from commands import Run
 from commands import run as run
 from commands import tiny as tiny
 from doubles import collect_warnings
-from links import Relay, at, tls_files, trust
+from light import Lookup
+from links import OWN, Relay, at, tls_files, trust
 from processes import nothing_left, num_descriptors, until
 from serving import Served, served, wait_for
 
@@ -31,6 +32,7 @@ from outpace.card.link import read_address
 from outpace.card.protocol_pb2 import FromDrafter, FromTarget
 from outpace.card.wire import identity_of, request_message
 from outpace.cluster.draft_model import build_card_drafter
+from outpace.cluster.draft_server import DraftServer
 from outpace.cluster.remote_target import RemoteTarget
 from outpace.core.errors import UserError
 from outpace.models.load import load_model
@@ -418,6 +420,7 @@ def test_the_commands(site: Served, run: Run, tiny_folder: str) -> None:
     [
         (["--target", "grpc://127.0.0.1:1", "--method", "speculative"], "leave out --method"),
         (["--target", "grpc://127.0.0.1:1", "--worker", "thread"], "leave out --worker"),
+        (["--target", "grpc://127.0.0.1:1", "--pp-plan", "auto"], "leave out --pp-plan"),
         (["--target", "grpc://127.0.0.1:1", "--draft-length", "3"], "unknown option"),
         (["--target", "grpc://no-such-host.invalid:1"], "is not known"),
         (["--target", "grpc://127.0.0.1:1"], "no link to 127.0.0.1:1"),
@@ -426,6 +429,17 @@ def test_the_commands(site: Served, run: Run, tiny_folder: str) -> None:
 def test_wrong_flags(run: Run, tiny_folder: str, words: list[str], says: str) -> None:
     code, _, err = run("generate", "hello", "--raw", "--draft", tiny_folder, *words)
     assert (code, says in err) == (2, True), err
+
+
+def test_the_wrong_kind_of_port_is_named(run: Run, site: Served, tiny_folder: str) -> None:
+    address = f"grpc://127.0.0.1:{port_of(site)}"
+    code, _, err = run("generate", "hello", "--raw", "--target", tiny_folder, "--worker", address)
+    assert (code, f"no draft worker listens on 127.0.0.1:{port_of(site)}" in err) == (2, True), err
+    with DraftServer(Lookup({}), OWN) as server:
+        port = server.listen("127.0.0.1", 0)
+        words = ["hello", "--raw", "--target", f"grpc://127.0.0.1:{port}", "--draft", tiny_folder]
+        code, _, err = run("generate", *words)
+        assert (code, f"no target listens on 127.0.0.1:{port}" in err) == (2, True), err
 
 
 def test_a_port_in_use_is_one_sentence(site: Served, llm: outpace.LLM) -> None:

@@ -357,7 +357,7 @@ def test_one_link_is_the_formulas_of_theory() -> None:
     gamma = theory.best_length(0.8, 12 / 140)
     assert found["device alone, sequential drafting"].length == gamma
     assert found["device drafts, CARD"].time == pytest.approx(25 / theory.card_limit(5.0, 1.0, 12 / 25))
-    assert link.advice(given).startswith("let the server write alone, 25.0 ms a token")
+    assert link.advice(given).startswith("let the server write alone, 25.0 ms per token")
     assert link.advice(replace(given, server_pass=90.0)).startswith("draft on the device for the server (PEARL, ")
     assert link.advice(replace(given, server_pass=300.0)).startswith("write on the device alone with drafts of ")
 

@@ -20,7 +20,7 @@ from outpace.core.errors import UserError
 
 _PAUSES = (0.2, 1.0, 5.0)  # seconds before each retry; the last one is repeated
 _FIRST_SECONDS = 10.0  # longest wait for the first hello
-_FATAL = ("UNAUTHENTICATED", "FAILED_PRECONDITION", "UNIMPLEMENTED")  # a retry would fail too
+_FATAL = ("UNAUTHENTICATED", "FAILED_PRECONDITION")  # a retry would fail too
 
 
 class RemoteEnd(NamedTuple):
@@ -165,6 +165,8 @@ class DrafterConnection(DialedStream):
     def error_of(self, code: str, details: str) -> Exception:
         if code == "OK":
             return LinkError(f"the drafter at {self.address} ended the link")
+        if code == "UNIMPLEMENTED":
+            return UserError(f"no draft worker listens on {self.address}: start one by `outpace draft-worker`")
         if code in _FATAL:
             return UserError(f"the drafter at {self.address} refused this target: {details}")
         lower = details.lower()

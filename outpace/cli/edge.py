@@ -144,8 +144,8 @@ def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> Non
         display.print_json({"choices": [one._asdict() for one in choices(link)], "advice": advice(link)})
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("configuration", "ms a token", "draft length", ""):
-        table.add_column(name, justify="right" if name in ("ms a token", "draft length") else "left")
+    for name in ("configuration", "ms per token", "draft length", ""):
+        table.add_column(name, justify="right" if name in ("ms per token", "draft length") else "left")
     for one in choices(link):
         table.add_row(one.name, f"{one.time:.2f}", "-" if one.length is None else str(one.length), one.note)
     display.stdout().print(table)

@@ -37,6 +37,9 @@ def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool)
     for one in fields(model):
         if one.name not in OWN_FLAGS and getattr(model, one.name) != getattr(defaults, one.name):
             raise UserError(f"leave out --{one.name.replace('_', '-')}: the server at {model.target} sets it")
+    for name in ("tp_plan", "pp_plan"):
+        if getattr(model.options, name) is not None:
+            raise UserError(f"leave out --{name.replace('_', '-')}: it splits a target that is loaded here")
     drafts = model.draft or []
     if len(drafts) > 1:
         raise UserError(f"a target on another machine takes one draft model, not {len(drafts)}: name one")

@@ -32,7 +32,7 @@ PAUSES = (0.2, 1.0, 5.0, 5.0, 5.0)  # seconds before each retry of an answer who
 PATIENCE = 60.0  # seconds of silence after which the link counts as broken; a long prompt takes time
 _POLL_SECONDS = 0.2
 _NOT_SENT = ("logprobs", "bad_words", "response_format", "structured_outputs", "prediction")
-_REFUSALS = ("UNAUTHENTICATED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+_REFUSALS = ("UNAUTHENTICATED", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 
 
 class RemoteTarget(AbstractContextManager["RemoteTarget"]):
@@ -131,6 +131,8 @@ class TargetConnection(DialedStream):
     def error_of(self, code: str, details: str) -> Exception:
         if code == "OK":
             return LinkError(f"{self.address} ended the link")
+        if code == "UNIMPLEMENTED":
+            return UserError(f"no target listens on {self.address}: start one by `outpace serve --draft-port`")
         if code in _REFUSALS:
             return UserError(f"the target at {self.address} refused this request: {details}")
         return LinkError(f"no link to {self.address} ({details})")

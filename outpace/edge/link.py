@@ -87,11 +87,11 @@ def advice(link: OneLink) -> str:
         drafted = min((one for one in usable if one.name.startswith("device drafts")), key=lambda one: one.time)
         how = drafted.name.partition(", ")[2]
         return (
-            f"let the server write alone, {server.time:.1f} ms a token: with drafts from the device ({how}) it"
+            f"let the server write alone, {server.time:.1f} ms per token: with drafts from the device ({how}) it"
             f" would take {drafted.time:.1f} ms"
         )
     gain = f"{server.time / best.time:.2f} times as fast as the server alone"
     if best.name.startswith("device alone"):
-        return f"write on the device alone with drafts of {best.length} tokens, {best.time:.1f} ms a token: {gain}"
+        return f"write on the device alone with drafts of {best.length} tokens, {best.time:.1f} ms per token: {gain}"
     how = best.name.partition(", ")[2]
-    return f"draft on the device for the server ({how}, {best.length} tokens), {best.time:.1f} ms a token: {gain}"
+    return f"draft on the device for the server ({how}, {best.length} tokens), {best.time:.1f} ms per token: {gain}"

@@ -12,6 +12,7 @@ from outpace.edge.run import PolicySummary
 
 Found = Sequence[tuple[Mapping[str, float], Sequence[PolicySummary]]]
 MAX_PANELS = 6
+LINES = {"optimal": "--", "learned": ":"}  # by shares
 
 
 def plot(found: Found, title: str, file: Path) -> None:
@@ -32,7 +33,7 @@ def plot(found: Found, title: str, file: Path) -> None:
             chosen = [(p, rows) for p, rows in found if value is None or p[names[1]] == value]
             _draw_sweep(axes, chosen, names[0])
             axes.set_title("" if value is None else f"{names[1].replace('_', ' ')} {value:g}", fontsize=9)
-        figure.axes[0].set_ylabel("ms a token, mean and 95 % interval")
+        figure.axes[0].set_ylabel("ms per token, mean and 95 % interval")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
@@ -47,26 +48,35 @@ def _draw_bars(axes: Any, rows: Sequence[PolicySummary]) -> None:
     axes.barh(names, [row.time for row in rows], xerr=[row.time_error for row in rows], color="#4c6a92")
     axes.plot([row.slowest for row in rows], names, "|", color="#b5566b", markersize=10, label="95th percentile")
     axes.invert_yaxis()
-    axes.set_xlabel("ms a token")
+    axes.set_xlabel("ms per token")
     axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_sweep(axes: Any, found: Found, name: str) -> None:
-    for number, policy in enumerate(row.policy for row in found[0][1]):
+    """Draw a curve for each policy: associations differ by colour and marker, shares by line style."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    policies = [row.policy for row in found[0][1]]
+    associations = list(dict.fromkeys(policy.partition("/")[0] for policy in policies))
+    for policy in policies:
         rows = [next(row for row in rows if row.policy == policy) for _, rows in found]
+        association, _, shares = policy.partition("/")
+        number = associations.index(association)
         axes.errorbar(
             [point[name] for point, _ in found],
             [row.time for row in rows],
             [row.time_error for row in rows],
             label=policy,
-            marker="osd^v"[number % 5],
+            marker="osd^v<>P"[number % 8],
             markersize=3.5,
             linewidth=1.2,
+            linestyle=LINES.get(shares, "-"),
             color=f"C{number % 10}",
         )
     axes.set(xlabel=name.replace("_", " "), yscale="log")
-    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        set_formatter("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
 
 
@@ -75,7 +85,7 @@ def _draw_batteries(panels: Sequence[Any], found: Found) -> None:
     policy = (best_policy(found[0][1]) or found[0][1][0]).policy
     rows = [next(row for row in rows if row.policy == policy) for _, rows in found]
     weights = [point["energy_weight"] for point, _ in found]
-    for number, (axes, label) in enumerate(zip(panels, ("ms a token", "mJ a token"), strict=True)):
+    for number, (axes, label) in enumerate(zip(panels, ("ms per token", "mJ per token"), strict=True)):
         for field, name in (("high_battery", "battery above 0.8"), ("low_battery", "battery below 0.2")):
             values = [getattr(row, field) for row in rows]
             axes.plot(weights, [None if one is None else one[number] for one in values], marker="o", label=name)

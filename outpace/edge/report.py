@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outpace.edge.run import ALONE_POLICY, BASELINE, BOUNDS, SERVER_ALONE, PolicySummary
 
-COLUMNS = ("policy", "ms a token", "p95", "mJ", "cut, %")
+COLUMNS = ("policy", "ms per token", "p95", "mJ", "cut, %")
 Point = Mapping[str, float]
 
 
@@ -46,11 +46,11 @@ def sentences(summaries: Sequence[PolicySummary]) -> list[str]:
         return []
     if best.out_of_reach == 1.0:
         return ["no device has a server in reach: all write alone"]
-    said = [f"use {best.policy}: {best.time:.1f} ms a token, objective {_percent(best.cut)} below {BASELINE}"]
+    said = [f"use {best.policy}: {best.time:.1f} ms per token, objective {_percent(best.cut)} below {BASELINE}"]
     plain = by_name.get(SERVER_ALONE)
     if plain is not None:
         pays = "drafting on the devices pays" if best.time < plain.time else "drafting on the devices does not pay"
-        said.append(f"{pays}: {best.time:.1f} ms a token with drafts, {plain.time:.1f} from the servers alone")
+        said.append(f"{pays}: {best.time:.1f} ms per token with drafts, {plain.time:.1f} from the servers alone")
     if best.faster_alone and ALONE_POLICY in by_name:
         share = _percent(best.faster_alone)
         said.append(f"{share} of the devices would be faster alone, if both models fit into their memory")
