@@ -8,7 +8,7 @@ JOBS ?= 2
 # Keep compiled bytecode even if the shell's environment forbids it: the tests start hundreds of Python processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients test-vllm bench docs methods-page protocol-page clean
+.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients test-vllm test-ray bench docs methods-page protocol-page clean
 
 demo: .venv/installed  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
@@ -41,6 +41,9 @@ test-clients: .venv/installed-dev  # runs clients of other projects, each in its
 
 test-vllm: .venv/installed-dev  # runs the proposer in vLLM, in an environment of its own (4 GB): ENVIRONMENT=folder
 	$(RUN) tests/vllm/run.py $(ENVIRONMENT)
+
+test-ray: .venv/installed-ray  # runs replicas and a draft worker on a Ray cluster of two nodes on this machine
+	$(RUN) -m pytest -s tests/on_ray/check_cluster.py
 
 bench: .venv/installed-bench  # compares plain decoding with transformers
 	.venv/bin/outpace bench --methods autoregressive --peers transformers --runtime llama --dtype float32
@@ -80,6 +83,11 @@ help:  # lists these targets
 .venv/installed-docs: .venv/installed
 	@echo "==> installing what the documents need"
 	$(PIP) --editable ".[docs]"
+	@touch $@
+
+.venv/installed-ray: .venv/installed-dev
+	@echo "==> installing Ray"
+	$(PIP) --editable ".[ray]"
 	@touch $@
 
 .venv/installed-bench: .venv/installed

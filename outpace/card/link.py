@@ -58,11 +58,13 @@ class LinkError(RuntimeError):
 
 
 class Address(NamedTuple):
-    """Where another machine listens: grpc://HOST:PORT, or grpcs://HOST:PORT with TLS."""
+    """Where another machine listens: grpc://HOST:PORT, or grpcs://HOST:PORT with TLS. An API key may precede HOST, as
+    in grpc://KEY@HOST:PORT; the default is that in OUTPACE_API_KEY."""
 
     host: str
     port: int
     is_secure: bool
+    key: str | None = None
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -75,7 +77,7 @@ def is_address(text: Any) -> bool:
 
 
 def read_address(text: str) -> Address:
-    """Read grpc://HOST:PORT or grpcs://HOST:PORT; UserError for anything else, or an unknown host."""
+    """Read an address; UserError for anything else, or an unknown host."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
@@ -87,7 +89,7 @@ def read_address(text: str) -> Address:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise UserError(f"the host {host} is not known ({error.strerror or error})") from None
-    return Address(host, port, parts.scheme == "grpcs")
+    return Address(host, port, parts.scheme == "grpcs", parts.username or os.environ.get("OUTPACE_API_KEY"))
 
 
 def read_listen_address(text: str) -> tuple[str, int]:

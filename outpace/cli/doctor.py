@@ -43,6 +43,7 @@ EXTRAS = {  # of pyproject.toml: purpose and modules
     ),
     "timeseries": ("outpace forecast", ("gluonts", "matplotlib", "torch", "transformers", "pandas")),
     "remote": ("drafting on other machines", ("grpc", "google.protobuf")),
+    "ray": ("replicas and draft workers on a Ray cluster", ("ray",)),
     "judge": ("outpace judge", ("sklearn",)),
     "search": ("outpace tune --drafter layer_skip", ("optuna",)),
     "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),

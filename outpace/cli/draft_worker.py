@@ -55,9 +55,7 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
     """
     require("a draft worker", "remote", "grpc")
     from outpace.card.link import authenticator, read_listen_address
-    from outpace.card.wire import identity_of
-    from outpace.cluster.draft_model import build_card_drafter, load_own_draft
-    from outpace.cluster.draft_server import DraftServer
+    from outpace.cluster.draft_server import open_draft_server
     from outpace.core.lazy import num_cores, set_num_threads
     from outpace.server.options import ServerOptions, read_api_keys
 
@@ -76,13 +74,11 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
         check_range("threads", model.threads, 1, num_cores())
         set_num_threads(model.threads)
     with display.loading_bar(False) as progress:
-        draft = load_own_draft(model.draft, model.options, progress)
-    identity = identity_of(draft)
-    draft.model.vocab_size = identity.num_tokens  # the target may lack rows that pad the draft
-    with DraftServer(build_card_drafter(model.drafter, draft, ctx.obj), identity, authenticator(keys)) as server:
+        server = open_draft_server(model.draft, model.options, model.drafter, ctx.obj, authenticator(keys), progress)
+    with server:
         port = server.listen(host, port, options.read_tls())
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        display.say(f"{draft.name} drafts on {where}; Ctrl-C ends it")
+        display.say(f"{server.own.name} drafts on {where}; Ctrl-C ends it")
         try:
             with process.sigterm_as_interrupt():
                 while not server.has_ended.wait(POLL_SECONDS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -36,14 +35,14 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
     from outpace.card.remote import DrafterConnection, RemoteWorker
     from outpace.card.wire import identity_of
 
-    address, key = read_address(text), os.environ.get("OUTPACE_API_KEY")
+    address = read_address(text)
     with (
         display.loading_bar(quiet) as bar,
         load(target, worker=text, progress=bar, chain=True) as llm,
     ):
         worker = llm.engine.worker
         assert isinstance(worker, RemoteWorker)
-        with DrafterConnection(address, identity_of(llm.target), key) as connection:
+        with DrafterConnection(address, identity_of(llm.target), address.key) as connection:
             name = _greet(connection)
             found: dict[str, Any] = {"link": str(address), "draft": name, "target": llm.target.name}
             found |= _time(connection, bar)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -49,4 +48,4 @@ def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool)
     with display.loading_bar(quiet) as progress:
         draft = load_own_draft(drafts[0] if drafts else None, model.options, progress)
     drafter = build_card_drafter(model.drafter or "model", draft, extra)
-    return RemoteTarget(address, draft, drafter, os.environ.get("OUTPACE_API_KEY"))
+    return RemoteTarget(address, draft, drafter, address.key)

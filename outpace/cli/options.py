@@ -167,8 +167,8 @@ class ModelFlags:
         None,
         "Where a drafter runs that drafts in parallel with the target (card, planned, pearl, ssd): thread, process,"
         " polled (on the CPU while the GPU runs a pass), inline on a simulated clock, or grpc://HOST:PORT (grpcs://"
-        " with TLS) on another machine by outpace draft-worker; the default is polled for a target on a GPU with a"
-        " draft on the CPU, else thread.",
+        " with TLS) on another machine by outpace draft-worker, or ray (ray:num_gpus=1,...) on a machine of a Ray"
+        " cluster; the default is polled for a target on a GPU with a draft on the CPU, else thread.",
         panel=METHOD,
     )
     draft_threads: int | None = flag(
@@ -210,6 +210,9 @@ class ModelFlags:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         if self.draft and len(self.draft) == 1:
             given["draft"] = self.draft[0]
+        if self.worker is not None and self.worker.partition(":")[0] == "ray":
+            given |= {"worker": self._place_on_ray(self.worker, extra), "draft": None, "drafter": None}
+            extra = {name: value for name, value in extra.items() if name not in self._drafter_options}
         with loading_bar(quiet, bar_after) as progress:
             llm = load(progress=progress, **given, **extra)
         if self.options.exact and not llm.target.model.exact:
@@ -227,3 +230,25 @@ class ModelFlags:
         for notice, models in names.items():
             say(f"{' and '.join(models)}: {notice}")
         return llm
+
+    @property
+    def _drafter_options(self) -> set[str]:
+        """Names of the options of the drafters that a draft worker runs."""
+        from outpace.drafters import drafter_modules
+
+        modules = drafter_modules(self.drafter or "model").values()
+        return {one.name for module in modules for one in fields(module.Options)}
+
+    def _place_on_ray(self, worker: str, extra: Mapping[str, Any]) -> str:
+        """Start a draft worker on a Ray cluster with these flags; return its address."""
+        from outpace.cluster.on_ray import place_draft_worker, read_resources
+
+        if self.draft and len(self.draft) > 1:
+            raise UserError(f"a draft worker takes one draft model, not {len(self.draft)}: name one")
+        return place_draft_worker(
+            self.draft[0] if self.draft else None,
+            self.options.of_draft(self.draft_device, self.draft_dtype),
+            drafter=self.drafter or "model",
+            values={name: value for name, value in extra.items() if name in self._drafter_options},
+            resources=read_resources(worker),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,9 +13,12 @@ from outpace.card.cache import CandidateLayer
 from outpace.card.link import SILENT_SECONDS, Listener, Outbox, TlsFiles
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
-from outpace.card.wire import LONGEST_TEXT, MAX_PADDING, Identity, SentRequest, check, parser, read_request
+from outpace.card.wire import LONGEST_TEXT, MAX_PADDING, Identity, SentRequest, check, identity_of, parser, read_request
+from outpace.cluster.draft_model import build_card_drafter, load_own_draft
 from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
 from outpace.core.types import Drafter
+from outpace.models.load import Progress, silent
+from outpace.models.options import LoadOptions
 
 MAX_REQUESTS = 64  # drafted at once; targets decode further ones plainly
 
@@ -83,6 +86,21 @@ class DraftServer(AbstractContextManager["DraftServer"]):
         stream, their_key = self._streams.get(key, (None, 0))
         if stream is not None:
             stream.send(their_key, layer, seconds)
+
+
+def open_draft_server(
+    draft: str | None,
+    options: LoadOptions,
+    drafter: str,
+    values: Mapping[str, Any],
+    authenticate: Callable[[str], str],
+    progress: Progress = silent,
+) -> DraftServer:
+    """Load a draft model (None: the shipped one) and return a server for it. `values`: options of the drafter."""
+    loaded = load_own_draft(draft, options, progress)
+    identity = identity_of(loaded)
+    loaded.model.vocab_size = identity.num_tokens  # the target may lack rows that pad the draft
+    return DraftServer(build_card_drafter(drafter, loaded, values), identity, authenticate)
 
 
 class TargetStream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -336,7 +335,7 @@ def build_remote_worker(worker: str, target: Loaded) -> DraftWorker:
     from outpace.card.remote import RemoteWorker
     from outpace.card.wire import identity_of
 
-    return RemoteWorker(address, identity_of(target), os.environ.get("OUTPACE_API_KEY"))
+    return RemoteWorker(address, identity_of(target), address.key)
 
 
 def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:

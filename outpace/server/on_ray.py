@@ -1,0 +1,128 @@
+"""`outpace serve` as an application of Ray Serve, with several replicas and sessions that stay on one of them.
+
+    serve run outpace.server.on_ray:build target=M draft=auto replicas=2
+
+Each replica loads the models and runs an engine of its own. Ray's proxy takes the requests. Those with the same header
+`x-session-id` go to the same replica, whose prefix cache has their conversation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from outpace.api.llm import LLM
+from outpace.core import registry
+from outpace.core.errors import UserError, check_range, check_whole, require
+from outpace.models.options import LoadOptions
+from outpace.server.app import build_app
+from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
+from outpace.server.service import Service
+
+_ROUTER = "ray.serve.experimental.consistent_hash_router"
+_LISTS = {"served_name": "names", "allow_method": "methods", "allow_host": "hosts"}  # of `outpace serve`, by commas
+_FLAGS = ("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix")  # of `outpace serve` too
+_PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # what Ray's proxy decides
+_OBJECTS = ("options", "tokenizer", "progress", "more", "return")  # hints of `LLM.__init__` that no text can give
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Number of replicas, and CPUs and GPUs that Ray reserves for each."""
+
+    replicas: int = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_whole("replicas", self.replicas, 1)
+        check_range("num_cpus", self.num_cpus, 0)
+        check_range("num_gpus", self.num_gpus, 0)
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """Return the application of Ray Serve for arguments that are given as values or as texts.
+
+    Arguments are those of `outpace.load`, the flags of `outpace serve` with underscores, and the fields of `Placement`.
+    UserError for an unknown argument or a value that is not allowed.
+    """
+    require("a server on Ray", "ray")
+    from ray import serve
+
+    loading, options, placement = read_arguments(args)
+    services: list[Service] = []  # the one of this replica
+
+    def start() -> Any:
+        services.append(Service(LLM(**loading), options))
+        return build_app(services[0])
+
+    class Outpace:
+        def check_health(self) -> None:
+            if services[0].is_stuck:
+                raise RuntimeError(f"the engine has been stuck for {services[0].thread.step_age:.0f} seconds")
+
+    deployment = serve.deployment(
+        serve.ingress(start)(Outpace),
+        name="outpace",
+        num_replicas=placement.replicas,
+        ray_actor_options={"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus},
+        max_ongoing_requests=options.limits.max_queue + loading.get("batch", 16),
+        graceful_shutdown_timeout_s=options.limits.drain,
+        health_check_period_s=1.0,
+        **_sticky_routing(),
+    )
+    return deployment.bind()
+
+
+def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptions, Placement]:
+    """Return the arguments of `LLM`, the server's options, and the placement; UserError as for `build`."""
+    hints = {kind: get_type_hints(kind) for kind in (Placement, ServerLimits, LoadOptions)}
+    hints[ServerOptions] = {name: get_type_hints(ServerOptions)[name] for name in _FLAGS}
+    hints[LLM] = {name: hint for name, hint in get_type_hints(LLM.__init__).items() if name not in _OBJECTS}
+    values: dict[Any, dict[str, Any]] = {kind: {} for kind in hints}
+    keys = None
+    for name, value in args.items():
+        if name in _PROXY:
+            raise UserError(f"leave out {name}: Ray's proxy takes the requests, see `serve start --help`")
+        if name == "api_key_file":
+            keys = Path(value)
+        elif name in _LISTS:
+            values[ServerOptions][_LISTS[name]] = tuple(value.split(",") if isinstance(value, str) else value)
+        elif kind := next((kind for kind, known in hints.items() if name in known), None):
+            values[kind][name] = _converted(name, value, hints[kind][name])
+        elif registry.owners(name):
+            values[LLM][name] = value
+        else:
+            allowed = [*_LISTS, "api_key_file", *(one for known in hints.values() for one in known)]
+            near = difflib.get_close_matches(name, allowed, n=1)
+            raise UserError(f"no argument is called {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    limits = ServerLimits(**values[ServerLimits])
+    options = ServerOptions(keys=read_api_keys(keys), limits=limits, **values[ServerOptions])
+    return values[LLM] | values[LoadOptions], options, Placement(**values[Placement])
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """Convert a text to an argument's type; UserError if that is not possible. Other values are not changed."""
+    if not isinstance(value, str) or hint is Any:
+        return value
+    try:
+        return TypeAdapter(hint).validate_strings(value)
+    except ValidationError as error:
+        raise UserError(f"{name} is {value!r}: {error.errors()[0]['msg'].lower()}") from None
+
+
+def _sticky_routing() -> dict[str, Any]:
+    """Return the deployment's options for sessions that stay on a replica, where this version of Ray has them."""
+    if find_spec("mmh3") is None or find_spec("ray.serve.experimental") is None or find_spec(_ROUTER) is None:
+        warnings.warn("this version of Ray has no ConsistentHashRouter: sessions change replicas", stacklevel=3)
+        return {}
+    from ray.serve.config import RequestRouterConfig
+
+    return {"request_router_config": RequestRouterConfig(request_router_class=f"{_ROUTER}.ConsistentHashRouter")}

@@ -1,0 +1,85 @@
+"""The arguments of outpace on Ray, without a cluster; `make test-ray` runs it on one."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from commands import Run
+from commands import run as run
+from commands import tiny as tiny
+
+from outpace.api.llm import LLM
+from outpace.cluster.on_ray import place_draft_worker, read_resources
+from outpace.core.errors import UserError
+from outpace.models.options import LoadOptions
+from outpace.server.on_ray import Placement, build, read_arguments
+
+needs_no_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+
+
+def test_texts_become_values() -> None:
+    given = {"target": "M", "draft": "auto", "batch": "4", "exact": "true", "kv_memory": "1.5", "width": "3"}
+    given |= {"replicas": "2", "num_gpus": "0.5", "max_queue": "7", "allow_method": "card,planned", "insecure": "true"}
+    loading, options, placement = read_arguments(given)
+    assert loading == {"target": "M", "draft": "auto", "batch": 4, "exact": True, "kv_memory": 1.5, "width": "3"}
+    assert (options.limits.max_queue, options.methods, options.insecure) == (7, ("card", "planned"), True)
+    assert placement == Placement(2, 1.0, 0.5)
+
+
+def test_values_are_taken_as_they_are() -> None:
+    loading, options, placement = read_arguments({"batch": 4, "allow_method": ["card"], "replicas": 3})
+    assert (loading, options.methods, placement.replicas) == ({"batch": 4}, ("card",), 3)
+
+
+def test_defaults_are_those_of_serve() -> None:
+    loading, options, placement = read_arguments({})
+    assert (loading, options.limits.drain, placement) == ({}, 30.0, Placement(1, 1.0, 0.0))
+
+
+def test_every_argument_of_the_library_has_a_type() -> None:
+    for name in ("target", "draft", "drafter", "method", "rule", *LoadOptions.__dataclass_fields__):
+        assert read_arguments({name: None}) is not None
+    assert LLM.__init__.__annotations__["batch"] == "int"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"replicas": "none"}, "replicas is 'none': input should be a valid integer"),
+        ({"replicas": "0"}, "replicas is 0, it must be a whole number, at least 1|replicas is 0"),
+        ({"num_gpus": "-1"}, "num_gpus is -1"),
+        ({"targte": "M"}, "did you mean 'target'"),
+        ({"port": "80"}, "leave out port: Ray's proxy"),
+        ({"progress": "x"}, "no argument is called 'progress'"),
+        ({"max_queue": "0"}, "max_queue is 0"),
+        ({"allow_method": "cart"}, "cart"),
+        ({"api_key_file": "/no/such/file"}, "/no/such/file"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read_arguments(given)
+
+
+def test_resources_are_read() -> None:
+    assert read_resources("ray") == {}
+    assert read_resources("ray:num_gpus=1,phone=0.5") == {"num_gpus": 1.0, "phone": 0.5}
+
+
+@pytest.mark.parametrize("text", ["ray:num_gpus", "ray:=1", "ray:num_cpus=-1", "ray:num_cpus=nan", "ray:a=b"])
+def test_wrong_resources_are_one_sentence(text: str) -> None:
+    with pytest.raises(UserError, match="it must be ray, or ray:NAME=AMOUNT"):
+        read_resources(text)
+
+
+@needs_no_ray
+def test_without_ray_the_extra_is_named(run: Run) -> None:
+    for call in (lambda: build({}), place_draft_worker):
+        with pytest.raises(UserError, match="needs the extra ray"):
+            call()
+    code, _, err = run("generate", "--worker", "ray", "hello")
+    assert (code, "needs the extra ray" in err) == (2, True), err
+    code, _, err = run("generate", "--worker", "ray:num_gpus", "hello")
+    assert (code, "--worker is 'ray:num_gpus'" in err) == (2, True), err
