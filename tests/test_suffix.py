@@ -62,7 +62,7 @@ def grow_slowly(
             sure = weights[token] >= 0.8 * sum(weights.values())
             grade = Certainty.SURE if sure else Certainty.OTHER if rank else Certainty.LIKELY
             kind = kind_of(max(copy.length for copy in those) + depth, grade, min(copy.origin for copy in those))
-            if left > 0 and (math.log(drafter.rate(state, kind)) - loss >= least or not (depth or rank)):
+            if left > 0 and (drafter.log_rate(state, kind) - loss >= least or not (depth or rank)):
                 child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1

@@ -67,10 +67,11 @@ def kind_of(length: int, grade: Certainty = Certainty.SURE, origin: int = 0) -> 
 @dataclass
 class LookupState(DraftState):
     """`proposed`: the tokens proposed below each node, by node id, with their kinds. `rates`: this request's own
-    rates."""
+    rates. `log_rates`: what `LookupDrafter.log_rate` returned since they were learnt last."""
 
     proposed: dict[int, dict[int, int]] = field(default_factory=dict)
     rates: dict[int, DecayedMean] = field(default_factory=dict)
+    log_rates: dict[int, float] = field(default_factory=dict)
 
     def num_left(self, most: int) -> int:
         """Return how many of `most` tokens may still be proposed in this round; a decoder may ask several times."""
@@ -111,7 +112,7 @@ class LookupDrafter(Drafter, Generic[State]):
         state.proposed.setdefault(tree.ids[node], {}).setdefault(token, kind)
         child = tree.child(node, token)
         if child is None:
-            child = tree.add(node, token, tree.scores[node] + math.log(self.rate(state, kind)))
+            child = tree.add(node, token, tree.scores[node] + self.log_rate(state, kind))
             assert child is not None
         return child
 
@@ -137,16 +138,16 @@ class LookupDrafter(Drafter, Generic[State]):
         tokens, place = tokens if node else allowed(state, tokens), 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # shared with a branch
             kind, below = kind_of(length + place, grade, origin), proposed.setdefault(ids[node], {})
-            if tree.scores[node] + math.log(self.rate(state, kind)) < floor:
+            if tree.scores[node] + self.log_rate(state, kind) < floor:
                 return node
             if tokens[place] not in below:
                 below[tokens[place]], grade = kind, Certainty.SURE
             node, place = child, place + 1
         rest = tokens[place:] if most_nodes is None else tokens[place : place + max(most_nodes - len(tree), 0)]
-        kinds, scores, score = [], [], tree.scores[node]
+        kinds, scores, score, log_rates = [], [], tree.scores[node], state.log_rates
         for number in range(length + place, length + place + len(rest)):
             kind = kind_of(number, grade, origin)
-            score += math.log(self.rate(state, kind))
+            score += log_rates.get(kind) or self.log_rate(state, kind)
             if score < floor:
                 break
             kinds.append(kind)
@@ -172,10 +173,14 @@ class LookupDrafter(Drafter, Generic[State]):
             proposed[above] = {token: kind}
         return first + len(tokens) - 1
 
-    def rate(self, state: State, kind: int) -> float:
-        """Return how often a copy of this kind is accepted."""
-        value = (state.rates.get(kind) or self._rates[kind]).value
-        return _LEAST if value < _LEAST else _MOST if value > _MOST else value
+    def log_rate(self, state: State, kind: int) -> float:
+        """Return the logarithm of how often a copy of this kind is accepted."""
+        known = state.log_rates.get(kind)
+        if known is None:
+            value = (state.rates.get(kind) or self._rates[kind]).value
+            known = math.log(min(max(value, _LEAST), _MOST))
+            state.log_rates[kind] = known
+        return known
 
     def observe(self, state: State, seen: Observation) -> None:
         self.learn(state, seen)
@@ -184,6 +189,7 @@ class LookupDrafter(Drafter, Generic[State]):
     def learn(self, state: State, seen: Observation) -> None:
         """Update the rates by which of the proposals below the accepted nodes came true."""
         rates, own = self._rates, state.rates
+        state.log_rates = {}
         for node, written in zip(seen.node_ids, seen.tokens, strict=False):
             for token, kind in state.proposed.get(node, _NOTHING).items():
                 if kind not in own:
@@ -241,7 +247,7 @@ def grow_continuations(
             continue
         for rank, (token, grade, those) in enumerate(islice(_choices(here, depth), limits.branches)):
             kind = kind_of(max([copy.length for copy in those]) + depth, grade, min([copy.origin for copy in those]))
-            if left > 0 and (math.log(drafter.rate(state, kind)) - loss >= least or not (depth or rank)):
+            if left > 0 and (drafter.log_rate(state, kind) - loss >= least or not (depth or rank)):
                 child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1
@@ -277,7 +283,7 @@ def _run_on(
     scores: list[float] = []
     while depth < end and len(kinds) < left:
         kind = kind_of(length + depth, Certainty.SURE, origin)
-        chance = math.log(drafter.rate(state, kind))
+        chance = drafter.log_rate(state, kind)
         if chance - loss < least and depth:
             is_likely = False
             break

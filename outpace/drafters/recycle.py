@@ -63,7 +63,7 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
             loss, depth, node = heappop(waiting)
             for rank, token in enumerate(state.successors.get(tree.tokens[node], ())):
                 kind = kind_of(min(depth, 1), origin=rank)
-                if left > 0 and math.log(self.rate(state, kind)) - loss >= least:
+                if left > 0 and self.log_rate(state, kind) - loss >= least:
                     child = self.attach(state, tree, node, token, kind)
                     heappush(waiting, (-tree.scores[child], depth + 1, child))
                     left -= 1

@@ -154,7 +154,7 @@ class CostModel:
         all of them together, or lookups; `seconds` include the host's time for planning the next growth."""
         if source.name in self._catching_up:
             self._catching_up.remove(source.name)
-        elif _shares_steps(source):
+        elif source.runs_model and source.name != WORKER.name:
             self._step_curve(source).learn(width, seconds)
         else:
             self._step_curve(source).learn(1, seconds / requests)
@@ -166,9 +166,11 @@ class CostModel:
 
     def draft_seconds(self, source: Source, requests: float = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
-        while nothing is known."""
+        while nothing is known. Lookups and waits for a worker are not shared."""
         curve = self._steps.get(source.name) or self._step_curve(source)
-        return curve.seconds(round(width * requests)) / requests if _shares_steps(source) else curve.seconds(1)
+        if source.runs_model and source.name != WORKER.name:
+            return curve.seconds(round(width * requests)) / requests
+        return curve.seconds(1)
 
     def sharing(self, requests: int, layer: int) -> DecayedMean:
         """Return the share of the requests with the layer above (all for the first) that grow this layer where any
@@ -264,12 +266,6 @@ class CostModel:
         for name, values in profile["growth"].items():
             self.layer_yields(Source(name, True)).load_state_dict(values)
         self._prices.clear()
-
-
-def _shares_steps(source: Source) -> bool:
-    """Return whether requests share the source's steps, so that a step's time depends on how many nodes all of them
-    expand. Waits for a worker and lookups are timed per request."""
-    return source.runs_model and source.name != WORKER.name
 
 
 def nearest(known: Iterable[int], requests: int) -> int:

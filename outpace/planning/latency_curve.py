@@ -17,8 +17,21 @@ _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row cos
 Point = tuple[int, float]
 
 
+class _Seconds(dict[int, float]):
+    """Expected seconds by number of rows, computed when they are first read."""
+
+    def __init__(self, compute: Callable[[int], float]) -> None:
+        self._compute = compute
+
+    def __missing__(self, rows: int) -> float:
+        return self._compute(rows)
+
+
 class LatencyCurve:
-    """Seconds of a target pass or a draft step by its number of rows, those of all requests together."""
+    """Seconds of a target pass or a draft step by its number of rows, those of all requests together.
+
+    `seconds(rows)`: the expected seconds of a round over `rows` rows, or 0 while nothing is known.
+    """
 
     def __init__(self, prior: Callable[[int], float] | None = None) -> None:
         """`prior` returns the expected seconds of a number of rows until they are timed."""
@@ -31,7 +44,8 @@ class LatencyCurve:
         self._tail_slope: float | None = None  # cached `_slope`
         self._widest: int | None = None  # the largest bucket that has a time
         self._extra: dict[int, list[float]] = {}  # cached `extra_seconds`
-        self._seconds: dict[int, float] = {}  # cached `seconds`
+        self._seconds = _Seconds(self._compute)
+        self.seconds: Callable[[int], float] = self._seconds.__getitem__  # read often: a hit runs no Python code
         self.num_rounds = 0
 
     def learn(self, rows: int, seconds: float) -> bool:
@@ -51,10 +65,12 @@ class LatencyCurve:
         """Record a pass that read `tokens` prompt tokens and nothing else."""
         if tokens >= _WIDE:
             self._wide.append((tokens, seconds))
-            self._tail_slope, self._extra, self._seconds = None, {}, {}
+            self._tail_slope, self._extra = None, {}
+            self._seconds.clear()
 
     def _clear_caches(self) -> None:
-        self._curve, self._tail_slope, self._extra, self._seconds, self._widest = None, None, {}, {}, None
+        self._curve, self._tail_slope, self._extra, self._widest = None, None, {}, None
+        self._seconds.clear()
 
     def _forget_old(self) -> None:
         """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
@@ -77,10 +93,8 @@ class LatencyCurve:
         """Return whether the time of `rows` rows is unknown or stale."""
         return not self.is_timed(rows) or self.is_stale(rows)
 
-    def seconds(self, rows: int) -> float:
-        """Return the expected seconds of a round over `rows` rows, or 0 while nothing is known."""
-        if (known := self._seconds.get(rows)) is not None:
-            return known
+    def _compute(self, rows: int) -> float:
+        """Return `seconds`; what the prior says is not kept, because it changes."""
         if self._curve is None:
             self._curve = self._convex()
         if not self._curve[0]:
