@@ -14,7 +14,7 @@ from outpace.core.lazy import num_cores, set_num_threads
 from outpace.models.options import LoadOptions
 
 _START_SECONDS = 300.0  # in which Ray must find a machine and the draft model must load
-_actors: list[Any] = []  # Ray ends an actor when nobody refers to it
+_actors: list[Any] = []  # Ray ends an actor that no variable refers to
 
 
 class DraftActor:
@@ -66,7 +66,7 @@ def place_draft_worker(
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level="error")
-    wanted = {"num_cpus": 1.0, **(resources or {})}
+    wanted: dict[str, float] = {"num_cpus": 1.0, **(resources or {})}
     usual = {name: wanted.pop(name) for name in ("num_cpus", "num_gpus", "memory") if name in wanted}
     actor = ray.remote(DraftActor).options(resources=wanted, **usual).remote()
     _actors.append(actor)
@@ -76,7 +76,7 @@ def place_draft_worker(
             actor.open.remote(draft, options or LoadOptions(), drafter, dict(values or {}), key), timeout=_START_SECONDS
         )
     except ray.exceptions.GetTimeoutError:
-        asked = ", ".join(f"{name}={amount:g}" for name, amount in {**usual, **wanted}.items())
+        asked = ", ".join(f"{name}={amount:g}" for name, amount in [*usual.items(), *wanted.items()])
         raise UserError(
             f"no machine of the cluster started the draft worker in {_START_SECONDS:g} s ({asked})"
         ) from None

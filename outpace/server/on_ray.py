@@ -83,7 +83,7 @@ def build(args: Mapping[str, Any]) -> Any:
 
 def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptions, Placement]:
     """Return the arguments of `LLM`, the server's options, and the placement; UserError as for `build`."""
-    hints = {kind: get_type_hints(kind) for kind in (Placement, ServerLimits, LoadOptions)}
+    hints: dict[Any, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Placement, ServerLimits, LoadOptions)}
     hints[ServerOptions] = {name: get_type_hints(ServerOptions)[name] for name in _FLAGS}
     hints[LLM] = {name: hint for name, hint in get_type_hints(LLM.__init__).items() if name not in _OBJECTS}
     values: dict[Any, dict[str, Any]] = {kind: {} for kind in hints}
