@@ -77,11 +77,11 @@ class Answer:
 
 
 class Serving:
-    """Runs answers as vLLM's runner does, on a clock of its own: a pass takes 10 ms and `row` more ms for each row
-    above one."""
+    """Runs answers as vLLM's runner does, on a clock of its own: a pass takes 10 ms, `row` more ms for each row above
+    one, and `jump` more ms if several requests have any draft."""
 
-    def __init__(self, row: float = 0.1, seed: int = 0) -> None:
-        self.now, self._row, self._random = 0.0, row, random.Random(seed)
+    def __init__(self, row: float = 0.1, seed: int = 0, jump: float = 0.0) -> None:
+        self.now, self._row, self._random, self._jump = 0.0, row, random.Random(seed), jump
         self.most = 0  # drafts of one pass
 
     def run(self, proposer: Any, answers: Sequence[Answer], moves: bool = False) -> float:
@@ -93,6 +93,7 @@ class Serving:
             drafted = sum(len(answer.drafts) for answer in batch)
             self.most = max(self.most, drafted)
             self.now += (10 + self._row * (len(batch) + drafted - 1)) / 1e3
+            self.now += self._jump / 1e3 if drafted and len(batch) > 1 else 0.0
             sampled = [answer.verify() for answer in batch]
             lengths = np.array([answer.length for answer in batch])
             for row, answer in enumerate(batch):
@@ -111,6 +112,15 @@ def repeated(seed: int = 0, length: int = 400) -> list[int]:
 def varied(seed: int, length: int = 300) -> list[int]:
     """A text without order, of few different tokens, so that n-grams occur again and rarely go on alike."""
     return random.Random(seed).choices(range(3, 23), k=length)
+
+
+def partly_repeated(seed: int, length: int = 300) -> list[int]:
+    """A text that copies about a third of its tokens from itself."""
+    drawn, text = random.Random(seed), list[int]()
+    while len(text) < length:
+        is_copy = len(text) > 60 and drawn.random() < 0.35
+        text += text[-40:-25] if is_copy else drawn.choices(range(3, 272), k=10)
+    return text[:length]
 
 
 def proposer_of(folder: Path, serving: Serving, options: Mapping[str, Any] | None = None) -> Proposer:
@@ -140,6 +150,17 @@ def test_drafts_that_do_not_pay_end(count: int, folder: Path) -> None:
     )
     assert serving.most, "none was tried"
     assert took < plain / 0.97
+
+
+def test_a_batch_that_any_draft_slows_down_gets_few(folder: Path) -> None:
+    """A pass with drafts takes 12 ms more, rows are cheap. A few accepted tokens in each do not pay; many do."""
+    serving = Serving(row=0.5, jump=12.0)
+    proposer = proposer_of(folder, serving)
+    texts = [partly_repeated(seed) for seed in range(32)]
+    took = sum(serving.run(proposer, [Answer(text, 10) for text in texts[at : at + 8]]) for at in range(0, 32, 8))
+    assert took < 4 * 290 * 0.0135 / 0.97
+    took = serving.run(proposer_of(folder, serving), [Answer(repeated(at), 40) for at in range(8)])
+    assert took < 360 * 0.0135 / 1.2
 
 
 def test_rows_are_found_wherever_they_are(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import check_whole
+from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Request, Verify
 from outpace.decoders.base import Decoder
@@ -22,6 +23,13 @@ from outpace.engine.sequence import TokenSequence
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.greedy import Greedy
+
+TRIALS = 0.01  # share of the time for drafts of batches in which drafts have not paid
+
+
+def _option(requests: int) -> tuple[str, int]:
+    """Return the exploration budget's name for drafts of about as many requests."""
+    return "batch", requests.bit_length()
 
 
 class DraftedRow:
@@ -145,6 +153,22 @@ class RowDrafter:
         tokens_written = sum(map(len, sampled))
         self._costs.record_round(len(found), rows, tokens_written, now - self._began, self._drafted)
         self._costs.record_layers(len(found), self._planned.layers)
+        if rows > len(found) > 1 and (plain := self._costs.pass_seconds(len(found))):
+            seconds = now - self._began
+            self._speedup(len(found)).learn(tokens_written / len(found), seconds / plain)
+            self._costs.exploration.record_use(_option(len(found)), tokens_written - len(found) * seconds / plain)
+
+    def _speedup(self, requests: int) -> DecayedMean:
+        """Return the speedup of passes with drafts over plain ones, for about as many requests."""
+        return self._costs.statistic(" ".join(map(str, _option(requests))), 1.0, 2.0)
+
+    def _may_draft(self, requests: int) -> bool:
+        """Return whether a batch gets drafts: one request always, several while their passes with drafts pay, or on
+        trial. The planner takes the cost of rows to rise evenly, but in some engines any draft makes a pass slower."""
+        lost = 1.0 - self._speedup(requests).value
+        if requests == 1 or lost <= 0.0:
+            return True
+        return self._costs.exploration.is_due(_option(requests), lost * self._costs.pass_seconds(requests), TRIALS)
 
     def _open(self, text: np.ndarray) -> DraftedRow:
         prompt = tuple(map(int, text))
@@ -166,9 +190,10 @@ class RowDrafter:
     def _draft(self, rows: Sequence[DraftedRow]) -> None:
         """Start the next round of all rows and draft until every decoder wants to verify."""
         batch = self._planned = BatchRows()
+        may_draft = self._may_draft(len(rows))
         for drafted in rows:
             context = drafted.sequence.context
-            context.budget = max(1, min(self._draft_length + 1, self._max_rows // len(rows)))
+            context.budget = min(self._draft_length + 1, self._max_rows // len(rows)) if may_draft else 1
             context.requests, context.batch = len(rows), batch
             context.tokens_left = max(self._max_positions - drafted.length, 1)
             batch.rows += context.rows
