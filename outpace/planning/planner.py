@@ -77,13 +77,14 @@ class Planner:
         """Begin a round: read the prices and choose the lookup sources. The round decodes plainly until a plain round
         has been timed."""
         requests = self._context.requests
-        self.uses_drafts, self.plan = False, None
+        self.uses_drafts, last, self.plan = False, self.plan, None
         for source in self.lookups:
             source.is_asked = False
         has_chosen = requests == 1 and self._rest_left > 0
         self._is_paused = self._may_pause and self._rests(requests)
         if self._is_paused:
             self._rounds, self.is_plain = self._rounds + 1, True
+            self.plan = last if requests == 1 else None  # it still holds
             return
         prices = self._costs.prices(requests)
         self.price = _PRICE_MARGIN * prices.tokens_per_second
