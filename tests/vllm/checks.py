@@ -85,7 +85,7 @@ def test_texts_equal_those_without_drafts(kind: str, model: str, plain: list[lis
             options["draft"] = str(shipped_draft(shipped_model().stem))
         with engine(model, options) as llm:
             assert written(llm) == plain
-            assert accepted(llm) > TOKENS // 2
+            assert accepted(llm) > TOKENS // 4  # of the letter; a batch may get none
     finally:
         if worker is not None:
             worker.terminate()
