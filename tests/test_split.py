@@ -67,8 +67,8 @@ class Group:
         self, folders: tuple[Any, ...], options: dict[str, Any], is_cuda: bool = False, **environment: str
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | environment
+            self.port = server.getsockname()[1]
+        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)} | environment
         shared |= {"WORLD_SIZE": str(len(folders))} | ({} if is_cuda else {"CUDA_VISIBLE_DEVICES": ""})
         options = options if "pp_plan" in options else {"tp_plan": "auto"} | options
         self.ranks = [

@@ -34,6 +34,7 @@ from outpace.core.errors import LostProcess, UserError
 PATIENCE = 30.0  # seconds in which the other side must report the same failure
 FAILED, END = b"failed", "end"
 _CONNECT_SECONDS = 60.0  # in which all processes must start, and must connect after loading
+_RETRY_SECONDS = 0.2  # between two attempts to reach rank 0
 _SETTLE_SECONDS = 0.1  # in which torch's threads finish the last collective
 _NOTICE_SECONDS = 2.0  # in which the end of another process is noticed
 _GRACE = 0.5  # seconds that a rank has to exit by itself after rank 0 has ended
@@ -181,17 +182,18 @@ def join_processes() -> int:
         return int(dist.get_rank())
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    limit = timedelta(seconds=_CONNECT_SECONDS)
+    deadline = time.monotonic() + _CONNECT_SECONDS
     missing: list[str] = []
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        if os.environ.get("RANK") != "0":
+            _wait_for_store(deadline)
+        store, rank, size = next(dist.rendezvous("env://", timeout=_until(deadline)))
         store = dist.PrefixStore(f"outpace-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set(str(rank), "here")
-        deadline = time.monotonic() + _CONNECT_SECONDS
         for other in range(size):
             missing = [str(other)]
-            store.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-    except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
+            store.wait([str(other)], _until(deadline))
+    except (RuntimeError, ValueError, OSError) as error:  # torch.distributed.DistError is a RuntimeError
         unseen = "another rank" if os.environ.get("RANK") == "0" else f"rank 0 at {os.environ.get('MASTER_ADDR')}"
         absent = f"rank {missing[0]}" if missing else unseen
         raise UserError(
@@ -199,6 +201,23 @@ def join_processes() -> int:
         ) from error
     dist.init_process_group(store=store, rank=rank, world_size=size)
     return int(rank)
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
+def _wait_for_store(deadline: float) -> None:
+    """Wait until torch's store on rank 0 answers: torch's own attempts to connect may last twice their limit."""
+    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    while True:
+        try:
+            socket.create_connection(address, timeout=_until(deadline).total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
 
 
 def leave_processes() -> None:
