@@ -58,7 +58,7 @@ from outpace.simulate import costs, trace
 from outpace.simulate.run import simulate
 from outpace.simulate.setups import SetupSizes, select_setups
 
-TARGET, DRAFT = ADDRESSES
+TARGET, DRAFT = ADDRESSES[:2]
 DRAFT_PORT, CLIENT_PORT = 8100, 8001
 NODES, WIDTH = 32, 16
 RATE_DELAY = 5.0  # milliseconds, of the row with a limited rate

@@ -1,4 +1,4 @@
-"""A wire between two network namespaces: real TCP with a given delay, rate and interruptions. Linux, root only.
+"""A wire between network namespaces: real TCP with a given delay, rate and interruptions. Linux, root only.
 
 Each side is a process that calls `enter`; a thread of their parent carries packets between their TUN devices. The
 namespaces end with their processes, so nothing is left behind.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-ADDRESSES = ("10.9.0.1", "10.9.0.2")  # of the two sides, known in their namespaces only
+ADDRESSES = tuple(f"10.9.0.{number}" for number in range(1, 9))  # of the sides, known in their namespaces only
 NAME = b"wire"
 LOOK_SECONDS = 0.2  # longest sleep of the wire's thread
 QUEUE_SECONDS = 1.0  # a packet that would wait longer for the rate is dropped
@@ -56,14 +56,14 @@ def enter(address: str) -> int:
 
 
 class Wire(AbstractContextManager["Wire"]):
-    """Carries packets between two TUN devices until the block ends.
+    """Carries packets between TUN devices, which have the first of `ADDRESSES`, until the block ends.
 
-    `delay`: seconds one way. `rate`: bytes per second each way. While it `is_cut`, packets are lost. `num_bytes`: those
-    sent by each side, with the headers of IP and TCP. All may change at any time.
+    `delay`: seconds one way. `rate`: bytes per second from each side. While it `is_cut`, packets are lost. `num_bytes`:
+    those sent by each side, with the headers of IP and TCP. All may change at any time.
     """
 
     def __init__(self, devices: Sequence[int], delay: float = 0.0, rate: float = math.inf) -> None:
-        self.delay, self.rate, self.is_cut, self.num_bytes = delay, rate, False, [0, 0]
+        self.delay, self.rate, self.is_cut, self.num_bytes = delay, rate, False, [0] * len(devices)
         self._devices = tuple(devices)
         self._stopping = False
         self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
@@ -76,21 +76,23 @@ class Wire(AbstractContextManager["Wire"]):
             os.close(device)
 
     def _carry(self) -> None:
-        queues: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
-        free = [0.0, 0.0]  # when the last packet has passed at `rate`
+        queues: tuple[deque[tuple[float, int, bytes]], ...] = tuple(deque() for _ in self._devices)
+        receivers = {socket.inet_aton(host): device for host, device in zip(ADDRESSES, self._devices, strict=False)}
+        free = [0.0] * len(queues)  # when the last packet has passed at `rate`
         while not self._stopping:
             due = min((queue[0][0] for queue in queues if queue), default=math.inf)
             pause = min(max(due - time.monotonic(), 0.0), LOOK_SECONDS)
             for device in select.select(self._devices, [], [], pause)[0]:
                 side, packet, now = self._devices.index(device), os.read(device, 1 << 16), time.monotonic()
                 passed = max(free[side], now) + len(packet) / self.rate
-                if not self.is_cut and passed < now + QUEUE_SECONDS:
+                receiver = receivers.get(packet[16:20])  # of IPv4
+                if receiver is not None and not self.is_cut and passed < now + QUEUE_SECONDS:
                     free[side] = passed
                     self.num_bytes[side] += len(packet)
-                    queues[side].append((passed + self.delay, packet))
-            for side, queue in enumerate(queues):
+                    queues[side].append((passed + self.delay, receiver, packet))
+            for queue in queues:
                 while queue and queue[0][0] <= time.monotonic():
-                    os.write(self._devices[1 - side], queue.popleft()[1])
+                    os.write(*queue.popleft()[1:])
 
 
 if __name__ == "__main__":

@@ -8,15 +8,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from files import model_folder, weights, write_gguf
 from heads import write_head
 from judges import random_judge
@@ -29,7 +33,7 @@ from outpace.core.errors import LostProcess, UserError
 from outpace.core.logits import tensor_of
 from outpace.models import devices
 from outpace.models.base import Model, Part
-from outpace.models.distributed import processes
+from outpace.models.distributed import pipeline, processes
 from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, RowChannel, build_stage, facts_of
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
 from outpace.models.load import load_draft, load_model
@@ -219,6 +223,29 @@ def test_a_trained_head_is_refused(folder: Path, tmp_path: Path) -> None:
         pytest.raises(UserError, match="is a trained head, which does not work with pp_plan: name another draft"),
     ):
         load_draft(head, found.loaded)
+
+
+def test_rows_are_awaited_before_they_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo: messages of any size arrive whole, and a rank that has sent once need not wait for the receiver."""
+    store, limit = dist.HashStore(), timedelta(seconds=20)
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2)))
+
+        here: Any = SimpleNamespace(
+            send=lambda rows, rank: groups[1 - rank].send([rows], rank, 0).wait(),
+            irecv=lambda rows, rank: groups[1 - rank].recv([rows], rank, 0),
+        )
+        monkeypatch.setattr(pipeline, "dist", here)
+        one, two = RowChannel(5, "cpu"), RowChannel(5, "cpu")
+        for count in (1, 64, 65, 200, 0, 3, 130):
+            rows = torch.arange(5.0 * count).reshape(count, 5)
+            sent = threads.submit(one.send, rows, 1)
+            assert torch.equal(two.receive(count, 0), rows)
+            sent.result()
+        for count in (7, 64):
+            rows = torch.rand(count, 5)
+            one.send(rows, 1)  # returns, although nothing receives yet
+            assert torch.equal(two.receive(count, 0), rows)
 
 
 def test_an_interrupted_pass_leaves_no_rows_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
