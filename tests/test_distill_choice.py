@@ -112,3 +112,36 @@ def test_speeds_are_those_of_whole_answers(target: Path, monkeypatch: pytest.Mon
 )
 def test_the_fastest_is_advised(speeds: dict[str, float], advice: str) -> None:
     assert verdict(speeds, "out/draft").endswith(f"; {advice}")
+
+
+def test_a_budget_in_which_nothing_is_learnt_is_refused_before_text_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "operations_per_second", lambda device: 1e6)
+    out = tmp_path / "out"
+    given = [
+        "--target",
+        target_folder(tmp_path / "target", {"num_hidden_layers": 3}),
+        "--out",
+        out,
+        "--answer-tokens",
+        8,
+    ]
+    assert run_command(*given, "--budget", "2s") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the budget is 2 s, the least useful one here is about" in said
+    assert not (out / "text").exists()
+
+
+def test_a_large_vocabulary_is_reduced_unless_a_flag_shapes_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LARGE_VOCAB", 64)
+    monkeypatch.setattr(run, "REDUCED_VOCAB", 48)
+    asked = prompts_file(tmp_path / "asked.jsonl", 100)
+    given = ["--target", target_folder(tmp_path / "target", {"num_hidden_layers": 3}), "--prompts", asked]
+    given += ["--answer-tokens", 8, "--rows", 32, "--judged", 2, "--length", 64, "--epochs", 1, "--tokens", 200]
+    for name, more, size in (("default", [], 48), ("own", ["--layers", "2"], None)):
+        assert run_command(*given, "--out", tmp_path / name, *more) == 0
+        config = json.loads((tmp_path / name / "draft" / "config.json").read_text())
+        assert config["outpace"].get("draft_vocab_size") == size

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 
 from outpace.core.errors import UserError
@@ -24,7 +25,7 @@ from outpace.distill.report import PLOT, plot, read_state, record, write_card
 from outpace.distill.shards import read_shards
 from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
-from outpace.distill.train import CURVE, Trainer, check_state, read_curve
+from outpace.distill.train import CURVE, Trainer, check_state, operations_per_second, read_curve
 from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_ids
 from outpace.models.files.cache import new_file
 from outpace.models.files.checkpoint import Checkpoint
@@ -42,6 +43,9 @@ from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
 STEERED_SHARE = 0.3  # of the time for training, if a steering is trained too
+# Of a large vocabulary, a standalone draft that no flag shapes gets the most frequent tokens: on a CPU most of a
+# training step would go to logits that the text never needs.
+LARGE_VOCAB, REDUCED_VOCAB = 65_536, 16_384
 EVALUATION = "judgement.json"
 UNRECORDED = ("save_every", "seconds")  # training options that do not affect the weights
 
@@ -79,8 +83,12 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
             read = KINDS["steered"].default_taps(sizes.num_layers) if options.steers else taps
             stored = read if options.stores_taps else ()
             options = replace(options, taps=taps, writer=replace(options.writer, taps=stored))
+            if options.steers and options.shape == DraftShape() and sizes.vocab_size > LARGE_VOCAB:
+                options = replace(options, shape=DraftShape(vocab=REDUCED_VOCAB))
             if options.runs("train") or options.stage == START:
                 _check_draft(options, checkpoint, sizes)
+            if options.runs("train") and options.seconds is not None:
+                _check_budget(options, checkpoint, sizes)
         if options.runs("text"):
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
     if options.runs("judge"):
@@ -102,6 +110,25 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
     trained = KINDS[options.kind].trained_shapes(checkpoint, shape, options.taps or ())
     chosen_vocab_ids(folder, shape.vocab)
     check_state(folder, trained)
+
+
+def _check_budget(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> None:
+    """Check that a new training's share of the budget suffices for the steps in which the learning rate rises, by the
+    arithmetic of a step and the measured speed of a matrix product."""
+    assert options.seconds is not None
+    if (options.out / TRAINING / CURVE).exists():
+        return
+    train, shapes = options.train, KINDS[options.kind].trained_shapes(checkpoint, options.shape, options.taps or ())
+    weights = sum(map(prod, shapes.values())) + (options.shape.vocab or sizes.vocab_size) * sizes.hidden_size
+    operations = 6.0 * weights * train.rows * train.length  # forward and backward
+    share = TRAIN_SHARE * (1.0 - STEERED_SHARE if options.steers else 1.0)
+    least = train.warmup * operations / operations_per_second(options.device) / share
+    if options.seconds < least:
+        raise UserError(
+            f"the budget is {options.seconds:g} s, the least useful one here is about {least:.0f} s: a training step"
+            f" takes about {least * share / train.warmup:.2g} s, and in the first {train.warmup} the learning rate"
+            " rises; name a longer --budget, a smaller --vocab or fewer --layers"
+        )
 
 
 def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:

@@ -105,7 +105,7 @@ class Trainer:
         self._warm = 0.0, 0  # seconds and tokens after the first steps
         self._files: list[Path] | None = None
         self._read()
-        self._mixed = _has_fast_bfloat16(student.device)
+        self._mixed = has_fast_bfloat16(student.device)
         folder.mkdir(parents=True, exist_ok=True)
 
     def resume(self) -> bool:
@@ -232,7 +232,20 @@ class Trainer:
         return figures
 
 
-def _has_fast_bfloat16(device: torch.device) -> bool:
+def operations_per_second(name: str) -> float:
+    """Time a matrix product in the training's precision; return its floating-point operations per second."""
+    device, size = torch.device(name), 1024
+    dtype = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+    one = torch.ones(size, size, device=device, dtype=dtype)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        float((one @ one)[0, 0])  # waits for the device
+        times.append(time.perf_counter() - began)
+    return 2.0 * size**3 / min(times)
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether matrix products are faster in bfloat16 than in float32."""
     if device.type == "cuda":
         return has_bfloat16(device)
